@@ -11,12 +11,29 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, PlanFileError, StalePlanError
+import jax
+
+from autopar import __version__
+from autopar.api import parallelize
+from autopar.calibrate import calibrate
+from autopar.calibrate.words import profile_text
+from autopar.compare import compare
+from autopar.doctor import examine
+from autopar.doctor.report import print_report
+from autopar.errors import AutoparError, PlanFileError, StalePlanError, check_number
+from autopar.mesh import Cluster
+from autopar.plan.contradictions import contradictions
+from autopar.plan.words import seconds_text
+from autopar.report.plan import Plan
+from autopar.report.show import show, write_page
+from autopar.search.method_names import method_of
+from autopar.step import ParallelStep
 
 STEP_HELP = "the step, as module:name; parallelized or not"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
@@ -37,11 +54,7 @@ EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: Words after `autopar`; None: those of this process.
-    """
+    """Run one command, of these words or those of this process."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.version:
@@ -84,24 +97,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=words)
+    command.set_defaults(run=run)
+    return command
+
+
 def _version() -> int:
-    import platform
-
-    import jax
-
-    from autopar import __version__
 
     print(f"autopar {__version__}, JAX {jax.__version__}, Python {platform.python_version()}")
     return 0
 
 
 def _add_plan(commands: Any) -> None:
-    command = commands.add_parser("plan", help="print a plan file; or plan a step and print, perhaps save, its plan")
+    command = _command(commands, "plan", _plan, "print a plan file; or plan a step and print, perhaps save, its plan")
     command.add_argument("file", nargs="?", help="a plan file")
     _add_step(command)
     command.add_argument("--save", metavar="FILE", help="write the plan")
     command.add_argument("--html", metavar="FILE", help="write a page of pictures, for a browser")
-    command.set_defaults(run=_plan)
 
 
 def _add_step(command: Any, required: bool = False, why: str = "") -> None:
@@ -112,9 +125,6 @@ def _add_step(command: Any, required: bool = False, why: str = "") -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from autopar.report.html import document
-    from autopar.report.plan import Plan
-    from autopar.report.show import write_page
 
     if (options.file is None) == (options.step is None):
         raise AutoparError(
@@ -138,13 +148,13 @@ def _plan(options: argparse.Namespace) -> int:
     if options.save:
         plan.save(options.save)
     if options.html:
-        write_page(options.html, document(plan))
+        show(plan, path=options.html)
     print(plan)
     return 0
 
 
 def _add_compare(commands: Any) -> None:
-    command = commands.add_parser("compare", help="plan a step for several clusters, and print one table")
+    command = _command(commands, "compare", _compare, "plan a step for several clusters, and print one table")
     command.add_argument("step", help=STEP_HELP)
     command.add_argument("--args", required=True, help=ARGS_HELP)
     command.add_argument("--cluster", nargs="+", required=True, help=CLUSTER_HELP)
@@ -152,11 +162,9 @@ def _add_compare(commands: Any) -> None:
     command.add_argument("--price", metavar="FILE", help=PRICE_HELP)
     command.add_argument("--html", metavar="FILE", help="write a page with bars, too")
     command.add_argument("--sort", choices=("step", "rate", "price", "energy"), default="step", help="(step)")
-    command.set_defaults(run=_compare)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from autopar.compare import compare
 
     step, args = _step_and_args(options)
     found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
@@ -167,38 +175,32 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _add_diff(commands: Any) -> None:
-    command = commands.add_parser("diff", help="what differs between two plan files; exit status 1 if anything does")
+    command = _command(commands, "diff", _diff, "what differs between two plan files; exit status 1 if anything does")
     command.add_argument("this")
     command.add_argument("other")
     command.add_argument("--html", metavar="FILE", help="write both, beside each other, as a page of pictures")
-    command.set_defaults(run=_diff)
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from autopar.report.pair import pair_document
-    from autopar.report.plan import Plan
-    from autopar.report.show import write_page
 
     this, other = Plan.load(options.this), Plan.load(options.other)
     text = this.diff(other)
     print(text or "the plans are equal")
     if options.html:
-        write_page(options.html, pair_document(this, other))
+        show(this, other, path=options.html)
     return 1 if text else 0
 
 
 def _add_explain(commands: Any) -> None:
-    command = commands.add_parser("explain", help="why an argument or operation is sharded as it is")
+    command = _command(commands, "explain", _explain, "why an argument or operation is sharded as it is")
     command.add_argument("file", help="a plan file")
     command.add_argument(
         "name", help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"'
     )
     _add_step(command, required=True, why=": a file holds what was decided, not the alternatives")
-    command.set_defaults(run=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from autopar.report.plan import Plan
 
     step, args = _replanned(options)
     print(step.attach(*args, plan=Plan.load(options.file)).explain(options.name))
@@ -206,22 +208,21 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _add_verify(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _command(
+        commands,
         "verify",
-        help="check a plan file: that it agrees with itself, with its step if one is named, and with XLA's compiler if a "
+        _verify,
+        "check a plan file: that it agrees with itself, with its step if one is named, and with XLA's compiler if a "
         "target is; exit status 1 if anything does not",
     )
     command.add_argument("file", help="a plan file")
     _add_step(command)
     command.add_argument("--target", metavar="DEVICE", help=TARGET_HELP)
     command.add_argument("--html", metavar="FILE", help="write what the compiler says as a page, too")
-    command.set_defaults(run=_verify)
 
 
 def _verify(options: argparse.Namespace) -> int:
     """The file agrees with itself; with a step, its choices are lowered again and must give what it lists."""
-    from autopar.plan.contradictions import contradictions
-    from autopar.report.plan import Plan
 
     plan = Plan.load(options.file)
     problems = contradictions(plan)
@@ -250,16 +251,12 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _add_simulate(commands: Any) -> None:
-    command = commands.add_parser("simulate", help="the step of a plan file on a clock")
+    command = _command(commands, "simulate", _simulate, "the step of a plan file on a clock")
     command.add_argument("file", help="a plan file")
     command.add_argument("--trace", metavar="FILE", help="write it as a Chrome trace, for ui.perfetto.dev")
-    command.set_defaults(run=_simulate)
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from autopar.plan.words import seconds_text
-    from autopar.report.plan import Plan
-    from autopar.report.show import write_page
 
     plan = Plan.load(options.file)
     timeline = plan.timeline()
@@ -273,44 +270,32 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: Any) -> None:
-    command = commands.add_parser("doctor", help="what this machine can do; exit status 1 if something necessary fails")
+    command = _command(
+        commands, "doctor", _doctor, "what this machine can do; exit status 1 if something necessary fails"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="end a silent probe (60)")
     command.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster; else the one `ray status` finds")
-    command.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from autopar.doctor import examine
-    from autopar.doctor.report import print_report
 
     return print_report(examine(options.timeout, options.ray_address), options.json)
 
 
 def _add_calibrate(commands: Any) -> None:
-    command = commands.add_parser("calibrate", help="measure this machine, for Cluster.local(profile=...)")
+    command = _command(commands, "calibrate", _calibrate, "measure this machine, for Cluster.local(profile=...)")
     command.add_argument("--save", metavar="FILE", help="write the profile as JSON")
     command.add_argument("--devices", type=int, metavar="N", help="how many; on CPU so many virtual ones (else all)")
     command.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (120)")
-    command.set_defaults(run=_calibrate)
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    if options.devices is not None and options.devices < 1:
-        raise AutoparError(
-            "a machine has at least one device.",
-            given=f"--devices {options.devices}",
-            wrong="it is less than 1.",
-            do="pass how many, or leave it out for all.",
-        )
+    if options.devices is not None:
+        check_number("", "--devices", options.devices, least=1, is_whole=True)
     if options.devices is not None and not os.environ.get("XLA_FLAGS"):  # read when JAX starts: GPUs do not mind it
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
         os.environ.setdefault("PJRT_NPROC", str(max(32, options.devices)))
-    import jax
-
-    from autopar.calibrate import calibrate
-    from autopar.calibrate.words import profile_text
-
     devices = jax.local_devices()
     if options.devices is not None and len(devices) < options.devices:
         raise AutoparError(
@@ -327,8 +312,6 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
-    from autopar.api import parallelize
-    from autopar.step import ParallelStep
 
     if options.step is None or options.args is None:
         raise AutoparError(
@@ -353,8 +336,6 @@ def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 
 def _replanned(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     """The step for the machine and by the method that are named, and its arguments."""
-    from autopar.mesh import Cluster
-    from autopar.search.method_names import method_of
 
     step, args = _step_and_args(options)
     cluster = Cluster.of(options.cluster) if options.cluster else None

@@ -16,7 +16,7 @@ import jax
 from autopar._jax import Direct, as_key, key_data, weakly_typed, without_mesh
 from autopar.calibrate.steps import one_program, pipeline, whole_steps
 from autopar.direct import DirectCalls, Failure
-from autopar.errors import AutoparError, PipelineError, StepError, StructureChangedError
+from autopar.errors import PipelineError, StepError, StructureChangedError, check_number
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
 from autopar.ir.trace.trace import check_not_traced
@@ -183,13 +183,7 @@ class CompiledStep:
             PipelineError: On a Ray cluster, the plan has no stages: one program is the whole step.
             AutoparError: No step is to be timed.
         """
-        if not isinstance(steps, int) or steps < 1:
-            raise AutoparError(
-                "at least one step is timed.",
-                given=f"measure(..., steps={steps!r})",
-                wrong="it is no whole number of 1 or more.",
-                do="pass steps=5, or leave it out.",
-            )
+        check_number("measure", "steps", steps, least=1, is_whole=True)
         executable, is_one = self.executable, self.plan.is_one_program
         if executable.is_remote and is_one:
             raise PipelineError(

@@ -1,9 +1,6 @@
 """Developer aids, and the only place that reads environment variables.
 
-In:     `AUTOPAR_DUMP=dir`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
-
-
-In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call.
+In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
 Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
         `check_behind("trace", check, made)` runs a checker on what a pass made, and names the pass if it finds something.
 """
@@ -33,12 +30,7 @@ def xla_flags() -> tuple[str, ...]:
 
 
 def check_behind(pass_name: str, check: Callable[[_Made], None], made: _Made) -> None:
-    """Run the checker of what a pass makes, if that is asked for.
-
-    Args:
-        pass_name: Name of the pass.
-        check: Raises an `AssertionError` for what is wrong.
-        made: What the pass made.
+    """Run the checker of what a pass makes, which raises an `AssertionError` for what is wrong, if that is asked for.
 
     Raises:
         AssertionError: It is wrong; names the pass.
@@ -52,15 +44,7 @@ def check_behind(pass_name: str, check: Callable[[_Made], None], made: _Made) ->
 
 
 def dump(pass_name: str, text: str | Callable[[], str]) -> Path | None:
-    """Write what a pass made to the next numbered file.
-
-    Args:
-        pass_name: Name of the pass, part of the file's name.
-        text: What it made, or a function that prints it, called only if it is wanted.
-
-    Returns:
-        The file written, None if dumping is off.
-    """
+    """Write what a pass made, or what a function prints of it, to the next numbered file; None: dumping is off."""
     directory = dump_dir()
     if directory is None:
         return None

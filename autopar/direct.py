@@ -29,14 +29,10 @@ class DirectCalls:
         static_numbers: Sequence[int] = (),
         static_names: Sequence[str] = (),
     ):
-        """Nothing has been called yet.
+        """Calls of a step of this name, none of which has been made yet.
 
-        Args:
-            name: Of the step.
-            checked: A call with all checks.
-            failed: What becomes of an error of the program that ran, and the call's arguments.
-            static_numbers: Positions of static arguments, none below zero.
-            static_names: Their names.
+        `checked` is a call with all checks, and `failed` what becomes of an error of the program that ran, and the
+        call's arguments. Positions of static arguments are none below zero.
         """
         self._checked, self._failed = checked, failed
         self._as_told = name, checked, static_numbers, static_names

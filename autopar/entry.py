@@ -14,7 +14,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -33,42 +33,38 @@ class DamageError(Exception):
     """An entry of the file is not what it should be."""
 
 
-def unwritable(kind: type[AutoparError], what: str, path: str | Path, error: OSError) -> AutoparError:
-    """What to raise where a file cannot be written."""
-    return kind(
-        f"the {what} cannot be written.",
-        given=str(path),
-        wrong=f"{error.strerror or error}.",
-        do="name a file in a directory that exists and may be written to.",
-        path=str(path),
-    )
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file as a whole.
+def write_whole(path: str | Path, text: str, what: str, kind: type[AutoparError] = AutoparError) -> None:
+    """Write a file as a whole, so that a reader never sees half of it; `what` it is, an error says.
 
     Raises:
-        OSError: It cannot be written.
+        AutoparError: It cannot be written; of this kind.
     """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+            path.write_text(text, encoding="utf-8")
+            return
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise kind(
+            f"the {what} cannot be written.",
+            given=str(path),
+            wrong=f"{error.strerror or error}.",
+            do="name a file in a directory that exists and may be written to.",
+            path=str(path),
+        ) from error
 
 
 def read_versioned(path: str | Path, form: str, version: int) -> Entry:
-    """The object in a file of JSON.
-
-    Args:
-        path: Of the file.
-        form: What its entry "format" is to be.
-        version: What its entry "version" is to be.
+    """The object in a file of JSON, whose entries "format" and "version" are these.
 
     Raises:
         DamageError: The file is missing, damaged, of another format or version.
@@ -87,9 +83,15 @@ def read_versioned(path: str | Path, form: str, version: int) -> Entry:
     return Entry(record, "")
 
 
-def number_or_inf(value: float) -> float | str:
-    """A number as JSON can hold it, which has no infinity."""
-    return value if math.isfinite(value) else "inf"
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: dataclasses are objects, and infinity, which JSON does not have, is a word."""
+    if dataclasses.is_dataclass(value):
+        return {part.name: plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
+    return "inf" if value == math.inf else value
 
 
 def read_json(text: str) -> Any:
@@ -183,6 +185,12 @@ class Entry:
         one, other = (Entry(value, f"{self.where}[{k}]") for k, value in enumerate(self.value))
         return first(one), second(other)
 
+    def mapping(self, read: Callable[[Entry], _T]) -> dict[str, _T]:
+        """An object, each entry of it read."""
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        return {name: read(self[name]) for name in self.value}
+
     def items(self, read: Callable[[Entry], _T], length: int | None = None) -> tuple[_T, ...]:
         """A list, each item of it read."""
         if not isinstance(self.value, list) or length not in (None, len(self.value)):
@@ -199,39 +207,56 @@ _PLAIN: dict[Any, Callable[[Entry], Any]] = {
 
 
 def made(
-    kind: Callable[..., _T], *, later: Collection[str] = (), **others: Callable[[Entry], Any]
+    kind: Callable[..., _T],
+    *,
+    known: Mapping[str, Any] | None = None,
+    later: Collection[str] = (),
+    infinite: Collection[str] = (),
+    **others: Callable[[Entry], Any],
 ) -> Callable[[Entry], _T]:
     """Reads an object as a dataclass: each field from the entry of its name, by its type.
 
     Args:
         kind: The dataclass.
+        known: Fields that do not stand in the file.
         later: Fields that files of before there were these do not have.
+        infinite: Numbers that may be infinite.
         others: What reads the fields of which more is known than their type.
     """
-    readers = {**_readers(kind), **others}
+    known = known or {}
+    readers = {**_readers(kind), **dict.fromkeys(infinite, _number_or_inf), **others}
+    readers = {name: own for name, own in readers.items() if name not in known}
 
     def read(entry: Entry) -> _T:
-        return kind(**{n: own(entry[n]) for n, own in readers.items() if n not in later or n in entry.value})
+        return kind(**known, **{n: own(entry[n]) for n, own in readers.items() if n not in later or n in entry.value})
 
     return read
+
+
+def _number_or_inf(entry: Entry) -> float:
+    return entry.number(or_infinite=True)
 
 
 @functools.cache
 def _readers(kind: Any) -> dict[str, Callable[[Entry], Any]]:
     types = get_type_hints(kind)
-    return {part.name: _reader(types[part.name]) for part in dataclasses.fields(kind)}
+    return {part.name: _reader(types[part.name]) for part in dataclasses.fields(kind) if part.init}
 
 
 def _reader(kind: Any) -> Callable[[Entry], Any]:
-    """What reads a value of a type: a plain one, words, a list of alike or a pair of these, or one that may be missing."""
+    """What reads a value of a type: a plain one, words, a dataclass, what consists of these, or one that may be missing."""
     parts = get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
+    if dataclasses.is_dataclass(kind):
+        return made(kind)  # type: ignore[arg-type]
     if get_origin(kind) is Literal:
         return lambda entry: entry.one_of(parts)
     inner = [_reader(part) for part in parts if part not in (Ellipsis, NoneType)]
     if get_origin(kind) is UnionType and NoneType in parts:
         return lambda entry: None if entry.value is None else inner[0](entry)
+    if get_origin(kind) is Mapping:
+        return lambda entry: entry.mapping(inner[1])
     if get_origin(kind) is not tuple:
         return _unread
     if Ellipsis in parts:

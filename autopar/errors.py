@@ -9,10 +9,12 @@ Method: one class per kind of mistake, all below `AutoparError`. An exception fr
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -40,16 +42,13 @@ class AutoparError(Exception):
             assert not hasattr(type(self), name), f"fact {name!r} would hide an attribute of {type(self).__name__}"
             setattr(self, name, value)
         parts = (("given", given), ("wrong", wrong), ("do", do))
-        lines = [f"  {label + ':':7} {_indent(text)}" for label, text in parts if text]
+        told = ((label, text.strip().replace("\n", "\n" + " " * 10)) for label, text in parts if text)
+        lines = [f"  {label + ':':7} {text}" for label, text in told]
         super().__init__("\n".join([summary, *lines]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword arguments do not pickle by themselves, and workers send theirs home.
         return _rebuild, (type(self), self.summary, self.given, self.wrong, self.do, self.facts)
-
-
-def _indent(text: str) -> str:
-    return text.strip().replace("\n", "\n" + " " * 10)
 
 
 def _rebuild(kind: type[AutoparError], summary: str, given: str, wrong: str, do: str, facts: dict) -> AutoparError:
@@ -172,6 +171,58 @@ class DonatedError(AutoparError, RuntimeError):
 
 class NotBuiltYetError(AutoparError, NotImplementedError):
     """Named in the public surface, and not there in this version. Facts: `feature`."""
+
+
+def check_number(
+    owner: str,
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    most: float = math.inf,
+    is_whole: bool = False,
+    kind: type[AutoparError] = AutoparError,
+    do: str = "pass such a number, or leave it out.",
+    **facts: Any,
+) -> None:
+    """Raise an error of this kind, with its facts, unless a parameter is a number within its bounds.
+
+    It is `name` of `owner`, as the user writes that (`fit`; "": it stands by itself). Without `least` it must be more
+    than 0.
+    """
+    is_number = isinstance(value, Integral if is_whole else Real)
+    if is_number and (value > 0 if least is None else value >= least) and value <= most:
+        return
+    bounds = "more than 0" if least is None else f"{least:g} or more"
+    bounds += f", at most {most:g}" if most < math.inf else ""
+    raise kind(
+        f"`{name}` must be a {'whole ' * is_whole}number, {bounds}.",
+        given=f"{owner}({name}={value!r})" if owner else f"{name}={value!r}",
+        wrong="it is not." if isinstance(value, Real) else f"it is of type {type(value).__name__}.",
+        do=do,
+        **facts,
+    )
+
+
+def check_choice(
+    owner: str,
+    name: str,
+    value: Any,
+    known: Collection[str],
+    *,
+    kind: type[AutoparError] = AutoparError,
+    do: str = "name one of them, or leave it out.",
+    **facts: Any,
+) -> None:
+    """Raise an error of this kind unless a parameter is one of the words that are known; as of `check_number`."""
+    if value not in tuple(known):
+        raise kind(
+            f"there is no such `{name}`.",
+            given=f"{owner}({name}={value!r})" if owner else f"{name}={value!r}",
+            wrong=f"autopar knows {', '.join(map(repr, known))}.",
+            do=do,
+            **facts,
+        )
 
 
 def listed(names: Sequence[str], most: int, between: str = ", ") -> str:

@@ -69,18 +69,10 @@ def follow(
 class Following:
     """A step that takes another's state as it lies; call it like the function it was made from."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        step: ParallelStep,
-        batch_argnums: Any,
-        donate_argnums: Any,
-        static_argnums: Any,
-        static_argnames: Any,
-    ):
-        self._fn, self._step, self._batch_argnums = fn, step, batch_argnums
-        self._donate_argnums, self._static = donate_argnums, (static_argnums, static_argnames)
-        self._traced = ParallelStep(fn, None, ShardParallel(), batch_argnums, donate_argnums, *self._static)
+    def __init__(self, fn: Callable[..., Any], step: ParallelStep, *settings: Any):
+        """Behind a step; `settings` are the batch, what is donated and what is static, in the order of `follow`."""
+        self._fn, self._step, self._settings = fn, step, settings
+        self._traced = ParallelStep(fn, None, ShardParallel(), *settings)
         self._parallel: ParallelStep | None = None
 
     def __repr__(self) -> str:
@@ -96,12 +88,11 @@ class Following:
 
     def behind(self, step: ParallelStep) -> Following:
         """The same step behind another one: what it follows, planned anew."""
-        return Following(self._fn, step, self._batch_argnums, self._donate_argnums, *self._static)
+        return Following(self._fn, step, *self._settings)
 
     def on_arrays(self, state: Shell, step: ParallelStep) -> Following:
         """The same step on the arrays of its first argument's objects, behind a step on these."""
-        fn = state.of_step(self._fn, updates=False)
-        return Following(fn, step, self._batch_argnums, self._donate_argnums, *self._static)
+        return Following(state.of_step(self._fn, updates=False), step, *self._settings)
 
     @property
     def cluster(self) -> Cluster:
@@ -124,9 +115,7 @@ class Following:
         """
         if self._parallel is None:
             method, batch = self._follow(args, kwargs)
-            self._parallel = ParallelStep(
-                self._fn, self._step.cluster, method, batch, self._donate_argnums, *self._static
-            )
+            self._parallel = ParallelStep(self._fn, self._step.cluster, method, batch, *self._settings[1:])
         return self._parallel
 
     def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Method, Any]:
@@ -157,7 +146,7 @@ class Following:
                 "of it.",
                 do="pass that state, or a subtree of it such as the parameters.",
             )
-        batch = self._batch_argnums
+        batch = self._settings[0]
         if isinstance(batch, str):
             batch = _batch(program, others, compiled)
         if not compiled.plan.is_one_program:

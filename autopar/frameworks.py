@@ -97,12 +97,7 @@ _ADAPTERS: dict[str, Callable[[], Adapter]] = {}  # written at import only
 
 
 def register(module: str, load: Callable[[], Adapter]) -> None:
-    """Make `load()` the adapter of the objects that `module` makes.
-
-    Args:
-        module: Without which there are no such objects.
-        load: Imports the adapter; called only where `module` is loaded.
-    """
+    """Make `load()`, which imports it, the adapter of objects that there are only where `module` is loaded."""
     if module in _ADAPTERS:
         raise ValueError(f"`{module}` already has an adapter.")
     _ADAPTERS[module] = load
@@ -140,12 +135,7 @@ def adapter_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapter | None:
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """What of a state of objects is no array.
-
-    Attributes:
-        adapter: Who took it apart.
-        static: What the adapter left.
-    """
+    """What of a state of objects is no array, as its adapter left it."""
 
     adapter: Adapter
     static: Hashable

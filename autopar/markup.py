@@ -26,6 +26,11 @@ def tag(name: str, *children: str, **attributes: object) -> str:
     return f"<{' '.join(words)}>{''.join(children)}</{name}>"
 
 
+def grid(head: str, rows: Iterable[str], class_: str | None = None) -> str:
+    """A table of these rows, the first of which names its columns."""
+    return tag("table", tag("thead", head), tag("tbody", *rows), class_=class_)
+
+
 def picture(height: float, *children: str, label: str, width: float = WIDTH) -> str:
     """A whole SVG, as wide as its place allows."""
     return tag(

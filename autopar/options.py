@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from autopar.errors import AutoparError, ConstraintError, PipelineError, SolverError
+from autopar.errors import AutoparError, ConstraintError, PipelineError, SolverError, check_choice, check_number
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -37,25 +36,6 @@ _LEVELS = {"cheap": 0.0, "all": math.inf}
 def repays(steps: float, won_seconds: float, planning_seconds: float) -> bool:
     """Whether planning goes on that takes so long (by its size, never by the clock) for what each of so many steps may win."""
     return steps == math.inf or planning_seconds <= steps * won_seconds
-
-
-_CHOICES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
-    ("solver", SOLVERS + SEARCHERS, "solver", f"leave it out for {SOLVERS[0]!r}, or name one of them."),
-    ("microbatch_semantics", SEMANTICS, "semantics of microbatches", "leave it out for 'exact'."),
-    (
-        "memory",
-        MEMORY,
-        "judge of memory",
-        "leave it out for 'predicted', or pass 'compiler' to have XLA agree that the plan fits.",
-    ),
-    (
-        "offload",
-        OFFLOAD,
-        "way to use the memory of the hosts",
-        "leave it out for 'auto', or pass 'never' to keep everything in the memory of the devices.",
-    ),
-)
-"""Settings that are one of some words: (name, the words, what they are, what to do instead of another)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,19 +87,17 @@ class Options(Settings):
     repaying_steps: float = math.inf
 
     def __post_init__(self) -> None:
-        for name, known, what, do in _CHOICES:
-            given = getattr(self, name)
-            if given not in known:
-                kind, facts = (SolverError, {"solver": given}) if name == "solver" else (AutoparError, {})
-                wrong = f"autopar knows {', '.join(map(repr, known))}."
-                raise kind(f"unknown {what}.", given=f"{name}={given!r}", wrong=wrong, do=do, **facts)
+        check_choice("", "solver", self.solver, SOLVERS + SEARCHERS, kind=SolverError, solver=self.solver)
+        for name, known in (("microbatch_semantics", SEMANTICS), ("memory", MEMORY), ("offload", OFFLOAD)):
+            check_choice("", name, getattr(self, name), known)
         _check_recompute(self.recompute)
-        _check_positive("solver_seconds", self.solver_seconds)
+        check_number("", "solver_seconds", self.solver_seconds)
         if self.planning_seconds is not None:
-            _check_positive("planning_seconds", self.planning_seconds)
+            check_number("", "planning_seconds", self.planning_seconds)
             object.__setattr__(self, "solver_seconds", min(self.solver_seconds, self.planning_seconds))
         if self.memory_budget_bytes is not None:
-            _check_positive("memory_budget_bytes", self.memory_budget_bytes)
+            do = "pass bytes, such as 80e9, or leave it out for all of the memory."
+            check_number("", "memory_budget_bytes", self.memory_budget_bytes, do=do)
         if not isinstance(self.constraints, Mapping | None):
             raise ConstraintError(
                 "constraints are a mapping.",
@@ -170,20 +148,3 @@ def _check_recompute(recompute: object) -> None:
                 wrong=f"{level!r} is no level.",
                 do="pass 'auto', 'cheap', 'all', a number of operations per byte, or a tuple of these for the stages.",
             )
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, Real):
-        raise AutoparError(
-            f"`{name}` must be a number.",
-            given=f"{name}={value!r}",
-            wrong=f"it is of type {type(value).__name__}.",
-            do="pass a number, such as 80e9.",
-        )
-    if not float(value) > 0:
-        raise AutoparError(
-            f"`{name}` must be positive.",
-            given=f"{name}={value!r}",
-            wrong="nothing fits in it.",
-            do="pass more than 0.",
-        )

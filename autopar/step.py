@@ -315,7 +315,7 @@ class ParallelStep(Generic[P, R]):
         return *_key_of((apart.args, apart.kwargs), (static, StaticKey(apart.static, name_of(self._fn)))), apart
 
     def _planned(self, program: Program, roles: Roles) -> Plan:
-        """As the method says."""
+        """A plan, made as the method says."""
 
         def make(method: Method) -> Plan:
             with without_mesh(), planning_progress(program.name) as report:

@@ -128,7 +128,7 @@ def test_mistakes(tmp_path):
         (ClusterError, "nothing to compare", {"clusters": []}),
         (ClusterError, "unreadable cluster", {"clusters": ["four"]}),
         (AutoparError, "unknown method", {"methods": ["fancy"]}),
-        (AutoparError, "no such order", {"sort": "beauty"}),
+        (AutoparError, "no such `sort`", {"sort": "beauty"}),
         (AutoparError, "No such file", {"prices": tmp_path / "none.toml"}),
         (AutoparError, "prices cannot be read", {"prices": tmp_path / "bad.toml"}),
         (AutoparError, "per_hour = '2'", {"prices": {"h100": {"per_hour": "2"}}}),

@@ -140,18 +140,27 @@ autopar.fit(step, create_state(), batches(9), checkpoint_dir=directory, save_eve
 
 def test_killed_and_started_again(undisturbed, tmp_path):
     """Killed in the middle of a save and between two: each step ever done has the loss of the undisturbed run."""
-    log = tmp_path / "log"
-    killed = [("write_manifest", "4"), ("between", "6"), ("nowhere", "0")]
-    resumed = []
-    for where, at in killed:
-        known = len(log.read_text().splitlines()) if log.exists() else 0
-        words = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(log), where, at]
-        done = subprocess.run(
-            words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=PATIENCE_SECONDS
-        )
-        assert done.returncode == (0 if where == "nowhere" else -9), done.stderr
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log, resumed, lines = tmp_path / "log", [], []
+    run = {"checkpoint_dir": tmp_path / "run", "save_every": 2}
+
+    def logged():
+        nonlocal lines
+        known, lines = len(lines), [json.loads(line) for line in log.read_text().splitlines()]
         resumed.append(lines[known][0])
+
+    for where, at in [("write_manifest", "4"), ("between", "6")]:
+        words = [sys.executable, "-c", SCRIPT, str(run["checkpoint_dir"]), str(log), where, at]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        assert done.returncode == -9, done.stderr
+        logged()
+
+    def on_step(number, loss):
+        with log.open("a") as file:
+            file.write(json.dumps([number, float(loss)]) + "\n")
+
+    autopar.fit(step_on(2, autopar.ShardParallel()), create_state(), batches(NUM_STEPS), on_step=on_step, **run)
+    logged()
     assert resumed[0] == 0 and resumed[1] == 2 and resumed[2] in (4, 6)
     assert all(loss == undisturbed[number] for number, loss in lines)
     assert lines[-1][0] == NUM_STEPS - 1 and checkpoint.latest(tmp_path / "run") == NUM_STEPS

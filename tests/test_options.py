@@ -38,5 +38,5 @@ def test_no_number(name):
 
 @pytest.mark.parametrize("name", ["solver_seconds", "memory_budget_bytes"])
 def test_not_positive(name):
-    with pytest.raises(AutoparError, match=f"`{name}` must be positive"):
+    with pytest.raises(AutoparError, match=f"`{name}` must be a number, more than 0"):
         Options(**{name: 0})

@@ -20,12 +20,7 @@ from jax.experimental import serialize_executable as _serialize_executable
 def load_elsewhere(
     compiled: jax.stages.Compiled, old: Sequence[jax.Device], new: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
-    """A compiled program on other devices, without compiling it again.
-
-    Args:
-        compiled: The program.
-        old: Its devices, in the order of its mesh.
-        new: Those that take their places, of the same kind and in one process.
+    """A compiled program on other devices of the same kind and process, in the places of the old ones.
 
     Raises:
         Exception: What JAX or the platform says where it cannot be moved.

@@ -31,11 +31,7 @@ def dispatched(
 ) -> Callable[..., Any]:
     """A function whose calls are `checked`, unless one of the same kind was before, and said how to do without.
 
-    Args:
-        name: As profilers show it.
-        checked: Called for each new kind of call.
-        static_numbers: Positions of the arguments that are compared by value.
-        static_names: Names of the same.
+    Profilers show it by `name`; the arguments of these positions and names are compared by value.
     """
 
     def first(*args: Any, **kwargs: Any) -> tuple[Any, Direct | None, bool]:
@@ -52,9 +48,8 @@ def dispatched(
 def direct_call(compiled: jax.stages.Compiled, returned: Any) -> Direct | None:
     """How a program is called without Python on arguments that lie where it wants them; None: it cannot be.
 
-    Args:
-        compiled: The program, of flat arguments in the order of the call's leaves, typed keys as their integers.
-        returned: What the call returns, in its structure: the program's results, in their order.
+    It takes flat arguments in the order of the call's leaves, typed keys as their integers; `returned` holds its
+    results in their order, in the structure of what the call returns.
     """
     executable = compiled._executable
     runs = executable.unsafe_call

@@ -119,12 +119,10 @@ def shardy_rule(eqn: JaxprEqn) -> Any:
 
 @contextmanager
 def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Context manager: JAX traces cuDNN's attention for a GPU that is not here.
+    """Context manager: JAX traces cuDNN's attention for a GPU of this compute capability that is not here.
 
     Tracing it JAX asks for the version of cuDNN, and which GPU there is; nothing of the answers is left in the program.
-
-    Args:
-        capability: Compute capability of the GPU; None, or where this process has cuDNN: JAX finds out by itself.
+    Without a capability, or where this process has cuDNN, JAX finds out by itself.
     """
     module = _cudnn_attention
     names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")

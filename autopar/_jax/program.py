@@ -69,9 +69,8 @@ def trace_function(
 ) -> tuple[ClosedJaxpr, list[Any], Any]:
     """Trace a function as `jax.jit` does.
 
-    Returns:
-        The closed jaxpr, the tracers of other traces that the function captured (they are the first invars then), and
-        the structure of what the function returns.
+    The closed jaxpr, the tracers of other traces that the function captured (they are the first invars then), and the
+    structure of what the function returns.
     """
     try:
         hash(function), weakref.ref(function)
@@ -165,13 +164,7 @@ def eqn_context(eqn: JaxprEqn) -> Any:
 
 
 def bind_eqn(eqn: JaxprEqn, *operands: Any, params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Run one equation on values; always a list of results.
-
-    Args:
-        eqn: The equation.
-        operands: One value per invar, literals included.
-        params: Other parameters than the equation's.
-    """
+    """Run one equation on values, one for each invar; always a list of results. `params` are others than the equation's."""
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else dict(params))
     if isinstance(bind_params, tuple):  # older contract: functions to pass first
         functions, bind_params = bind_params

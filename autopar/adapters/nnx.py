@@ -27,12 +27,7 @@ from autopar.ir.trace.returned import Objects, Returned
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A graph node without its arrays.
-
-    Attributes:
-        definition: NNX's: structure, attributes that are no arrays, who is shared with whom.
-        paths: Of its arrays.
-    """
+    """A graph node without its arrays: NNX's definition of it, and the paths of its arrays."""
 
     definition: Any
     paths: tuple[tuple[Any, ...], ...]
@@ -40,12 +35,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """A pytree without the arrays of the graph nodes in it.
-
-    Attributes:
-        outer: Its structure, nodes being leaves.
-        nodes: One per leaf; None: it is none.
-    """
+    """A pytree without the arrays of the graph nodes in it; of each leaf the node, None: it is none."""
 
     outer: Any
     nodes: tuple[_Node | None, ...]
@@ -73,13 +63,12 @@ class NnxAdapter:
         """The arrays of all nodes of a call, each once."""
         numbers = graph.RefMap()
         trees, arrays = [], []
-        for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
+        for value in _in_order(args, kwargs):
             leaves, outer = jax.tree.flatten(value, is_leaf=_is_leaf)
             tree, own = _flatten(leaves, outer, numbers, None)
             trees.append(tree)
             arrays.append(own)
-        named = dict(zip(sorted(kwargs), arrays[len(args) :], strict=True))
-        return Apart(self, tuple(arrays[: len(args)]), named, tuple(trees), graph.IndexMap.from_refmap(numbers))
+        return Apart(self, *_as_passed(arrays, kwargs), tuple(trees), graph.IndexMap.from_refmap(numbers))
 
     def rebuild(self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """New nodes around these arrays."""
@@ -96,8 +85,8 @@ class NnxAdapter:
             return _is_node(value) and (not isinstance(value, nnx.Variable) or value in known)
 
         trees, updated, updates, holders = [], [], [], []
-        before = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        after = [*made_args, *(made_kwargs[name] for name in sorted(kwargs))]
+        before = _in_order(args, kwargs)
+        after = _in_order(made_args, made_kwargs)
         for number, (was, value, tree) in enumerate(zip(before, after, static, strict=True)):
             nodes = [x if node else None for x, node in zip(tree.outer.flatten_up_to(value), tree.nodes, strict=True)]
             now, arrays = _flatten(nodes, tree.outer, numbers, known)
@@ -116,7 +105,7 @@ class NnxAdapter:
         """The result; the nodes that were passed hold the new arrays, and are in the result where they were returned."""
         after, made = returned.objects.static, graph.IndexMap()
         updates = dict(zip(returned.objects.updated, returned.updates, strict=True))
-        before = [*apart.args, *(apart.kwargs[name] for name in sorted(apart.kwargs))]
+        before = _in_order(apart.args, apart.kwargs)
         for number, tree in enumerate(after.arguments):
             if any(tree.nodes):
                 _unflatten(tree, updates.get(number, before[number]), made, apart.objects)
@@ -137,14 +126,22 @@ def _is_leaf(value: object) -> bool:
     return _is_node(value) or isinstance(value, nnx.State)
 
 
-def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> tuple[_Tree, Any]:
-    """A pytree, and the same with arrays in the place of nodes.
+def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments by position, then those by name, by their names."""
+    return [*args, *(kwargs[name] for name in sorted(kwargs))]
 
-    Args:
-        leaves: Of the pytree: nodes, variables of nodes, and others.
-        outer: Its structure.
-        numbers: The numbers of the nodes that were seen before; those seen here are added.
-        outside: The numbers that nodes had outside of the trace; None: it is outside.
+
+def _as_passed(values: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What stands in that order, by position and by these names again."""
+    count = len(values) - len(kwargs)
+    return tuple(values[:count]), dict(zip(sorted(kwargs), values[count:], strict=True))
+
+
+def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> tuple[_Tree, Any]:
+    """A pytree of these leaves and structure, and the same with arrays in the place of nodes.
+
+    Nodes that are seen here are added to `numbers`; `outside` are those that they had outside of the trace, None: this
+    is outside.
     """
     nodes: list[_Node | None] = []
     arrays: list[Any] = []
@@ -211,9 +208,8 @@ def _unflatten(tree: _Tree, arrays: Any, made: Any, outside: Any) -> Any:
 def _rebuild(
     trees: Sequence[_Tree], args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    values = [*args, *(kwargs[name] for name in sorted(kwargs))]
-    objects = [_unflatten(tree, value, made, None) for tree, value in zip(trees, values, strict=True)]
-    return tuple(objects[: len(args)]), dict(zip(sorted(kwargs), objects[len(args) :], strict=True))
+    pairs = zip(trees, _in_order(args, kwargs), strict=True)
+    return _as_passed([_unflatten(tree, value, made, None) for tree, value in pairs], kwargs)
 
 
 def _has_changed(was: _Tree, before: Any, now: _Tree, after: Any) -> bool:

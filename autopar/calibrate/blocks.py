@@ -59,13 +59,11 @@ def _layer(batch: int, length: int, width: int, heads: int, layers: int) -> Case
         return x * 0.5 + SMALL * along + SMALL * sum(grad.sum() for grad in others)
 
     text = f"{'a layer' if layers == 1 else f'a loop of {layers} layers'} of {width}, {batch} x {length} tokens"
-    dtypes = ("float32",) * len(shapes)
-    return Case("layer", text, shapes, dtypes, turn, kernels_of(turn, shapes, dtypes, {0: frozenset({0})}))
+    return Case("layer", text, shapes, "float32", turn, kernels_of(turn, shapes, "float32", {0: frozenset({0})}))
 
 
 def _update(size: int) -> Case:
     """Adam's, of one parameter."""
-    shapes, dtypes = ((3, size), (size,)), ("float32", "float32")
 
     def turn(state: jax.Array, gradient: jax.Array) -> jax.Array:
         value, mean, square = state
@@ -74,7 +72,7 @@ def _update(size: int) -> Case:
         return jnp.stack([value - SMALL * mean / (jnp.sqrt(square) + 1e-8), mean, square])
 
     kernel = Pass(7 * 4.0 * size, 1.0, "parameters")  # reads four arrays, writes three
-    return Case("update", f"Adam of {size} float32", shapes, dtypes, turn, (kernel,))
+    return Case("update", f"Adam of {size} float32", ((3, size), (size,)), "float32", turn, (kernel,))
 
 
 def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -85,11 +83,11 @@ def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 def kernels_of(
     function: Callable[..., jax.Array],
     shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[str],
+    dtype: str,
     batch: Mapping[int, frozenset[int]],
 ) -> tuple[Kernel, ...]:
     """What a function is to the cost model on one device; `batch` as of `build_graph`."""
-    given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     graph = build_graph(trace_step(function, given).jaxpr, _ONE, {}, batch)
     traffic = find_traffic(graph)
     found: list[Kernel] = []

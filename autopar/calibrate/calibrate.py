@@ -29,8 +29,9 @@ from autopar.calibrate.blocks import blocks
 from autopar.calibrate.cases import all_cases
 from autopar.calibrate.fit import Sample, as_measured, fit
 from autopar.calibrate.timing import dispatch_seconds, fresh_memory, shared_cores, turn_times, undisturbed
-from autopar.errors import ClusterError, ProfileError
-from autopar.mesh import Achieved, Device, Link, MachineProfile, find_device
+from autopar.errors import ClusterError, ProfileError, check_number
+from autopar.mesh import Achieved, Device, Link, MachineProfile
+from autopar.mesh.find_device import known_device
 
 SECONDS = 120.0
 """To spend, by default."""
@@ -82,14 +83,8 @@ def calibrate(
             wrong="the profile states what the devices of one host reach; hosts are joined by the catalog's link.",
             do="pass devices=jax.local_devices().",
         )
-    if not seconds > 0:
-        raise ProfileError(
-            "to measure takes more seconds than none.",
-            given=f"calibrate(seconds={seconds!r})",
-            wrong="it is not more than 0.",
-            do="allow about 2 seconds for each kind of measurement, 60 for all.",
-            path="",
-        )
+    do = "allow about 2 seconds for each kind of measurement, 60 for all."
+    check_number("calibrate", "seconds", seconds, kind=ProfileError, do=do, path="")
     started = time.monotonic()
     if not show_progress:
         samples, own = _measure(devices, started + seconds, lambda text, done: None)
@@ -177,14 +172,13 @@ def _known(device: Any) -> tuple[Device, Link]:
     """What to begin with: the catalog's, or for a GPU that it does not have what it says of itself."""
     if device.platform == "cpu":
         return _CPU, _CPU_LINK
-    try:
-        model = find_device(device.device_kind)
+    model = known_device(device.device_kind)
+    if model is not None:
         return model.device, model.intra
-    except ClusterError:
-        cores = int(getattr(device, "core_count", 0) or 0)
-        limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-        sizes = {"memory_bytes": float(limit)} if limit else {}
-        return Device(device.device_kind, achieved=Achieved(cores=cores), **sizes), _GPU_LINK
+    cores = int(getattr(device, "core_count", 0) or 0)
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    sizes = {"memory_bytes": float(limit)} if limit else {}
+    return Device(device.device_kind, achieved=Achieved(cores=cores), **sizes), _GPU_LINK
 
 
 def host_memory_bytes(num_devices: int) -> float:

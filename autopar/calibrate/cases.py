@@ -34,7 +34,7 @@ class Case:
         kind: `"product"`, `"pass"`, `"all-reduce"`, ...
         text: Shapes and dtypes, for people.
         shapes: Of one device: first of what a turn makes anew, then of what it only reads.
-        dtypes: Of each.
+        dtype: Of all of them.
         turn: From these arrays on one device to the first of them, anew; the axis of a group is `"x"`.
         kernels: What a turn is to the cost model.
         collectives: The same: (kind, bytes on one device as the model counts them).
@@ -45,7 +45,7 @@ class Case:
     kind: str
     text: str
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    dtype: str
     turn: Callable[..., jax.Array]
     kernels: tuple[Kernel, ...]
     collectives: tuple[tuple[CollectiveKind, float], ...] = ()
@@ -81,7 +81,7 @@ def _passes(is_cpu: bool) -> Iterator[Case]:
             "pass",
             f"x / 2 + y of {size} float32",
             ((size,), (size,)),
-            ("float32", "float32"),
+            "float32",
             lambda x, y: x * 0.5 + y,
             (Pass(12.0 * size),),
         )
@@ -111,9 +111,7 @@ def _rows(is_cpu: bool) -> Iterator[Case]:
         ("gelu", activation, (Pass(3 * size),)),
         ("transpose", transpose, (Pass(3 * size),)),
     ):
-        yield Case(
-            "pass", f"{name} of [{rows}, {width}] float32", ((rows, width),) * 2, ("float32",) * 2, turn, kernels
-        )
+        yield Case("pass", f"{name} of [{rows}, {width}] float32", ((rows, width),) * 2, "float32", turn, kernels)
 
 
 def _products(is_cpu: bool) -> Iterator[Case]:
@@ -145,7 +143,7 @@ def product(count: int, rows: int, columns: int, depth: int, dtype: str, kind: s
         kind,
         f"{count} x {text}" if count > 1 else text,
         ((count, rows, depth), (count, rows, depth), (count, depth, columns), (count, columns, depth)),
-        (dtype,) * 4,
+        dtype,
         lambda x, x0, w, v: x0 * 0.5 + SMALL * ((x @ w) @ v),
         (there, back, Pass(3.0 * size * jnp.dtype(dtype).itemsize)),
     )
@@ -174,7 +172,7 @@ def _convolutions(is_cpu: bool) -> Iterator[Case]:
             "convolution",
             f"{images} images of {side} x {side} x {channels}, 3 x 3, {dtype}",
             (shape, shape, (3, 3, channels, channels)),
-            (dtype,) * 3,
+            dtype,
             turn,
             (kernel, Pass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize)),
         )
@@ -196,7 +194,7 @@ def _attention(is_cpu: bool) -> Iterator[Case]:
             "attention",
             f"{batch} x {heads} heads of {depth}, {length} long, bfloat16",
             (shape,) * 3,
-            ("bfloat16",) * 3,
+            "bfloat16",
             turn,
             (FusedProducts(flops, 8.0 * size, ("bfloat16",) * 3),),
         )
@@ -219,8 +217,7 @@ def _indexing(is_cpu: bool) -> Iterator[Case]:
         ("scatter", place, (Pass(2 * moved), Pass(3 * moved))),
     ):
         shape = (rows, width)
-        types = ("float32", "float32")
-        yield Case(kind, f"{rows} rows of {width} float32", (shape, shape), types, turn, kernels, is_fitted=False)
+        yield Case(kind, f"{rows} rows of {width} float32", (shape, shape), "float32", turn, kernels, is_fitted=False)
 
 
 # Collectives.
@@ -264,7 +261,7 @@ def collective(kind: CollectiveKind, num_bytes: int, group: int) -> Case:
         "collective-permute": (permute, (count,), whole),
     }[kind]
     text = f"{4 * count} bytes on each of {group} devices"
-    return Case(kind, text, (shape,), ("float32",), turn, (kernel,), ((kind, 4.0 * count),), group)  # type: ignore[arg-type]
+    return Case(kind, text, (shape,), "float32", turn, (kernel,), ((kind, 4.0 * count),), group)  # type: ignore[arg-type]
 
 
 def dispatched() -> Any:

@@ -11,6 +11,7 @@ Method: one thing after the other: launch and memory from passes, products by th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,36 +43,28 @@ class Fitted:
     link: Link | None
 
     def seconds(self, case: Case) -> float:
-        """What the cost model says of a turn."""
-        kernels = sum(kernel_seconds(kernel, self.device) for kernel in case.kernels)
+        """Of a turn, what the cost model says that it takes."""
+        return sum(kernel_seconds(kernel, self.device) for kernel in case.kernels) + self.sending_seconds(case)
+
+    def sending_seconds(self, case: Case) -> float:
+        """What it says of the collectives of a turn."""
         if not case.collectives or self.link is None:
-            return kernels
+            return 0.0
         mesh = LogicalMesh((case.group,), links=(self.link.within(case.group),))
-        return kernels + sum(collective_seconds(kind, size, ("x",), mesh) for kind, size in case.collectives)
+        return sum(collective_seconds(kind, size, ("x",), mesh) for kind, size in case.collectives)
 
 
 def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     """Fit everything that was measured; what was not keeps the value it starts from.
 
-    Args:
-        samples: What was measured.
-        start: The catalog's device, or a guess; its peak rates and number of cores are kept if the catalog has them.
-        link: The catalog's link, or a guess.
+    It starts from the catalog's device and link, or a guess: peak rates and the number of cores are kept if the catalog
+    has them.
     """
-    of_kind = {kind: [s for s in samples if s.case.kind == kind and s.case.is_fitted] for kind in _KINDS}
-    device = _fit_launch(start, of_kind["launch"])
-    device = _fit_passes(device, of_kind["pass"])
-    device = _fit_products(device, of_kind["product"])
-    device = _fit_launch(device, of_kind["launch"])  # again: now it is known what else these kernels take
-    device = _fit_share(device, of_kind["convolution"], "convolution", 0.01, 4.0)
-    device = _fit_share(device, of_kind["attention"], "fused", 0.01, 1.0)
-    device = _fit_share(device, of_kind["layer"], "passes", 0.5, 20.0)
-    device = _fit_share(device, of_kind["update"], "update_passes", 0.5, 20.0)
-    messages = [s for s in samples if s.case.collectives]
+    device, messages = start, [s for s in samples if s.case.collectives]
+    for kind, fitted in _FITS:
+        own = [s for s in samples if s.case.kind == kind and s.case.is_fitted]
+        device = fitted(device, own) if own else device
     return Fitted(device, _fit_link(device, messages, link) if messages else None)
-
-
-_KINDS = ("launch", "pass", "product", "convolution", "attention", "layer", "update")
 
 
 def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ...]:
@@ -81,8 +74,6 @@ def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ..
 
 def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
     """How long a kernel takes that does next to nothing, besides what it takes without a launch."""
-    if not samples:
-        return device
     known = Fitted(_with(device, launch_seconds=0.0), None)
     each = [max(0.0, s.seconds - known.seconds(s.case)) / len(s.case.kernels) for s in samples]
     return _with(device, launch_seconds=min(each))
@@ -90,8 +81,6 @@ def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
 
 def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
     """How fast memory is read and written."""
-    if not samples:
-        return device
 
     def made(rate: float) -> Device:
         achieved = dataclasses.replace(device.achieved, memory=1.0)
@@ -113,11 +102,9 @@ def _as_share(device: Device, found: Device) -> Device:
 
 def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
     """Rates of products: of a device of the catalog as one part of its peaks, of others by dtype; and what a tile takes."""
-    if not samples:
-        return device
     has_peak = isinstance(device.peak_flops, Mapping)
-    main = samples[0].case.dtypes[0]
-    own = samples if has_peak else [s for s in samples if s.case.dtypes[0] == main]
+    main = samples[0].case.dtype
+    own = samples if has_peak else [s for s in samples if s.case.dtype == main]
 
     def made(rate: float, tile_seconds: float, balance: float) -> Device:
         share = min(1.0, rate) if has_peak else 1.0
@@ -134,8 +121,8 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
     if has_peak:
         return found
     peak = dict(found.peak_flops) if isinstance(found.peak_flops, Mapping) else {}
-    for dtype in dict.fromkeys(s.case.dtypes[0] for s in samples if s.case.dtypes[0] != main):
-        others = [s for s in samples if s.case.dtypes[0] == dtype]
+    for dtype in dict.fromkeys(s.case.dtype for s in samples if s.case.dtype != main):
+        others = [s for s in samples if s.case.dtype == dtype]
         flops = [_flops(s.case) / s.seconds for s in others]
 
         def at_rate(rate: float, dtype: str = dtype) -> Device:
@@ -148,8 +135,6 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
 
 def _fit_share(device: Device, samples: Sequence[Sample], name: str, least: float, most: float) -> Device:
     """One of the numbers of `Achieved` that a kind of kernels depends on."""
-    if not samples:
-        return device
 
     def made(share: float) -> Device:
         return _with(device, **{name: min(most, share)})
@@ -174,15 +159,9 @@ def _fit_link(device: Device, samples: Sequence[Sample], link: Link) -> Link:
 
     def error(latency: float, rate: float) -> float:
         fitted = Fitted(device, made(latency, rate))
-        alone = Fitted(_NOTHING, fitted.link)
-        return _mean(
-            _ratio(known[id(s)] + alone.seconds(dataclasses.replace(s.case, kernels=())), s.seconds) for s in samples
-        )
+        return _mean(_ratio(known[id(s)] + fitted.sending_seconds(s.case), s.seconds) for s in samples)
 
     return made(*_closest(error, spans))
-
-
-_NOTHING = Device()
 
 
 def _flops(case: Case) -> float:
@@ -216,3 +195,16 @@ def _closest(error: Callable[..., float], spans: Sequence[tuple[float, float]]) 
         width = [(high - low) / (GRID - 1) * 1.5 for low, high in logs]
         logs = [(at - w, at + w) for at, w in zip(best[1], width, strict=True)]
     return tuple(map(math.exp, best[1]))
+
+
+_FITS: tuple[tuple[str, Callable[[Device, Sequence[Sample]], Device]], ...] = (
+    ("launch", _fit_launch),
+    ("pass", _fit_passes),
+    ("product", _fit_products),
+    ("launch", _fit_launch),  # again: now it is known what else these kernels take
+    ("convolution", functools.partial(_fit_share, name="convolution", least=0.01, most=4.0)),
+    ("attention", functools.partial(_fit_share, name="fused", least=0.01, most=1.0)),
+    ("layer", functools.partial(_fit_share, name="passes", least=0.5, most=20.0)),
+    ("update", functools.partial(_fit_share, name="update_passes", least=0.5, most=20.0)),
+)
+"""What is fitted to which kind of case, one after the other."""

@@ -95,14 +95,10 @@ def _groups(devices: Sequence[jax.Device], shape: tuple[int, ...], axes: Sequenc
 def pipeline(
     plan: Decision, cluster: Cluster, timeline: Timeline, step_seconds: float | None, steps: int
 ) -> MeasuredStep:
-    """The lanes of a pipeline.
+    """The lanes of a pipeline whose plan was compiled, by its programs and messages as they were measured.
 
-    Args:
-        plan: Its plan, compiled: its origin is there.
-        cluster: The machine.
-        timeline: Its programs and messages as they were measured.
-        step_seconds: Of whole steps; None: the timeline is that of the step as it was, programs of several meshes at once.
-        steps: How many.
+    `step_seconds` is of whole steps, so many; None: the timeline is that of the step as it was, programs of several
+    meshes at once.
     """
     is_alone = step_seconds is not None
     predicted, measured = _sums(plan.events.events), _sums(timeline.events)

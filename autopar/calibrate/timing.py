@@ -70,7 +70,7 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
     # for each length.
     is_static = devices[0].platform != "cpu"
     run = jax.jit(loop, static_argnums=(0,) if is_static else ())
-    arrays = [_filled(shape, dtype, sharding) for shape, dtype in zip(case.shapes, case.dtypes, strict=True)]
+    arrays = [_filled(shape, case.dtype, sharding) for shape in case.shapes]
 
     cores = shared_cores(devices)
 
@@ -101,16 +101,11 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
 
 
 def undisturbed(case: Case, clock: float, work: float, stretched: list[float]) -> float:
-    """Seconds of a turn on a machine that does nothing else.
+    """Seconds of a turn on a machine that does nothing else, of those by the clock and those of busy cores.
 
-    Kernels of all devices keep their cores busy, and other programs only stretch the clock. Where devices meet, cores also
-    rest, so that the clock counts, less what kernels beside were stretched by.
-
-    Args:
-        case: What was measured.
-        clock: Its seconds by the clock.
-        work: Its seconds of busy cores.
-        stretched: By which factor the clock of each kernel so far was ahead of the cores; this one's is added.
+    Kernels of all devices keep their cores busy, and other programs only stretch the clock. Where devices meet, cores
+    also rest, so that the clock counts, less what kernels beside were stretched by: `stretched` says for each kernel so
+    far by which factor its clock was ahead of the cores; this one's is added.
     """
     if case.collectives:
         return max(work, clock / statistics.median(stretched or [1.0]))
@@ -151,11 +146,8 @@ def dispatch_seconds(devices: Sequence[jax.Device]) -> float:
 def fresh_memory(devices: Sequence[jax.Device], sizes: Sequence[int]) -> dict[str, float]:
     """Up to which size programs are given memory that is there, and the rate at which they get more than that.
 
-    Seen on programs that write elsewhere than where they read, beside ones that do not.
-
-    Args:
-        devices: All at once.
-        sizes: Bytes on each, ascending.
+    Seen on programs that write elsewhere than where they read, beside ones that do not, on all devices at once; sizes
+    in bytes on each, ascending.
     """
     kept, rate = 0.0, math.inf
     for size in sizes:

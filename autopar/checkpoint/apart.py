@@ -53,17 +53,13 @@ def take_apart(leaves: Iterable[Any], workplace: Path) -> dict[int, Taken]:
 
 
 def discard(taken: Iterable[Taken]) -> None:
-    """They will not be written."""
+    """Have copies dropped that will not be written."""
     for snapshot in _snapshots(taken):
         snapshot.discard()
 
 
 def write_apart(arrays: Sequence[Taken], names: Sequence[str], folder: Path) -> dict[str, Digest]:
-    """Have arrays, some perhaps more than once, written under the names by which orbax looks for them, and wait for it.
-
-    Returns:
-        Digest of each file by its path in the folder.
-    """
+    """Have arrays, some perhaps twice, written by the names that orbax looks for; digests of the files by path."""
     found: dict[str, Digest] = {}
     for group, snapshot in enumerate(_snapshots(arrays)):
         own = [
@@ -76,11 +72,7 @@ def write_apart(arrays: Sequence[Taken], names: Sequence[str], folder: Path) -> 
 
 
 def read_apart(wanted: Mapping[int, tuple[OnWorkers, tuple[str, ...]]], folder: Path) -> dict[int, RemoteArray]:
-    """Have arrays read by the workers that will hold them: where each goes, and its path in the state.
-
-    Returns:
-        Those whose workers see the folder.
-    """
+    """Have arrays, by place and path in the state, read by the workers that will hold them, where these see the folder."""
     found: dict[int, RemoteArray] = {}
     for step in {id(place.step): place.step for place, _ in wanted.values()}.values():
         own = {k: (place.argument, path) for k, (place, path) in wanted.items() if place.step is step}

@@ -16,14 +16,7 @@ from autopar.mesh import Box
 
 
 def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int, most_bytes: int) -> tuple[int, ...]:
-    """Shape of the chunks.
-
-    Args:
-        shape: Of the array; it has elements.
-        boxes: What is written by one process each; together the whole array.
-        itemsize: Bytes of an element.
-        most_bytes: Of a chunk, unless one element is more.
-    """
+    """Shape of the chunks of an array whose parts are written by one process each; none has more than `most_bytes`."""
     borders = [math.gcd(*(at for box in boxes for at in box[dim] if at < length)) for dim, length in enumerate(shape)]
     chunk = [border or length for border, length in zip(borders, shape, strict=True)]
     while (num_bytes := math.prod(chunk) * itemsize) > most_bytes and math.prod(chunk) > 1:

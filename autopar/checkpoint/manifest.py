@@ -27,20 +27,14 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is in a checkpoint.
-
-    Attributes:
-        step: Its number.
-        leaves: Type of each leaf by path.
-        files: (bytes, SHA-256) of each file by its path in the folder.
-    """
+    """What is in a checkpoint of a step: the type of each leaf, and (bytes, SHA-256) of each file, by its path."""
 
     step: int
     leaves: dict[tuple[str, ...], LeafType]
     files: dict[str, Digest]
 
     def text(self) -> str:
-        """As it is written."""
+        """The manifest as its file has it."""
         content = {
             "format": FORMAT,
             "step": self.step,

@@ -180,7 +180,7 @@ def _machine() -> str:
 
 
 def _write(mark: Path, owner: Owner) -> None:
-    """All of it appears at once."""
+    """Write a mark, all of which appears at once."""
     made = mark.with_name(f".autopar-{uuid.uuid4().hex}")
     made.write_text(json.dumps(asdict(owner)), encoding="utf-8")
     os.rename(made, mark)

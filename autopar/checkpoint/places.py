@@ -9,18 +9,17 @@ Method: an argument is known by its structure and the types of its leaves.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from autopar._jax import is_key, key_data, shaped
-from autopar.checkpoint.leaves import is_function
+from autopar._jax import is_key, key_data
 from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError
-from autopar.ir.trace.state import arguments_of
+from autopar.ir.trace.state import argument_slices
+from autopar.plan.arguments import is_argument
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
 from autopar.step import ParallelStep
@@ -111,11 +110,9 @@ def _place(compiled: CompiledStep, argument: int) -> Place:
 
 def _argument(like: Any, compiled: CompiledStep) -> list[int] | None:
     """The flat inputs of the step that `like` is."""
-    tree, types = jax.tree.structure(like), _types(jax.tree.leaves(like))
-    for child, start, stop in arguments_of(compiled.program):
-        if child == tree and _types(compiled.program.in_avals[start:stop]) == types:
-            return list(range(start, stop))
-    return None
+    slices = argument_slices(compiled.program)
+    number = next((n for n in range(len(slices)) if is_argument(compiled.program, n, like)), None)
+    return None if number is None else list(range(*slices[number]))
 
 
 def _several_arguments(like: Any, compiled: CompiledStep) -> list[int] | None:
@@ -130,8 +127,3 @@ def _several_arguments(like: Any, compiled: CompiledStep) -> list[int] | None:
             return None
         found += own
     return found
-
-
-def _types(leaves: Sequence[Any]) -> list[Any]:
-    typed = [leaf if hasattr(leaf, "dtype") or is_function(leaf) else shaped(leaf) for leaf in leaves]
-    return [leaf if is_function(leaf) else (tuple(leaf.shape), leaf.dtype) for leaf in typed]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -84,28 +85,43 @@ def read_state(
     """`restore` of a checkpoint that is known to be whole."""
     folder = step_folder(directory, manifest.step)
     leaves, tree = jax.tree.flatten(like)
-    wanted = [(path, leaf, leaf_type(path, leaf)) for path, leaf in paths(like)]
-    _compare({path: kind for path, _, kind in wanted}, manifest, partial, str(folder))
-    positions = [k for k, leaf in enumerate(leaves) if not is_function(leaf)]
+    asked = {path: leaf_type(path, leaf) for path, leaf in paths(like)}
+    _compare(asked, manifest, partial, str(folder))
     places = [*map(place_by_like, leaves)] if compiled is None else places_by_plan(like, compiled)
-    kinds = [manifest.leaves[path] for path, _, _ in wanted]
-    there: dict[int, tuple[OnWorkers, tuple[str, ...]]] = {}
-    for k, kind, (path, _, asked) in zip(positions, kinds, wanted, strict=True):
-        place = places[k]
-        # Workers read bytes as they are: what becomes another type, or a key, is read here and given to them.
-        if isinstance(place, OnWorkers) and kind == asked and kind.kind == "array" and kind.size:
-            there[k] = place, path
-    remote = read_apart(there, folder)
+    positions = (k for k, leaf in enumerate(leaves) if not is_function(leaf))
+    wanted = [
+        _Wanted(k, path, kind, manifest.leaves[path], places[k])
+        for k, (path, kind) in zip(positions, asked.items(), strict=True)
+    ]
+    theirs = {w.position: (w.place, w.path) for w in wanted if isinstance(w.place, OnWorkers) and w.is_plain}
+    remote = read_apart(theirs, folder)
     request: list[Any] = [None] * len(leaves)
-    for k, kind in zip(positions, kinds, strict=True):
-        request[k] = None if k in remote else _request(kind, places[k])
+    for w in wanted:
+        request[w.position] = None if w.position in remote else _request(w.saved, w.place)
     asked_for = _without_empty_nodes(plain_containers(like).unflatten(request))
     _check_sequences_whole(asked_for, (), _saved_lengths(manifest.leaves))
     read = [k for k, wish in enumerate(request) if wish is not None]
     found = dict(zip(read, jax.tree.leaves(storage.read(folder, asked_for)), strict=True))
-    for k, kind, (_, _, asked) in zip(positions, kinds, wanted, strict=True):
-        leaves[k] = remote[k] if k in remote else _placed(_value(found.get(k), kind), kind, asked, places[k])
+    for w in wanted:
+        k = w.position
+        leaves[k] = remote[k] if k in remote else _placed(_value(found.get(k), w.saved), w.saved, w.asked, w.place)
     return tree.unflatten(leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A leaf: its position among the leaves of `like` and its path, as what it is asked for, what was saved, where it goes."""
+
+    position: int
+    path: tuple[str, ...]
+    asked: LeafType
+    saved: LeafType
+    place: Place
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether workers can read it, bytes as they are: what becomes another type, or a key, is read here."""
+        return self.saved == self.asked and self.saved.kind == "array" and self.saved.size > 0
 
 
 def _without_empty_nodes(tree: Any) -> Any:
@@ -150,11 +166,7 @@ def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tu
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:
-    """The manifest of a whole checkpoint.
-
-    Args:
-        directory: Of the checkpoints.
-        step: Its number; None: the newest that is whole, with a warning for each newer one that is not.
+    """The manifest of a whole checkpoint: of a step, or the newest, with a warning for each newer one that is not whole.
 
     Raises:
         CheckpointError: There is none, or the one asked for is damaged.

@@ -26,7 +26,7 @@ from autopar.checkpoint.apart import discard, take_apart
 from autopar.checkpoint.folder import close_workplace, commit, open_workplace, prune, step_folder, step_number, steps
 from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, spelled, storable
 from autopar.checkpoint.manifest import NOTE, write_manifest
-from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError, listed
+from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError, check_number, listed
 from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.failure import is_gone
@@ -83,10 +83,8 @@ def begin_save(
     number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
     folder = step_folder(directory, number)
     _raise_failure(folder.parent)
-    if keep is not None and keep < 1:
-        raise CheckpointError(
-            "at least one checkpoint must be kept.", given=f"keep={keep}", do="pass 1 or more.", path=str(folder)
-        )
+    if keep is not None:
+        check_number("save", "keep", keep, least=1, is_whole=True, kind=CheckpointError, path=str(folder))
     if folder.exists() and not overwrite:
         raise CheckpointError(
             "this checkpoint is there already.",

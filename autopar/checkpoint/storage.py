@@ -22,11 +22,7 @@ from autopar.runtime.ray.driver.saves import Taken
 
 
 def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:
-    """Copy the arrays to the host, and begin to write them.
-
-    Args:
-        tree: What to write; its arrays may be overwritten once this returns.
-        folder: Where; must not exist.
+    """Copy the arrays to the host, and begin to write them to a new folder; they may be overwritten once this returns.
 
     Returns:
         A function that waits until everything is written. It returns the digests of files of other processes.
@@ -55,12 +51,10 @@ def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:
 
 
 def read(folder: Path, tree: Any) -> Any:
-    """Read a pytree; what else is in the folder is left there.
+    """Read a pytree of what `start_writing` has written; what else is in the folder is left there.
 
-    Args:
-        folder: Written by `start_writing`.
-        tree: For each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number
-            its class.
+    `tree` has for each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number
+    its class.
     """
     if not jax.tree.leaves(tree):
         return tree

@@ -19,7 +19,7 @@ from autopar.api import parallelize
 from autopar.compare.page import comparison_html, comparison_text
 from autopar.compare.prices import Price, read_prices
 from autopar.compare.row import Row
-from autopar.errors import AutoparError, ClusterError
+from autopar.errors import AutoparError, ClusterError, check_choice
 from autopar.mesh import Cluster
 from autopar.report.html import whole_file
 from autopar.report.show import write_page
@@ -47,13 +47,7 @@ class Comparison:
 
     def sorted_by(self, key: str) -> Comparison:
         """By `"step"` time, `"rate"`, `"price"` or `"energy"`; what has no such figure is behind."""
-        if key not in SORTS:
-            raise AutoparError(
-                "there is no such order.",
-                given=f"sort={key!r}",
-                wrong=f"it is none of {', '.join(SORTS)}.",
-                do="pass one of these.",
-            )
+        check_choice("compare", "sort", key, SORTS)
 
         def place(row: Row) -> tuple[bool, float]:
             value = {

@@ -32,7 +32,8 @@ def table_of(rows: Sequence[Row], currency: str) -> Table:
     columns = ["cluster", "method", "step", "MFU", f"{unit}/s", "peak", "left", "exposed", "bubbles"]
     columns += [f"{currency or 'price'} per million"] * has_price + ["kWh per million"] * has_watts
     cells = tuple(_cells(row, has_price, has_watts) for row in rows)
-    return Table("All figures", tuple(columns), cells, tuple(range(2, len(columns))), problems_text(rows), (0, 1))
+    problems = "\n".join(f"{row.cluster}, {row.method}: {row.problem}" for row in rows if row.problem)
+    return Table("All figures", tuple(columns), cells, tuple(range(2, len(columns))), problems, (0, 1))
 
 
 def comparison_text(title: str, rows: Sequence[Row], currency: str) -> str:
@@ -45,11 +46,6 @@ def comparison_html(title: str, rows: Sequence[Row], currency: str) -> str:
     """The same as a page, with bars."""
     figures = table_html(table_of(rows, currency), is_open=True)  # they are what one asks for
     return wrapped("\n".join([tag("h1", escape(title)), section("Where the time goes", _bars(rows)), figures]))
-
-
-def problems_text(rows: Sequence[Row]) -> str:
-    """Why there is no plan, a line each."""
-    return "\n".join(f"{row.cluster}, {row.method}: {row.problem}" for row in rows if row.problem)
 
 
 def _cells(row: Row, has_price: bool, has_watts: bool) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, ClusterError
-from autopar.mesh.find_device import find_device
+from autopar.errors import AutoparError
+from autopar.mesh.find_device import known_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,7 @@ class Price:
 
 
 def read_prices(given: Mapping[str, Any] | str | PathLike | None) -> tuple[dict[str, Price], str]:
-    """By the catalog's name of a device, or the user's own; and the currency.
-
-    Args:
-        given: As of `compare`.
+    """Prices as `compare` takes them, by the catalog's name of a device or the user's own; and the currency.
 
     Raises:
         AutoparError: It is no such table.
@@ -50,10 +47,8 @@ def read_prices(given: Mapping[str, Any] | str | PathLike | None) -> tuple[dict[
         for what, value in figures.items():
             if not isinstance(value, int | float) or not value >= 0:
                 raise _no_prices(f"{name}.{what} = {value!r}", "it is no number, 0 or more.")
-        try:
-            key = find_device(name).device.name
-        except ClusterError:
-            key = name  # one that the user has described
+        model = known_device(name)
+        key = name if model is None else model.device.name  # a name that the catalog lacks is of a device of the user's
         found[key] = Price(figures.get("per_hour"), figures.get("watts"))
     return found, str(given.get("currency", ""))
 

@@ -25,13 +25,7 @@ MARK = "@autopar-doctor "
 
 @dataclass(slots=True)
 class Answer:
-    """What a probe said.
-
-    Attributes:
-        reports: The facts it reported, by name; the last of a name counts.
-        error: Why it ended early; None: it did not.
-        output: What else it wrote.
-    """
+    """What a probe reported, by name; why it ended early, if it did; and what else it wrote."""
 
     reports: dict[str, Any] = field(default_factory=dict)
     error: str | None = None

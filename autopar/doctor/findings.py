@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar.doctor.child import Answer, ask, ask_probe
-from autopar.errors import AutoparError
+from autopar.errors import check_number
 from autopar.plan.words import count_text
 
 Status = Literal["ok", "absent", "failed"]
@@ -45,7 +46,7 @@ class Finding:
 
 
 def examine(silence_seconds: float = 60.0, ray_address: str | None = None) -> list[Finding]:
-    """Try everything.
+    """Try every part of the machine that autopar may need.
 
     Args:
         silence_seconds: A probe that says nothing for so long is ended.
@@ -54,27 +55,20 @@ def examine(silence_seconds: float = 60.0, ray_address: str | None = None) -> li
     Raises:
         AutoparError: That is no time to wait.
     """
-    if not 0 < silence_seconds <= threading.TIMEOUT_MAX:
-        raise AutoparError(
-            "a probe cannot be ended after such a time.",
-            given=f"{silence_seconds} s",
-            wrong=f"it must be more than 0, and at most {threading.TIMEOUT_MAX:.0f}.",
-            do="leave it out for 60 s.",
-        )
+    check_number("examine", "silence_seconds", silence_seconds, most=threading.TIMEOUT_MAX, do="leave it out for 60 s.")
     names = ("devices", "solver_highs", "solver_cbc", "orbax", "cupy")
     with ThreadPoolExecutor(8) as threads:
         cuda = threads.submit(_cuda_driver)
-        ray = threads.submit(_ray, silence_seconds, ray_address)
+        ray = threads.submit(lambda: list(_ray(silence_seconds, ray_address)))
         asked = {name: threads.submit(ask_probe, name, silence_seconds) for name in names if _is_wanted(name)}
         answers = {name: future.result() for name, future in asked.items()}
-        gpu = answers["devices"].reports.get("backend") == "gpu"
         return [
             *_devices(answers["devices"], cuda.result()),
             _solver("HiGHS", answers["solver_highs"], "pip install highspy", necessary=True),
             _solver("CBC", answers["solver_cbc"], "pip install cbcbox", necessary=False),
             _orbax(answers.get("orbax")),
             *ray.result(),
-            *_cupy(answers.get("cupy"), answers["devices"], gpu, cuda.result()),
+            *_cupy(answers.get("cupy"), answers["devices"], cuda.result()),
         ]
 
 
@@ -98,43 +92,37 @@ def _cuda_driver() -> int | None:
     return int(found[1]) if found else None
 
 
-def _devices(answer: Answer, cuda: int | None) -> list[Finding]:
+def _devices(answer: Answer, cuda: int | None) -> Iterator[Finding]:
     """JAX, its devices, the sum over them, the transfers between them."""
-    versions = f"jax {_version('jax')}, jaxlib {_version('jaxlib')}, Python {sys.version.split()[0]}"
     reports = answer.reports
+    versions = f"jax {_version('jax')}, jaxlib {_version('jaxlib')}, Python {sys.version.split()[0]}"
+    yield Finding("JAX", "ok", versions, necessary=True)
     if "devices" not in reports:
         fix = (
             "see that `python -c 'import jax; print(jax.devices())'` works; JAX_PLATFORMS=cpu does without accelerators"
         )
-        return [
-            Finding("JAX", "ok", versions, necessary=True),
-            Finding("devices", "failed", answer.error or "JAX found none", fix, necessary=True),
-        ]
+        yield Finding("devices", "failed", answer.error or "JAX found none", fix, necessary=True)
+        return
     backend, found = reports["backend"], reports["devices"]
-    kinds = sorted({d["kind"] for d in found})
     memory = {d["memory_bytes"] for d in found if d["memory_bytes"]}
-    text = f"{len(found)} x {', '.join(kinds)} ({backend})"
+    text = f"{len(found)} x {', '.join(sorted({d['kind'] for d in found}))} ({backend})"
     text += f", {min(memory) / 2**30:.1f} GiB each" if memory else ""
     text += f", {reports['processes']} processes" if reports["processes"] > 1 else ""
-    findings = [Finding("JAX", "ok", versions, necessary=True)]
     if backend == "cpu" and cuda is not None:
         fix = f"pip install 'autopar[cuda{13 if cuda >= 13 else 12}]'"
-        findings.append(Finding("GPUs", "absent", "there is an NVIDIA driver, and JAX runs on the CPU", fix))
+        yield Finding("GPUs", "absent", "there is an NVIDIA driver, and JAX runs on the CPU", fix)
     if "computed" not in reports:
         fix = "see nvidia-smi for a device that is in use, out of memory or in error"
-        findings.append(Finding("devices", "failed", f"{text}; {answer.error}", fix, necessary=True))
-        return findings
-    findings.append(Finding("devices", "ok", text, necessary=True))
+        yield Finding("devices", "failed", f"{text}; {answer.error}", fix, necessary=True)
+        return
+    yield Finding("devices", "ok", text, necessary=True)
     if "reduced" not in reports:
-        fix = (
-            "set PJRT_NPROC=32 before JAX starts"
-            if backend == "cpu"
-            else "run with NCCL_DEBUG=WARN, or NCCL_P2P_DISABLE=1"
-        )
-        findings.append(Finding("all-reduce", "failed", answer.error or "", fix, necessary=True))
-        return findings
-    findings.append(Finding("all-reduce", "ok", f"over {count_text(len(found), 'device')}", necessary=True))
-    return [*findings, _transfers(answer, backend)]
+        fix = "run with NCCL_DEBUG=WARN, or NCCL_P2P_DISABLE=1"
+        fix = "set PJRT_NPROC=32 before JAX starts" if backend == "cpu" else fix
+        yield Finding("all-reduce", "failed", answer.error or "", fix, necessary=True)
+        return
+    yield Finding("all-reduce", "ok", f"over {count_text(len(found), 'device')}", necessary=True)
+    yield _transfers(answer, backend)
 
 
 def _transfers(answer: Answer, backend: str) -> Finding:
@@ -142,10 +130,9 @@ def _transfers(answer: Answer, backend: str) -> Finding:
     if rates is None:
         pair = answer.reports.get("transferring")
         where = f"from device {pair[0]} to {pair[1]}: " if pair else ""
-        fix = (
-            "" if backend == "cpu" else "run with NCCL_P2P_DISABLE=1, and have the IOMMU or ACS of the host turned off"
-        )
-        return Finding("transfers", "failed", where + (answer.error or ""), fix or "report it", necessary=True)
+        fix = "run with NCCL_P2P_DISABLE=1, and have the IOMMU or ACS of the host turned off"
+        fix = "report it" if backend == "cpu" else fix
+        return Finding("transfers", "failed", where + (answer.error or ""), fix, necessary=True)
     if not rates:
         return Finding("transfers", "ok", "one device: none are needed", necessary=True)
     slowest, fastest = min(rates, key=lambda r: r[2]), max(rates, key=lambda r: r[2])
@@ -168,21 +155,22 @@ def _orbax(answer: Answer | None) -> Finding:
     return Finding("orbax", "ok", f"orbax-checkpoint {_version('orbax-checkpoint')}, written and read back")
 
 
-def _ray(silence_seconds: float, address: str | None) -> list[Finding]:
+def _ray(silence_seconds: float, address: str | None) -> Iterator[Finding]:
     version = _version("ray")
     if version is None:
-        install = "pip install 'autopar[ray]'"
-        return [Finding("Ray", "absent", "not installed: one process only", install)]
-    findings = [Finding("Ray", "ok", f"ray {version}")]
+        yield Finding("Ray", "absent", "not installed: one process only", "pip install 'autopar[ray]'")
+        return
+    yield Finding("Ray", "ok", f"ray {version}")
     command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
     answer = ask([*command, *(["--address", address] if address else [])], min(silence_seconds, 30.0))
     if answer.error is not None:
         fix = "ray start --head, or name a cluster: --ray-address or RAY_ADDRESS, host:port"
-        return [*findings, Finding("Ray cluster", "absent", f"none answers: {answer.error}", fix)]
+        yield Finding("Ray cluster", "absent", f"none answers: {answer.error}", fix)
+        return
     nodes = re.findall(r"node_\w+", answer.output)
     used = re.findall(r"/([\d.]+) (CPU|GPU)\b", answer.output)
     text = ", ".join([count_text(len(set(nodes)), "node"), *(f"{float(n):g} {kind}s" for n, kind in used)])
-    return [*findings, Finding("Ray cluster", "ok", text)]
+    yield Finding("Ray cluster", "ok", text)
 
 
 def _cupy_package() -> str | None:
@@ -190,35 +178,35 @@ def _cupy_package() -> str | None:
     return next((f"{name} {_version(name)}" for name in names if _version(name)), None)
 
 
-def _cupy(answer: Answer | None, devices: Answer, gpu: bool, cuda: int | None) -> list[Finding]:
+def _cupy(answer: Answer | None, devices: Answer, cuda: int | None) -> Iterator[Finding]:
     """CuPy, and whether JAX and CuPy load the same NCCL."""
-    if not gpu:
-        return [Finding("CuPy, NCCL", "ok", "not needed: JAX uses no NVIDIA GPU")]
+    if devices.reports.get("backend") != "gpu":
+        yield Finding("CuPy, NCCL", "ok", "not needed: JAX uses no NVIDIA GPU")
+        return
     install = f"pip install cupy-cuda{13 if (cuda or 12) >= 13 else 12}x"
     mine = devices.reports.get("nccl") or {}
     if not mine.get("path"):
-        findings = [Finding("NCCL of JAX", "failed", mine.get("error", "not loaded"), "pip install 'jax[cuda12]'")]
+        yield Finding("NCCL of JAX", "failed", mine.get("error", "not loaded"), "pip install 'jax[cuda12]'")
     else:
-        findings = [Finding("NCCL of JAX", "ok", f"{mine['version']}, {mine['path']}")]
+        yield Finding("NCCL of JAX", "ok", f"{mine['version']}, {mine['path']}")
     if answer is None:
-        return [*findings, Finding("CuPy", "absent", "not installed: no NCCL between stages on Ray", install)]
+        yield Finding("CuPy", "absent", "not installed: no NCCL between stages on Ray", install)
+        return
     if "version" not in answer.reports:
-        return [*findings, Finding("CuPy", "failed", answer.error or "no answer", install + " --upgrade")]
-    findings.append(Finding("CuPy", "ok", f"{_cupy_package()}, {count_text(answer.reports['devices'], 'device')}"))
+        yield Finding("CuPy", "failed", answer.error or "no answer", install + " --upgrade")
+        return
+    yield Finding("CuPy", "ok", f"{_cupy_package()}, {count_text(answer.reports['devices'], 'device')}")
     theirs = answer.reports.get("nccl")
     if theirs is None:
-        return [
-            *findings,
-            Finding("NCCL of CuPy", "failed", answer.error or "not loaded", "pip install nvidia-nccl-cu12"),
-        ]
-    same = _real(theirs["path"]) == _real(mine.get("path"))
-    fix = (
-        ""
-        if same
-        else f"put JAX's before it: LD_LIBRARY_PATH={Path(mine['path']).parent if mine.get('path') else '...'}"
-    )
-    text = f"{theirs['version']}, {theirs['path']}{'' if same else ': not the one of JAX'}"
-    return [*findings, Finding("NCCL of CuPy", "ok" if same else "failed", text, fix)]
+        yield Finding("NCCL of CuPy", "failed", answer.error or "not loaded", "pip install nvidia-nccl-cu12")
+        return
+    text = f"{theirs['version']}, {theirs['path']}"
+    if _real(theirs["path"]) == _real(mine.get("path")):
+        yield Finding("NCCL of CuPy", "ok", text)
+    else:
+        there = Path(mine["path"]).parent if mine.get("path") else "..."
+        fix = f"put JAX's before it: LD_LIBRARY_PATH={there}"
+        yield Finding("NCCL of CuPy", "failed", f"{text}: not the one of JAX", fix)
 
 
 def _real(path: Any) -> str | None:

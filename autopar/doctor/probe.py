@@ -22,7 +22,7 @@ TRANSFER_BYTES = 16 * 2**20
 
 
 def report(**facts: Any) -> None:
-    """Tell the parent."""
+    """Send facts to the process that started this one."""
     print(MARK + json.dumps(facts), flush=True)
 
 
@@ -70,12 +70,12 @@ def devices() -> None:
 
 
 def solver_highs() -> None:
-    """The default solver."""
+    """Solve a small problem with HiGHS, the default."""
     _solve("highs")
 
 
 def solver_cbc() -> None:
-    """The other one."""
+    """Solve it with CBC."""
     _solve("cbc")
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from autopar.doctor.findings import Finding
@@ -19,11 +20,7 @@ _MARKS = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "failed": "[bold 
 
 
 def print_report(findings: Sequence[Finding], as_json: bool) -> int:
-    """Print them.
-
-    Returns:
-        The exit status.
-    """
+    """Print findings; 0 if everything necessary works, else 1."""
     broken = [f.part for f in findings if f.status == "failed" and f.necessary]
     if as_json:
         print(json.dumps({"ok": not broken, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
@@ -32,13 +29,8 @@ def print_report(findings: Sequence[Finding], as_json: bool) -> int:
     for heading in ("part", "", "found", "do"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        # Texts may hold brackets, which rich would read as markup.
-        table.add_row(finding.part, _MARKS[finding.status], *(_plain(t) for t in (finding.found, finding.fix)))
+        table.add_row(finding.part, _MARKS[finding.status], escape(finding.found), escape(finding.fix))
     console = Console(force_jupyter=False)
     console.print(table)
     console.print(f"\nautopar cannot work here: {', '.join(broken)}" if broken else "\neverything necessary works")
     return 1 if broken else 0
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")

@@ -30,13 +30,10 @@ class Batches:
     """Batches by number; owns the iterator over them."""
 
     def __init__(self, source: Source, *, stop: int | None = None, remainder: str = "keep", every: int = 1):
-        """Draws nothing.
+        """Batches of a source, of which nothing is drawn yet.
 
-        Args:
-            source: Where they come from.
-            stop: How many are wanted; None: all.
-            remainder: What becomes of one with fewer rows than the first.
-            every: At which numbers the source is to be asked where it is.
+        Of the source at most `stop` are wanted (None: all), and it is asked at multiples of `every` where it is.
+        `remainder` is what becomes of one with fewer rows than the first.
         """
         self._source, self._stop, self._remainder, self._every = source, stop, remainder, every
         self._by_index = isinstance(source, Sequence) and remainder != "drop"
@@ -83,10 +80,8 @@ class Batches:
     def go_to(self, number: int, position: Any | None = None, rows: int | None = None) -> None:
         """The next batch that is asked for is this one.
 
-        Args:
-            number: Of the batch.
-            position: Where the source was then, as `position` told; None: it did not.
-            rows: Of a whole batch; None: as many as the first that is drawn has.
+        Then the source was at a position, as `position` told (None: it did not); whole batches have so many rows (None:
+        as many as the first that is drawn).
         """
         self._ahead.clear()
         self.rows = self.rows or rows

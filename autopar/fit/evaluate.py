@@ -18,7 +18,7 @@ from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.hosts import batches as by_host
 from autopar.fit.parts import ByHost, is_by_host
 from autopar.fit.remainder import weight_of
-from autopar.fit.values import scalars_of
+from autopar.fit.state import scalars_of
 from autopar.follow import Following
 
 

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Literal, cast
 
 import jax
@@ -23,7 +22,7 @@ from autopar.checkpoint.folder import read_note, steps
 from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
 from autopar.checkpoint.save import Saving, begin_save
-from autopar.errors import AutoparError, CheckpointError, NodeLostError, WorkerError, warn
+from autopar.errors import AutoparError, CheckpointError, NodeLostError, WorkerError, check_choice, check_number, warn
 from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.evaluate import Evaluation
 from autopar.fit.hosts import HostBatches
@@ -192,29 +191,13 @@ def _on_arrays(step: Any, eval_step: Any, shell: Shell) -> tuple[Any, Any]:
 
 
 def _check_settings(on_failure: Any, prefetch: Any, counts: Mapping[str, Any]) -> None:
-    if on_failure not in ("replan", "raise"):
-        raise AutoparError(
-            "fit does not know what to do on a failure.",
-            given=f"fit(on_failure={on_failure!r})",
-            wrong="it is neither 'replan' nor 'raise'.",
-            do="leave it out to plan anew for what is left, or pass 'raise'.",
-        )
-    if not isinstance(prefetch, Integral) or int(prefetch) < 0:
-        raise AutoparError(
-            "`prefetch` must be a whole number, 0 or more.",
-            given=f"fit(prefetch={prefetch!r})",
-            wrong="there is no such number of batches.",
-            do="pass 0 to draw none ahead, or leave it out.",
-        )
+    do = "leave it out to plan anew for what is left, or pass 'raise'."
+    check_choice("fit", "on_failure", on_failure, ("replan", "raise"), do=do)
+    check_number("fit", "prefetch", prefetch, least=0, is_whole=True, do="pass 0 to draw none ahead, or leave it out.")
     for name, value in counts.items():
-        may_be_none = name in ("keep", "eval_every")
-        if not (isinstance(value, Integral) and int(value) >= 1) and not (may_be_none and value is None):
-            raise AutoparError(
-                f"`{name}` must be a whole number, 1 or more.",
-                given=f"fit({name}={value!r})",
-                wrong="there is no such number of " + ("checkpoints." if name == "keep" else "steps."),
-                do="pass such a number, or leave it out. Without checkpoint_dir nothing is saved.",
-            )
+        if value is not None or name not in ("keep", "eval_every"):
+            do = "pass such a number, or leave it out. Without checkpoint_dir nothing is saved."
+            check_number("fit", name, value, least=1, is_whole=True, do=do)
 
 
 def _evaluation(step: Any, batches: Any, every: int, remainder: str) -> Evaluation | None:

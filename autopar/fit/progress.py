@@ -94,7 +94,7 @@ class Bar:
 
 
 def _most(values: Mapping[str, float]) -> list[str]:
-    """Losses first."""
+    """The first few values in words, losses before others."""
     names = sorted(values, key=lambda name: "loss" not in name)[:MOST_VALUES]
     return [f"{name} {values[name]:.4g}" for name in names]
 

@@ -9,27 +9,21 @@ Method: rows are the leading dim that all arrays of a batch share. Padding repea
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from autopar.errors import AutoparError, BatchError
+from autopar.errors import BatchError, check_choice
 
 Remainder = Literal["keep", "drop", "pad", "error"]
-CHOICES = ("keep", "drop", "pad", "error")
 MASK = "mask"
 
 
 def check_remainder(remainder: Any) -> None:
     """Raises `AutoparError` if there is no such choice."""
-    if remainder not in CHOICES:
-        raise AutoparError(
-            "fit does not know what to do with a partial batch.",
-            given=f"fit(remainder={remainder!r})",
-            wrong=f"it is none of {', '.join(map(repr, CHOICES))}.",
-            do="drop it, pad it (the batch needs a mask), refuse it, or leave it out to plan the step for it, too.",
-        )
+    do = "drop it, pad it (the batch needs a mask), refuse it, or leave it out to plan the step for it, too."
+    check_choice("fit", "remainder", remainder, get_args(Remainder), do=do)
 
 
 def rows_of(batch: Any) -> int | None:
@@ -47,16 +41,9 @@ def weight_of(batch: Any) -> float:
 
 
 def whole(batch: Any, rows: int | None, remainder: str, number: int) -> Any | None:
-    """A batch as the step is to have it.
+    """A batch, drawn for a step of this number, as the step is to have it; None: it is left out.
 
-    Args:
-        batch: As it was drawn.
-        rows: Of a whole one; None: that is not known, or batches have none.
-        remainder: What becomes of one with fewer.
-        number: Of the step that it is for.
-
-    Returns:
-        The batch; None: it is left out.
+    Whole ones have so many rows; None: that is not known, or batches have none.
 
     Raises:
         BatchError: It is refused, or cannot be padded.

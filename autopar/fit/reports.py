@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.fit.progress import Bar
-from autopar.fit.values import scalars_of
+from autopar.fit.state import scalars_of
 from autopar.loggers import Logger
 from autopar.search.figures import amount_of
 

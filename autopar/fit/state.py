@@ -1,7 +1,8 @@
-"""State between steps: what a step returned of it, and its leaves as the loop, a checkpoint and the host have them.
+"""What a step returned: the state and the metrics, their leaves as the loop, a checkpoint and the host have them.
 
 In:     what a step returned; leaves.
-Out:    the state and the metrics; leaves.
+Out:    the state and the metrics; leaves; metrics as numbers with names, `{"loss": 0.25, "grads/norm": 1.5}`.
+Method: a scalar is named by its path, one without a path `loss`: it is what nearly every step returns alone.
 """
 
 from __future__ import annotations
@@ -57,3 +58,14 @@ def as_array(leaf: Any) -> Any:
 def on_host(leaf: Any) -> Any:
     """As NumPy has it; keys stay keys."""
     return leaf if is_key(leaf) else np.asarray(leaf)
+
+
+def scalars_of(metrics: Any) -> dict[str, float]:
+    """Every scalar among the metrics; waits for them."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        if not is_key(leaf) and np.size(leaf) == 1 and np.ndim(leaf) == 0:
+            value = np.asarray(leaf)
+            if np.issubdtype(value.dtype, np.number) or value.dtype == bool or value.dtype.kind == "V":
+                found[jax.tree_util.keystr(path, simple=True, separator="/") or "loss"] = float(value)
+    return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, Var, new_var
 from autopar.inter_op.residuals import ALL, CHEAP, Kept, can_run_again, choose_residuals
-from autopar.ir.dataflow import inputs_of, needed
+from autopar.ir.dataflow import inputs_of, makers, needed, read_by
 from autopar.ir.work import Work
 from autopar.tuning import TUNING
 
@@ -52,8 +52,8 @@ class Passes:
 
     def wanted(self, eqns: Iterable[JaxprEqn]) -> list[Var]:
         """Forward values that equations read."""
-        at_hand = {var for eqn in self.forward for var in eqn.outvars}.union(self.received)
-        return list(dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn) if a in at_hand))
+        at_hand = {*makers(self.forward), *self.received}
+        return [var for var in read_by(eqns) if var in at_hand]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,11 +130,7 @@ def _late(
 
 
 def find_levels(passes: Passes) -> tuple[float, ...]:
-    """The levels at which a stage keeps something else, from the cheapest to the one that keeps least.
-
-    Args:
-        passes: The stage's equations.
-    """
+    """The levels at which a stage keeps something else, from the cheapest to the one that keeps least."""
     work = Work()
 
     def corner(level: float) -> tuple[float, int, float]:

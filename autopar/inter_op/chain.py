@@ -52,9 +52,7 @@ class Chain:
 def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var]) -> Chain:
     """Cut a program into segments.
 
-    Args:
-        loop: Flat program of one microbatch.
-        fixed_inputs: Its inputs that are the same for every microbatch: parameters and what is made of them.
+    `fixed_inputs`: its inputs that are the same for every microbatch: parameters and what is made of them.
     """
     return _Builder(loop, fixed_inputs).chain()
 
@@ -236,7 +234,6 @@ def balanced_borders(
     the user has marked borders, stages begin only there; if more stages are wanted, at each of them and elsewhere.
 
     Args:
-        chain: The segments.
         num_stages: At most the number of places to cut.
         slack: How far over the least possible largest work a stage may go, to send less.
         shares: How fast each stage is, so that its work counts as so many times less; (): all alike.
@@ -298,10 +295,7 @@ def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...
     the fewest bytes go; layers begin at the user's marks, and at the same place of equal layers where that makes no
     difference.
 
-    Args:
-        chain: The segments.
-        num_layers: Of how many equal layers one has a share.
-        slack: How far over that share a layer may go.
+    `num_layers`: of how many equal layers one has a share. `slack`: how far over that share a layer may go.
     """
     total = np.concatenate([[0.0], np.cumsum(chain.work)])
     cap = float(total[-1]) / num_layers * (1 + slack)
@@ -341,10 +335,8 @@ def _alike(chain: Chain) -> list[int]:
 def least_largest(total: np.ndarray, num_stages: int, speed: Sequence[float] | np.ndarray = ()) -> float:
     """The least that the largest work of a stage can be.
 
-    Args:
-        total: Work before each place where a stage may begin, from 0 to all of it.
-        num_stages: How many stages.
-        speed: Of each stage, by which its work is divided; (): 1.
+    `total`: work before each place where a stage may begin, from 0 to all of it.
+    `speed`: of each stage, by which its work is divided; (): 1.
     """
     n = len(total) - 1
     speed = speed if len(speed) else np.ones(num_stages)

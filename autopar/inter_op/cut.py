@@ -2,7 +2,7 @@
 
 In:     a traced step, how many parts and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
-Method: the passes of `APART`, then `ir/split/microbatch.py` (or `ir/split/whole_batch.py`) and `chain.py`.
+Method: the passes of `APART`, then `ir/split/microbatch.py` and `chain.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import rule_for
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
-from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins
-from autopar.ir.split.whole_batch import whole_batch
+from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins, whole_batch
 from autopar.ir.trace.state import Roles
 
 
@@ -65,11 +64,8 @@ def in_parts(
 ) -> tuple[Program, Roles, LayerSplit]:
     """The step with its scans over layers taken apart, if it has any.
 
-    Args:
-        program: The step.
-        roles: Its roles.
-        num_parts: How many parts, if there are so many layers; where these do not divide the layers, some have one more.
-        layout: How stacks lie; None: as `num_parts` says.
+    `num_parts`: how many parts, if there are so many layers; where these do not divide the layers, some have one more.
+    `layout`: how stacks lie; None: as `num_parts` says.
     """
     count, there, stacked = (0, 0, {}) if layout is None else layout
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases, stacked)
@@ -222,13 +218,8 @@ def cut_step(
 ) -> CutStep:
     """Take a step apart: its scans over layers, its phases, its segments.
 
-    Args:
-        program: The step.
-        roles: Its roles.
-        num_parts: Into how many parts its scans over layers are to be taken.
-        num_microbatches: How many microbatches.
-        semantics: `"exact"` or `"per_microbatch"`.
-        layout: How stacks lie; None: as `num_parts` says.
+    `num_parts`: into how many parts its scans over layers are to be taken.
+    `layout`: how stacks lie; None: as `num_parts` says.
 
     Raises:
         BatchError: The batch does not divide.

@@ -24,19 +24,12 @@ def fused_program(program: Program, roles: Roles) -> StageProgram:
         stage=0,
         count=1,
         jaxpr=jaxpr,
-        scan=None,
-        sent=(),
         arguments=dict(enumerate(jaxpr.invars)),
-        stacks={},
-        received={},
         aliases=roles.aliases,
         donated=tuple(roles.donated),
         outputs={k: k for k in range(len(jaxpr.outvars))},
         batch={k: frozenset({0}) for k in roles.batch},
-        rounds=(),
         tasks=(Task("step", program.name, 0, 0, jaxpr, inputs, outputs),),
-        anew=frozenset(),
-        twice=frozenset(),
     )
 
 

@@ -10,12 +10,12 @@ Method: JAX keeps all that a gradient reads. Of the forward scan's body the mini
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import Kept, choose_residuals
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.dataflow import inputs_of, makers, read_by, variables
 from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.work import device_bytes
@@ -26,40 +26,30 @@ def lean_scans(jaxpr: Jaxpr) -> Jaxpr:
     anything heavy again."""
     eqns = list(jaxpr.eqns)
     given = set(jaxpr.invars)
-    for pair in _pairs(jaxpr):
-        forward, backward = eqns[pair.forward], eqns[pair.backward]
-        eqns[pair.forward], eqns[pair.backward] = _lean(forward, backward, pair.stacks, given)
+    for first, second, stacks in _pairs(jaxpr):
+        eqns[first], eqns[second] = _lean(eqns[first], eqns[second], stacks, given)
     return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+def _pairs(jaxpr: Jaxpr) -> Iterator[tuple[int, int, list[Var]]]:
     """Two scans by their places in the program, and stacks of the one that only the other reads, trip by trip."""
-
-    forward: int
-    backward: int
-    stacks: tuple[Var, ...]
-
-
-def _pairs(jaxpr: Jaxpr) -> Iterator[_Pair]:
-    read_by: dict[Var, set[int]] = {}
+    readers_of: dict[Var, set[int]] = {}
     for k, eqn in enumerate(jaxpr.eqns):
         for var in inputs_of(eqn):
-            read_by.setdefault(var, set()).add(k)
+            readers_of.setdefault(var, set()).add(k)
     results = set(variables(jaxpr.outvars))
     scans = {k: region_of(eqn) for k, eqn in enumerate(jaxpr.eqns) if kind_of(eqn) == "scan"}
     for at, scan in scans.items():
         found: dict[int, list[Var]] = {}
         for stack in (b.result for b in scan.ys):
-            readers = read_by.get(stack, set())
+            readers = readers_of.get(stack, set())
             if stack in results or len(readers) != 1:
                 continue
             (reader,) = readers
             if reader in scans and scans[reader].trips == scan.trips:
                 if not any(b.outer is stack for b in scans[reader].of_role("const", "carry")):
                     found.setdefault(reader, []).append(stack)
-        for reader, stacks in found.items():
-            yield _Pair(at, reader, tuple(stacks))
+        yield from ((at, reader, stacks) for reader, stacks in found.items())
 
 
 def _lean(
@@ -72,10 +62,9 @@ def _lean(
     kept = _kept(first, second, list(stack_of), given)
     if kept.num_bytes >= sum(map(device_bytes, stack_of)):
         return forward, backward
-    made = {var for eqn in kept.again for var in eqn.outvars}
-    read = dict.fromkeys([*(var for eqn in kept.again for var in inputs_of(eqn)), *stack_of])
+    read = read_by(kept.again, stack_of)
     entering = [b for b in first.of_role("const", "xs") if b.var in read]
-    inside = {*made, *(b.var for b in entering)}
+    inside = {*makers(kept.again), *(b.var for b in entering)}
     rows = {var: stack_of.get(var) or first.new_stack(var) for var in read if var not in inside}
     new = [rows_out(var, row) for var, row in rows.items() if var not in stack_of]
     leaner = first.rebuild([*first.bindings, *new], [first.bodies[0].eqns])
@@ -93,11 +82,8 @@ def _kept(first: Region, second: Region, wanted: Sequence[Var], given: Collectio
 def _made_again(second: Region, kept: Kept, value_of: Mapping[Var, Var], entering: Sequence[Binding]) -> JaxprEqn:
     """The backward scan, whose body begins with equations of the forward's.
 
-    Args:
-        second: The backward scan.
-        kept: What is made again.
-        value_of: Stacks that the backward scan reads, and the values of the forward's body that are in them.
-        entering: How values of the forward's body enter here.
+    `value_of`: stacks that the backward scan reads, and the values of the forward's body that are in them.
+    `entering`: how values of the forward's body enter here.
     """
     fresh = [replace(b, inner=(new_var(b.var.aval),)) for b in entering]
     again = make_jaxpr([b.var for b in entering], list(value_of.values()), kept.again)

@@ -19,9 +19,7 @@ def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[int]:
 
     A stage that a host can hold lies in one host; one of whole hosts begins with a host.
 
-    Args:
-        sizes: Devices of each stage; together at most the cluster's.
-        cluster: The machine.
+    `sizes`: devices of each stage; together at most the cluster's.
 
     Raises:
         PipelineError: Parts of hosts do not go into the hosts.

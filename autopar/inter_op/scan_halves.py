@@ -9,12 +9,12 @@ Method: of what goes from trip to trip the first carries what those results need
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from autopar._jax import JaxprEqn, Var
 from autopar.inter_op.residuals import can_run_again, choose_residuals
 from autopar.ir.build import renamed
-from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.dataflow import makers, needed, read_by, variables
 from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
 
 
@@ -30,8 +30,8 @@ def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, Jaxpr
     own = [e for e in needed(region.bodies[0].eqns, values, effects=False) if e not in done]
     if all(map(can_run_again, own)):
         return None
-    made = {*(var for e in eqns for var in e.outvars), *(b.var for b in first if b.role == "carry")}
-    read = [var for var in dict.fromkeys((*(a for e in own for a in inputs_of(e)), *values)) if var in made]
+    made = {*makers(eqns), *(b.var for b in first if b.role == "carry")}
+    read = [var for var in read_by(own, values) if var in made]
     kept = choose_residuals(eqns, read, {b.var for b in region.of_role("const", "xs")})
     rows = {var: region.new_stack(var) for var in kept.values}
     stacked = [rows_out(var, row) for var, row in rows.items()]
@@ -45,7 +45,7 @@ def _waited_for(region: Region, waited: Collection[Var]) -> tuple[list[Binding],
     while True:
         values = variables(b.value for b in found)
         eqns = needed(region.bodies[0].eqns, values, effects=False)
-        read = _read(eqns, values)
+        read = read_by(eqns, values)
         further = [b for b in region.carries if b.var in read and b not in found]
         if not further:
             return found, eqns
@@ -54,11 +54,7 @@ def _waited_for(region: Region, waited: Collection[Var]) -> tuple[list[Binding],
 
 def _part(region: Region, bindings: Sequence[Binding], eqns: Sequence[JaxprEqn]) -> JaxprEqn:
     """A scan of these results and equations, over what they read of what enters the whole."""
-    read = _read(eqns, variables(b.value for b in bindings if b.result is not None))
+    read = read_by(eqns, [b.value for b in bindings if b.result is not None])
     entering = [b for b in region.of_role("const", "xs") if b.var in read]
     made = region_of(region.rebuild([*entering, *bindings], [eqns]))
     return made.with_bodies([renamed(made.bodies[0])])
-
-
-def _read(eqns: Iterable[JaxprEqn], values: Iterable[Var]) -> set[Var]:
-    return {*(a for eqn in eqns for a in inputs_of(eqn)), *values}

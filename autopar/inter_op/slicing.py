@@ -163,10 +163,7 @@ class _Search:
     ) -> tuple[np.ndarray, np.ndarray]:
         """For each number of devices left, the least of a stage and what follows, and that stage.
 
-        Args:
-            following: `[first, left]`.
-            stages: `[stage, (last, submesh)]`.
-            costs: Of each.
+        `following`: `[first, left]`. `stages`: `[stage, (last, submesh)]`.
         """
         rows = np.arange(following.shape[1])
         if not len(stages):

@@ -87,7 +87,7 @@ class Task:
         return self.kind in ("F", "B", "W")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StageProgram:
     """Everything one stage does, whatever mesh it is on: it is sharded on many, and on each a `stage_plan.StagePlan`.
 
@@ -115,19 +115,19 @@ class StageProgram:
     stage: int
     count: int
     jaxpr: Jaxpr
-    scan: AccumulatingScan | None
-    sent: tuple[Var, ...]
+    scan: AccumulatingScan | None = None
+    sent: tuple[Var, ...] = ()
     arguments: Mapping[int, Var]
-    stacks: Mapping[int, tuple[Var, Var]]
-    received: Mapping[int, Var]
+    stacks: Mapping[int, tuple[Var, Var]] = field(default_factory=dict)
+    received: Mapping[int, Var] = field(default_factory=dict)
     aliases: Mapping[int, int]
     donated: tuple[bool, ...]
     outputs: Mapping[int, int]
     batch: Mapping[int, Dims]
-    rounds: tuple[tuple[JaxprEqn, ...], ...]
-    tasks: tuple[Task, ...]
-    anew: frozenset[Var]
-    twice: frozenset[JaxprEqn]
+    rounds: tuple[tuple[JaxprEqn, ...], ...] = ()
+    tasks: tuple[Task, ...] = ()
+    anew: frozenset[Var] = frozenset()
+    twice: frozenset[JaxprEqn] = frozenset()
     joins: Mapping[Var, Var] = field(default_factory=dict)
     kept: frozenset[Var] = frozenset()
 

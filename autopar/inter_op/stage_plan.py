@@ -152,9 +152,6 @@ def plan_stage(
     """Shard one stage.
 
     Args:
-        program: The stage.
-        mesh: Its logical mesh.
-        device: Rates and memory.
         options: Solver, time limit, memory budget.
         restrict: Forbids choices.
         gap: Part of its cost by which it may miss the least.

@@ -11,7 +11,7 @@ Method: what other stages send per microbatch is scanned over, what is sent to t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr, new_var
@@ -19,7 +19,7 @@ from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import Dims, StageProgram
 from autopar.inter_op.stage_tasks import stage_tasks
 from autopar.inter_op.tasks import Tasks
-from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.dataflow import makers, read_by, variables
 from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
@@ -31,11 +31,7 @@ def stage_program(
 ) -> StageProgram:
     """Build the program of one stage.
 
-    Args:
-        tasks: The step cut into stages.
-        stage: Which.
-        aliases: Of the step: output -> argument.
-        batch_dims: Dims of a value of the loop that run over samples.
+    `aliases`: of the step: output -> argument. `batch_dims`: dims of a value of the loop that run over samples.
     """
     return _Builder(tasks, stage, aliases, batch_dims).build()
 
@@ -49,7 +45,7 @@ def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
 class _Builder:
     def __init__(self, tasks: Tasks, stage: int, aliases: Mapping[int, int], batch_dims: Callable[[Var], Dims]):
         self.tasks, self.stage, self.step_aliases, self.batch_dims = tasks, stage, aliases, batch_dims
-        self.split, self.count, self.update = tasks.split, tasks.split.count, tasks.update
+        self.split, self.update = tasks.split, tasks.update
         inside = self.split.loop.invars[1:]
         first = len(self.split.invariants)
         self.invariant_of = dict(zip(inside[:first], self.split.invariants, strict=True))
@@ -57,7 +53,7 @@ class _Builder:
         self.stacks: dict[Var, Var] = {}
         self.sent: list[Var] = []
         self.between = tasks.between[stage]
-        self.joined = {var: new_var(var.aval) for eqn in self.between for var in eqn.outvars}
+        self.joined = {var: new_var(var.aval) for var in makers(self.between)}
         self.joins: dict[Var, Var] = {}
 
     def build(self) -> StageProgram:
@@ -71,43 +67,36 @@ class _Builder:
             dict.fromkeys((*(scan.after if scan else ()), *self.between, *(e for eqns in rounds for e in eqns)))
         )
         eqns = [*self.tasks.before[self.stage], *loop, *after]
-        made = {var for eqn in eqns for var in eqn.outvars}
+        made = makers(eqns)
         arguments = self.arguments(eqns)
-        arrived = [v for v in _read(after) if v not in made and v not in arguments]
+        arrived = [v for v in read_by(after) if v not in made and v not in arguments]
         outputs = self.results({*made, *arguments})
         atoms = [self.tasks.jaxpr.outvars[k] for k in outputs]
         leaving = [v for v in self.leaving(made) if v not in atoms]
         invars = [*arguments, *self.stacks.values(), *arrived, *self.joins]
         at = {var: k for k, var in enumerate(invars)}
         aliases = self.aliases(outputs, at)
+        dims_of = {at[stack]: self.batch_dims(v) for v, stack in self.stacks.items()}
+        twice = self.twice()
         program = StageProgram(
-            self.stage,
-            self.count,
-            make_jaxpr(invars, [*atoms, *leaving, *(scan.sent if scan else ())], eqns),
-            scan,
-            tuple(self.sent),
-            dict(enumerate(arguments)),
-            {at[stack]: (self.piece_of[v], v) for v, stack in self.stacks.items() if v in self.piece_of},
-            {at[stack]: v for v, stack in self.stacks.items() if v not in self.piece_of},
-            aliases,
-            tuple(k in aliases.values() for k in range(len(invars))),
-            dict(enumerate(outputs)),
-            {
-                at[stack]: frozenset(d + 1 for d in dims)
-                for v, stack in self.stacks.items()
-                if (dims := self.batch_dims(v))
-            },
-            tuple(map(tuple, rounds)),
-            (),
-            frozenset((*self.entering(scan), *(var for eqn in self.twice() for var in eqn.outvars))),
-            frozenset(self.twice()),
-            self.joins,
+            stage=self.stage,
+            count=self.split.count,
+            jaxpr=make_jaxpr(invars, [*atoms, *leaving, *(scan.sent if scan else ())], eqns),
+            scan=scan,
+            sent=tuple(self.sent),
+            arguments=dict(enumerate(arguments)),
+            stacks={at[stack]: (self.piece_of[v], v) for v, stack in self.stacks.items() if v in self.piece_of},
+            received={at[stack]: v for v, stack in self.stacks.items() if v not in self.piece_of},
+            aliases=aliases,
+            donated=tuple(k in aliases.values() for k in range(len(invars))),
+            outputs=dict(enumerate(outputs)),
+            batch={k: frozenset(d + 1 for d in dims) for k, dims in dims_of.items() if dims},
+            rounds=tuple(map(tuple, rounds)),
+            anew=frozenset((*(bodies_of(scan.eqn)[0].invars if scan else ()), *makers(twice))),
+            twice=frozenset(twice),
+            joins=self.joins,
         )
         return with_tasks(program, self.tasks)
-
-    def entering(self, scan: AccumulatingScan | None) -> Sequence[Var]:
-        """What enters the loop."""
-        return bodies_of(scan.eqn)[0].invars if scan else ()
 
     def twice(self) -> list[JaxprEqn]:
         """Equations of the loop that the forward and the backward pass both run."""
@@ -124,15 +113,16 @@ class _Builder:
         results = self.loop_results()
         if not eqns and not results:
             return None
-        made = {var for eqn in eqns for var in eqn.outvars}
-        read = dict.fromkeys([*_read(eqns), *variables(part for _, part in results)])
+        made, read = makers(eqns), read_by(eqns, [part for _, part in results])
         consts = {v: self.joined.get(outer, outer) for v, outer in self.invariant_of.items() if v in read}
         self.joins = {v: outer for outer, v in self.joined.items() if v in consts.values()}
         received = [v for v in read if v in self.tasks.made_at and v not in made]
         for var in (*(v for v in self.piece_of if v in read), *received):
-            self.stacks[var] = new_var(stack_type(var.aval, self.count))
+            self.stacks[var] = new_var(stack_type(var.aval, self.split.count))
         self.sent = self.read_elsewhere(eqns)
-        return accumulating_scan(self.count, self.split.loop.invars[0], eqns, consts, self.stacks, results, self.sent)
+        return accumulating_scan(
+            self.split.count, self.split.loop.invars[0], eqns, consts, self.stacks, results, self.sent
+        )
 
     def loop_results(self) -> list[tuple[Result, Any]]:
         """What comes of the loop here, and what one microbatch makes of it."""
@@ -141,17 +131,17 @@ class _Builder:
 
     def read_elsewhere(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """Values of the loop made here that other stages read, in order."""
-        mine = [v for eqn in eqns for v in eqn.outvars if self.tasks.made_at.get(v, ("", -1))[1] == self.stage]
+        mine = [v for v in makers(eqns) if self.tasks.made_at.get(v, ("", -1))[1] == self.stage]
         found: set[Var] = set()
         for other in range(self.tasks.num_stages):
             if other != self.stage:
                 theirs = (*self.tasks.forward[other], *self.tasks.backward[other], *self.tasks.weight[other])
-                found |= _read(theirs).keys() - {var for eqn in theirs for var in eqn.outvars}
+                found |= read_by(theirs).keys() - makers(theirs).keys()
         return [v for v in mine if v in found]
 
     def arguments(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """Arguments of the step that are read here, and those that live here and are results, as they are or anew."""
-        results, read = set(variables(self.tasks.jaxpr.outvars)), _read(eqns)
+        results, read = set(variables(self.tasks.jaxpr.outvars)), read_by(eqns)
         results.update(self.tasks.jaxpr.invars[at] for at in self.step_aliases.values())
         invars, readers, home = self.tasks.jaxpr.invars, self.update.readers, self.update.home
         passing = [v for v in invars if v in results and home[v] == self.stage]
@@ -179,11 +169,6 @@ class _Builder:
     def leaving(self, made: Collection[Var]) -> list[Var]:
         """Values made here behind the loop that other stages read, or the second half of the loop."""
         others = [self.update.rounds[other] for other in range(self.tasks.num_stages) if other != self.stage]
-        read = _read(eqn for rounds in others for eqns in rounds for eqn in eqns)
+        read = read_by(eqn for rounds in others for eqns in rounds for eqn in eqns)
         sent = [v for v in read if v in made and self.update.stage_of.get(v) == self.stage]
         return list(dict.fromkeys([*sent, *self.tasks.joined_for_others(self.stage), *self.joins.values()]))
-
-
-def _read(eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
-    """Variables that equations read, in order."""
-    return dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn))

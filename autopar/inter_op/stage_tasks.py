@@ -15,17 +15,12 @@ from typing import Any
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.tasks import Tasks
-from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
 from autopar.ir.split.microbatch import Result
 
 
 def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:
-    """The tasks of one stage.
-
-    Args:
-        tasks: The step cut into stages.
-        program: What the stage does.
-    """
+    """The tasks of one stage."""
     builder = _Builder(tasks, program)
     loop = [*builder.loop()]
     forward = [task for task in loop if task.kind == "F"]
@@ -50,15 +45,14 @@ class _Builder:
     def before(self) -> Task:
         """What comes before the loop; its sums and rows begin without a program of their own."""
         eqns = self.tasks.before[self.stage]
-        made = {var for eqn in eqns for var in eqn.outvars}
+        made = makers(eqns)
         behind = (self.tasks.between[self.stage], *self.program.rounds)
-        later = [a for eqns in behind for eqn in eqns for a in inputs_of(eqn)]
-        later += variables((*self.program.results, *self.program.leaving))
+        later = read_by((eqn for eqns in behind for eqn in eqns), (*self.program.results, *self.program.leaving))
         consts = self.program.scan.consts if self.program.scan else {}
         joins = self.program.joins
         outputs = [Slot("const", inner, outer) for inner, outer in consts.items() if outer not in joins]
-        outputs += [Slot("value", v, v) for v in dict.fromkeys(later) if v in made]
-        read = {*(a for eqn in eqns for a in inputs_of(eqn)), *(s.var for s in outputs)}
+        outputs += [Slot("value", v, v) for v in later if v in made]
+        read = read_by(eqns, [s.var for s in outputs])
         inputs = [Slot("argument", v, v) for v in self.arguments if v in read]
         task = self.task("init", 0, inputs, outputs, eqns)
         begun = [_sum(s.result, s.before) for s in self.sums]
@@ -69,7 +63,7 @@ class _Builder:
         """The tasks that are run once per microbatch."""
         tasks, stage = self.tasks, self.stage
         behind = tasks.behind[stage]
-        for_weights = [a for eqn in behind.weight for a in inputs_of(eqn)]
+        for_weights = read_by(behind.weight)
         passed = {v: Slot("loop", copy, v) for v, copy in behind.passed.items()}
         passes: tuple[tuple[TaskKind, Sequence[JaxprEqn], Iterable[Var]], ...] = (
             ("F", tasks.forward[stage], behind.kept.values),
@@ -97,8 +91,7 @@ class _Builder:
         return [v for v in dict.fromkeys(wanted) if self.tasks.made_at.get(v) == (kind, self.stage)]
 
     def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any], passed: Mapping[Var, Slot]) -> list[Slot]:
-        made = {var for eqn in eqns for var in eqn.outvars}
-        read = dict.fromkeys((*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)))
+        made, read = makers(eqns), read_by(eqns, results)
         split = self.tasks.split
         number, *rest = split.loop.invars
         known = {number: Slot("number", number, number)}
@@ -119,8 +112,8 @@ class _Builder:
         for number, own in enumerate(outputs):
             if own:
                 eqns = needed((*(scan.after if scan else ()), *tasks.between[self.stage]), [s.var for s in own])
-                made = {var for eqn in eqns for var in eqn.outvars}
-                read = dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn) if a not in made)
+                made = makers(eqns)
+                read = [v for v in read_by(eqns) if v not in made]
                 yield self.task("M", number, [known.get(v) or Slot("value", v, v) for v in read], own, eqns)
 
     def behind_the_loop(self) -> dict[Var, Slot]:
@@ -135,9 +128,9 @@ class _Builder:
         known |= {v: Slot("value", v, v) for v in self.tasks.joined_for_others(self.stage)}
         for number, eqns in enumerate(rounds):
             if eqns:
-                read = dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn) if made_in.get(a) != number)
+                read = [v for v in read_by(eqns) if made_in.get(v) != number]
                 wanted = dict.fromkeys(variables((*self.program.results, *self.program.leaving)))
-                wanted |= dict.fromkeys(a for after in rounds[number + 1 :] for eqn in after for a in inputs_of(eqn))
+                wanted |= read_by(eqn for after in rounds[number + 1 :] for eqn in after)
                 inputs = [known.get(v) or Slot("value", v, v) for v in read]
                 outputs = [Slot("value", v, v) for v in wanted if made_in.get(v) == number and v not in known]
                 yield self.task("U", number, inputs, outputs, eqns)

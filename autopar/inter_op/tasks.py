@@ -20,7 +20,7 @@ from autopar.inter_op.chain import Chain
 from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.scan_halves import scan_halves
 from autopar.inter_op.update import Update, place_update
-from autopar.ir.dataflow import inputs_of, needed, variables, with_makers
+from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables, with_makers
 from autopar.ir.split.microbatch import Microbatches
 
 
@@ -55,7 +55,7 @@ class Tasks:
     def joined_for_others(self, stage: int) -> list[Var]:
         """What a stage's forward passes make and other stages need between theirs and their backward passes."""
         others = [eqns for number, eqns in enumerate(self.between) if number != stage]
-        read = {a for eqns in others for eqn in eqns for a in inputs_of(eqn)}
+        read = read_by(eqn for eqns in others for eqn in eqns)
         return [var for var in self.update.results[stage] if var in read]
 
     @property
@@ -98,9 +98,6 @@ def make_tasks(
     """Cut a step into stages.
 
     Args:
-        jaxpr: The whole step, flat.
-        split: Its phases; `chain` is of its loop.
-        chain: Segments.
         borders: First segment of each stage, from 0.
         split_backward: Make what no other stage waits for (the gradients of weights) a task of its own.
         levels: Per stage, how much it runs again; (): what is cheap.
@@ -130,21 +127,20 @@ def make_tasks(
     passes = []
     halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] = {}
     for s in range(num_stages):
-        made = {var for eqn in own["F", s] for var in eqn.outvars}
-        received = {a for eqn in own["F", s] for a in inputs_of(eqn) if a in made_at and a not in made}
+        made = makers(own["F", s])
+        received = {var for var in read_by(own["F", s]) if var in made_at and var not in made}
         at_once: list[JaxprEqn] = own["B", s]
         later: list[JaxprEqn] = []
         if split_backward:
             at_once, later = _waited_for(own["B", s], s, own, num_stages, halves)
-            made_at.update((var, ("B", s)) for eqn in at_once for var in eqn.outvars)
-            made_at.update((var, ("W", s)) for eqn in later for var in eqn.outvars)
+            made_at |= dict.fromkeys(makers(at_once), ("B", s)) | dict.fromkeys(makers(later), ("W", s))
         passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free, pieces))
     split = _in_halves(split, halves)
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
-    update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at, aliases or {})
-    between = [tuple(needed(split.between, split.read_outside(eqns), effects=False)) for eqns in loop_behind]
     in_loop = [(*f, *b) for f, b in zip(forward, loop_behind, strict=True)]
+    update = place_update(jaxpr, split, in_loop, made_at, aliases or {})
+    between = [tuple(needed(split.between, split.read_outside(eqns), effects=False)) for eqns in loop_behind]
     before = [tuple(_before(jaxpr, split, s, in_loop[s], between[s], update)) for s in range(num_stages)]
     return Tasks(
         jaxpr,
@@ -168,7 +164,7 @@ def _waited_for(
     halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]],
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """A stage's backward in two: what other stages wait for, and the rest; `halves` is extended by scans that are both."""
-    waited = {a for s in range(num_stages) if s != stage for eqn in own["B", s] for a in inputs_of(eqn)}
+    waited = set(read_by(eqn for s in range(num_stages) if s != stage for eqn in own["B", s]))
     at_once, later = [], []
     for eqn in reversed(eqns):
         if not eqn.effects and waited.isdisjoint(eqn.outvars):
@@ -202,7 +198,6 @@ def _before(
     update: Update,
 ) -> list[JaxprEqn]:
     """Equations before the loop whose values a stage reads; repeated in every stage that does."""
-    wanted = {*split.read_outside(in_loop)}
-    wanted |= {a for eqns in (between, *update.rounds[stage]) for eqn in eqns for a in inputs_of(eqn)}
-    wanted |= {a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage and isinstance(a, Var)}
-    return needed(split.before, wanted, effects=False)
+    results = [a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage]
+    behind = read_by((eqn for eqns in (between, *update.rounds[stage]) for eqn in eqns), results)
+    return needed(split.before, split.read_outside(in_loop) | behind, effects=False)

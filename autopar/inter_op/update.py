@@ -12,12 +12,13 @@ Method: an equation that makes new state runs where the old lives, any other whe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
-from autopar.ir.dataflow import ancestors, inputs_of, needed, with_makers
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
+from autopar.ir.dataflow import ancestors, inputs_of, makers, needed, read_by, variables, with_makers
 from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
@@ -49,48 +50,54 @@ class Update:
 def place_update(
     jaxpr: Jaxpr,
     split: Microbatches,
-    num_stages: int,
-    forward: Sequence[Sequence[JaxprEqn]],
-    backward: Sequence[Sequence[JaxprEqn]],
+    in_loop: Sequence[Sequence[JaxprEqn]],
     made_at: Mapping[Var, tuple[str, int]],
     aliases: Mapping[int, int],
 ) -> Update:
     """Place the update.
 
     Args:
-        jaxpr: The whole step.
-        split: Its phases.
-        num_stages: Number of stages.
-        forward: Per stage, equations of the loop's forward pass.
-        backward: Per stage, equations of its backward pass.
+        in_loop: Per stage, equations of the loop.
         made_at: Kind and stage of each value of the loop.
         aliases: Result of the step -> argument whose new value it is.
     """
-    read_by_loop = [_arguments_read(jaxpr, split, f, b) for f, b in zip(forward, backward, strict=True)]
+    before = (*split.before, *split.between)
+    read_by_loop = [_arguments_behind(jaxpr, split.read_outside(eqns), before) for eqns in in_loop]
     result_at = {
         r.var: made_at[a][1] if not isinstance(a, Literal) and a in made_at else 0
         for r, a in zip(split.results, split.loop.outvars, strict=True)
     }
-    first = _Placement(jaxpr, split, num_stages, read_by_loop, result_at, aliases, split.after)
-    eqns = first.joined_locally()
-    return _Placement(jaxpr, split, num_stages, read_by_loop, result_at, aliases, eqns).update()
+    first = _Placement(jaxpr, split, read_by_loop, result_at, aliases, split.after)
+    return _Placement(jaxpr, split, read_by_loop, result_at, aliases, first.joined_locally()).update()
 
 
-def _arguments_read(
-    jaxpr: Jaxpr, split: Microbatches, forward: Sequence[JaxprEqn], backward: Sequence[JaxprEqn]
-) -> dict[Var, None]:
-    """Arguments of the step that one stage's part of the loop reads, what comes before it included."""
-    wanted = {*split.read_outside((*forward, *backward))}
-    outside = (*split.before, *split.between)
-    wanted.update(a for eqn in needed(outside, wanted, effects=False) for a in inputs_of(eqn))
-    return {var: None for var in jaxpr.invars if var in wanted}
+def _arguments_behind(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
+    """Arguments of the step among values, or among what these are made of by equations."""
+    behind = {**wanted, **read_by(needed(eqns, wanted, effects=False))}
+    return {var: None for var in jaxpr.invars if var in behind}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Join:
+    """A join, through all of its kind whose result it alone reads: the last equation first, and what they join, in order."""
+
+    eqns: list[JaxprEqn]
+    parts: list[Atom]
+
+    def is_like(self, eqn: JaxprEqn) -> bool:
+        """Whether it is of an equation's kind and type."""
+        return self.eqns[0].primitive is eqn.primitive and self.eqns[0].outvars[0].aval == eqn.outvars[0].aval
+
+    def is_of_one_type(self) -> bool:
+        """Whether all that it joins is of the result's type."""
+        wanted = self.eqns[0].outvars[0].aval
+        return all(p.aval.shape == wanted.shape and p.aval.dtype == wanted.dtype for p in self.parts)
 
 
 @dataclass(eq=False)
 class _Placement:
     jaxpr: Jaxpr
     split: Microbatches
-    num_stages: int
     read_by_loop: Sequence[Mapping[Var, None]]
     result_at: Mapping[Var, int]
     aliases: Mapping[int, int]
@@ -99,8 +106,9 @@ class _Placement:
     stage_of_eqn: dict[JaxprEqn, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.num_stages = len(self.read_by_loop)
         self.arguments = dict.fromkeys(self.jaxpr.invars)
-        self.before = {var: eqn for eqn in self.split.before for var in eqn.outvars}
+        self.before = makers(self.split.before)
         self.stage.update(self.result_at)
         for stage in reversed(range(self.num_stages)):
             for var in self.read_by_loop[stage]:
@@ -171,55 +179,30 @@ class _Placement:
 
     def joined_locally(self) -> list[JaxprEqn]:
         """The equations, with small sums over several stages regrouped: first within a stage, then across."""
-        uses: dict[Var, int] = {}
-        for atom in (*(a for eqn in self.eqns for a in eqn.invars), *self.jaxpr.outvars):
-            if not isinstance(atom, Literal):
-                uses[atom] = uses.get(atom, 0) + 1
-        inner: dict[Var, JaxprEqn] = {}
+        times_read = Counter(variables([*(a for eqn in self.eqns for a in eqn.invars), *self.jaxpr.outvars]))
+        joins: dict[Atom, _Join] = {}
         for eqn in self.eqns:
             if eqn.primitive.name in _JOINS and len(eqn.invars) == 2 and all(map(_is_scalar, eqn.invars)):
-                inner[eqn.outvars[0]] = eqn
-
-        def leaves(root: JaxprEqn, gone: list[JaxprEqn]) -> list[object]:
-            """What a join joins, through all joins of the same kind whose result is read by it alone, in order."""
-            found, waiting = [], [root.outvars[0]]
-            while waiting:
-                atom = waiting.pop()
-                eqn = None if isinstance(atom, Literal) else inner.get(atom)
-                same = (
-                    eqn is not None and eqn.primitive is root.primitive and eqn.outvars[0].aval == root.outvars[0].aval
-                )
-                if eqn is None or not same or (eqn is not root and uses.get(eqn.outvars[0], 0) != 1):
-                    found.append(atom)
-                else:
-                    gone.append(eqn)
-                    waiting += reversed(eqn.invars)
-            return found
-
-        dropped: dict[JaxprEqn, None] = {}
+                join = joins[eqn.outvars[0]] = _Join([eqn], [])
+                for atom in eqn.invars:
+                    inner = joins.get(atom) if isinstance(atom, Var) and times_read[atom] == 1 else None
+                    if inner is not None and inner.is_like(eqn):
+                        join.eqns.extend(joins.pop(atom).eqns)
+                        join.parts.extend(inner.parts)
+                    else:
+                        join.parts.append(atom)
         replaced: dict[JaxprEqn, list[JaxprEqn]] = {}
-        for eqn in reversed(self.eqns):
-            if eqn in dropped or not eqn.outvars or eqn.outvars[0] not in inner:
-                continue
-            gone: list[JaxprEqn] = []
-            parts = leaves(eqn, gone)
-            groups: dict[int, list[object]] = {}
-            for part in parts:
-                at = -1 if isinstance(part, Literal) else self.stage.get(part, -1)  # type: ignore[call-overload]
-                groups.setdefault(at, []).append(part)
-            if len(parts) > 2 and len([s for s in groups if s >= 0]) > 1 and _same_types(parts, eqn):
-                dropped.update(dict.fromkeys(gone))
-                replaced[eqn] = _chains(eqn, groups)
-        kept: list[JaxprEqn] = []
-        for eqn in self.eqns:
-            if eqn in replaced:
-                kept += replaced[eqn]
-            elif eqn not in dropped:
-                kept.append(eqn)
-        return kept
+        for join in joins.values():
+            groups: dict[int, list[Atom]] = {}
+            for part in join.parts:
+                groups.setdefault(self.stage.get(part, -1) if isinstance(part, Var) else -1, []).append(part)
+            if len(join.parts) > 2 and len(groups.keys() - {-1}) > 1 and join.is_of_one_type():
+                root, *gone = join.eqns
+                replaced |= {eqn: [] for eqn in gone} | {root: _chains(root, groups)}
+        return [each for eqn in self.eqns for each in replaced.get(eqn, [eqn])]
 
     def update(self) -> Update:
-        floating = {var: eqn for eqn in self.eqns if eqn not in self.stage_of_eqn for var in eqn.outvars}
+        floating = makers(eqn for eqn in self.eqns if eqn not in self.stage_of_eqn)
         order = {eqn: k for k, eqn in enumerate(self.eqns)}
         round_of: dict[Var, int] = {}
         by_round: list[dict[int, list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
@@ -233,30 +216,26 @@ class _Placement:
                     number = max(number, round_of.get(var, 0) + (self.stage[var] != at))
             round_of.update(dict.fromkeys(eqn.outvars, number))
             by_round[at].setdefault(number, []).append(eqn)
-        outputs = []
-        extra: dict[int, list[Var]] = {}
-        for atom in self.jaxpr.outvars:
-            at = self.stage.get(atom, 0) if not isinstance(atom, Literal) else 0
-            if not isinstance(atom, Literal) and atom in floating:
-                at = self.num_stages - 1
-                extra.setdefault(at, []).append(atom)
-            outputs.append(at)
+        last = self.num_stages - 1
+        made_there = [
+            var for var in variables(self.jaxpr.outvars) if var in floating
+        ]  # by the last stage, whoever reads it
+        at_home = {**self.stage, **dict.fromkeys(made_there, last)}
+        outputs = [at_home.get(atom, 0) if isinstance(atom, Var) else 0 for atom in self.jaxpr.outvars]
         rounds = []
         for stage in range(self.num_stages):
-            numbers = range(1 + max([-1, *by_round[stage], *([0] if stage in extra else [])]))
+            first = made_there if stage == last else []
             done: dict[JaxprEqn, None] = {}
             of_stage = []
-            for number in numbers:
+            for number in range(1 + max([-1, *by_round[stage], *([0] if first else [])])):
                 own = by_round[stage].get(number, [])
-                wanted = extra.get(stage, []) if number == numbers[0] else []
+                wanted = first if number == 0 else []
                 of_stage.append(tuple(with_makers(own, wanted, floating, order, done)))
                 done.update(dict.fromkeys(of_stage[-1]))
             rounds.append(tuple(of_stage))
         readers: dict[Var, dict[int, None]] = {}
         for stage in range(self.num_stages):
-            for var in self.read_by_loop[stage]:
-                readers.setdefault(var, {})[stage] = None
-            for var in self.update_reads(rounds[stage]):
+            for var in (*self.read_by_loop[stage], *self.update_reads(rounds[stage])):
                 readers.setdefault(var, {})[stage] = None
         home = self.homes(outputs, readers)
         results = tuple(
@@ -274,9 +253,8 @@ class _Placement:
     def homes(self, outputs: list[int], readers: dict[Var, dict[int, None]]) -> dict[Var, int]:
         """Where each argument lives: what comes back, where its new value is found.
 
-        Args:
-            outputs: Stage of each result; set where a result is an argument or made before the loop.
-            readers: Stages that read each argument; extended by those that make such results.
+        `outputs`: stage of each result; set where a result is an argument or made before the loop.
+        `readers`: stages that read each argument; extended by those that make such results.
         """
         home = {}
         for var in self.jaxpr.invars:
@@ -304,9 +282,8 @@ class _Placement:
 
     def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
         """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
-        wanted = {a for eqns in rounds for eqn in eqns for a in inputs_of(eqn)}
-        wanted.update(a for eqn in needed(self.split.before, wanted, effects=False) for a in inputs_of(eqn))
-        return [var for var in self.jaxpr.invars if var in wanted]
+        wanted = read_by(eqn for eqns in rounds for eqn in eqns)
+        return [*_arguments_behind(self.jaxpr, wanted, self.split.before)]
 
 
 def _is_scalar(atom: Var) -> bool:
@@ -332,23 +309,16 @@ def _sources(var: Var, made_by: Mapping[Var, JaxprEqn], arguments: Mapping[Var, 
     return [v for v in behind if v in arguments]
 
 
-def _same_types(parts: Sequence[object], eqn: JaxprEqn) -> bool:
-    wanted = eqn.outvars[0].aval
-    return all(p.aval.shape == wanted.shape and p.aval.dtype == wanted.dtype for p in parts)  # type: ignore[attr-defined]
-
-
-def _chains(root: JaxprEqn, groups: Mapping[int, Sequence[object]]) -> list[JaxprEqn]:
+def _chains(root: JaxprEqn, groups: Mapping[int, Sequence[Atom]]) -> list[JaxprEqn]:
     """The same join, stage by stage, then of what the stages made."""
     made: list[JaxprEqn] = []
 
-    def chain(parts: Sequence[object], last: Var | None) -> object:
+    def chain(parts: Sequence[Atom]) -> Atom:
         so_far = parts[0]
-        for k, part in enumerate(parts[1:]):
-            var = last if last is not None and k == len(parts) - 2 else new_var(root.outvars[0].aval)
-            made.append(replace_eqn(root, invars=[so_far, part], outvars=[var]))  # type: ignore[list-item]
-            so_far = var
+        for part in parts[1:]:
+            made.append(replace_eqn(root, invars=[so_far, part], outvars=[new_var(root.outvars[0].aval)]))
+            so_far = made[-1].outvars[0]
         return so_far
 
-    joined = [chain(groups[stage], None) for stage in sorted(groups)]
-    chain(joined, root.outvars[0])
-    return made
+    chain([chain(groups[stage]) for stage in sorted(groups)])
+    return [*made[:-1], replace_eqn(made[-1], outvars=root.outvars)]

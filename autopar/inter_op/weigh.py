@@ -20,19 +20,13 @@ from autopar._jax import Jaxpr, JaxprEqn, make_jaxpr
 from autopar.inter_op.cut import CutStep
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import operation_seconds
-from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.dataflow import makers, read_by
 from autopar.ir.region import bodies_of, is_region
 from autopar.mesh import Device, LogicalMesh
 
 
 def weigh_segments(cut: CutStep, num_devices: int, device: Device) -> CutStep:
-    """The step with seconds as the work of its segments.
-
-    Args:
-        cut: The step.
-        num_devices: Of a stage.
-        device: Rates of one.
-    """
+    """The step with seconds as the work of its segments."""
     loop = cut.chain.loop
     pieces = {k: cut.batch.dims(var) for k, var in enumerate(loop.invars) if cut.batch.dims(var)}
     graph = build_graph(loop, _two_axes(num_devices), {}, pieces)
@@ -49,10 +43,10 @@ def layer_seconds(cut: CutStep, first: int, end: int, num_devices: int, device: 
     loop, segment = cut.chain.loop, cut.chain.segment
     inside = [first <= at < end for at in segment]
     own = [eqn for eqn, here in zip(loop.eqns, inside, strict=True) if here]
-    made = {var for eqn in own for var in eqn.outvars}
-    read = [a for eqn, here in zip(loop.eqns, inside, strict=True) if not here for a in inputs_of(eqn)]
-    outside = list(dict.fromkeys(a for a in (*read, *variables(loop.outvars)) if a in made))
-    given = list(dict.fromkeys(a for eqn in own for a in inputs_of(eqn) if a not in made))
+    others = [eqn for eqn, here in zip(loop.eqns, inside, strict=True) if not here]
+    made = makers(own)
+    outside = [var for var in read_by(others, loop.outvars) if var in made]
+    given = [var for var in read_by(own) if var not in made]
     batch = {k: cut.batch.dims(var) for k, var in enumerate(given) if cut.batch.dims(var)}
     graph = build_graph(make_jaxpr(given, outside, own), _two_axes(num_devices), {}, batch)
     return sum(operation_seconds(graph, device).values())

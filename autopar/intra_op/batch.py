@@ -95,10 +95,7 @@ def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
 def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs: Mapping[int, Dims]) -> BatchDims:
     """Follow the batch from the inputs.
 
-    Args:
-        jaxpr: Flat program.
-        rule_of: Rule of each plain equation.
-        inputs: Batch dims of the inputs that have some, by position.
+    `rule_of`: rule of each plain equation. `inputs`: batch dims of the inputs that have some, by position.
     """
     batch = BatchDims()
     for position, dims in inputs.items():

@@ -8,13 +8,12 @@ Method: one walk through the program and its bodies. What is read waits until al
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, on_host
 from autopar.intra_op.batch import Dims, between_samples, follow_batch
@@ -49,8 +48,7 @@ class _Place:
     is_scan: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """A value that a node reads, in one sharding for each choice of the node."""
 
     atom: Atom
@@ -97,7 +95,8 @@ def build_graph(
 
 
 def _mark_samples(graph: Graph, samples: AbstractSet[Var]) -> None:
-    graph.edges = [e if e.var in samples else dataclasses.replace(e, is_sample=False) for e in graph.edges]
+    for edge in graph.edges:
+        edge.is_sample = edge.var in samples
 
 
 def _take_over(graph: Graph, like: Graph) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
-from autopar.cost.kernels import Pass
+from autopar.cost.kernels import Kernel, Pass
 from autopar.cost.steps import reduced_itemsize
 from autopar.intra_op.exposure import Exposure, Kind, kind_of
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
@@ -90,9 +90,15 @@ class Prices:
         self.small = small_bytes(graph.mesh)
         self.copies_inner_dims = all(link.shared_memory for link in graph.mesh.links)
         self.matrices = graph.tables.conversions
+        seconds: dict[tuple[Any, ...], np.ndarray | None] = {}  # of equal conversions; None: they take none
         for key, weight_of in weights.items():
-            matrix = self.matrix(first[key])
-            if matrix.any():
+            edge = first[key]
+            same = (self.is_behind_transpose(edge), *key[2:])
+            if same not in seconds:
+                made = self.matrix(edge)
+                seconds[same] = made if made.any() else None
+            matrix = seconds[same]
+            if matrix is not None:
                 self.edges.setdefault(key[:2], []).append((matrix, weight_of))
         priced = (weight_of for found in self.edges.values() for _, weight_of in found)
         self.kinds = tuple(dict.fromkeys(kind for weight_of in priced for kind in weight_of))
@@ -106,12 +112,16 @@ class Prices:
             mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
             self.matrices[table] = _matrix(edge.shape, edge.itemsize, edge.given, edge.wanted, mesh)
         matrix = self.matrices[table]
-        target = self.graph.nodes[edge.target]
-        if self.copies_inner_dims and target.kind == "op" and target.name == "transpose":
+        if self.is_behind_transpose(edge):
             matrix = matrix * _BEFORE_A_TRANSPOSE
         if not edge.communicates:
             matrix = np.where(matrix > 0, np.inf, 0.0)
         return matrix if edge.moves is None else matrix * edge.moves.price(edge.given, edge.wanted)
+
+    def is_behind_transpose(self, edge: Edge) -> bool:
+        """Whether a value is copied in the order of its dims and then transposed."""
+        target = self.graph.nodes[edge.target]
+        return self.copies_inner_dims and target.kind == "op" and target.name == "transpose"
 
     def parts(self, exposure: Exposure | None) -> tuple[float, ...]:
         """All that a problem takes from what is known of exposure: where they are equal, so are the problems."""
@@ -151,13 +161,17 @@ class OperationSeconds:
         index = self.graph.op_node.get(eqn)
         if index is None:
             return 0.0
-        node, choice, traffic = self.graph.nodes[index], self.choices[index], self.traffic[index]
-        key = (node.signature, choice, id(traffic))
+        key = (self.graph.nodes[index].signature, self.choices[index], id(self.traffic[index]))
         if key not in self.known:
-            kernel = kernel_of(node, node.strategies[choice], traffic, self.graph.mesh)
+            kernel = self.kernel(index)
             idle = isinstance(kernel, Pass) and not kernel.num_bytes
             self.known[key] = 0.0 if idle else kernel_seconds(kernel, self.device)
         return self.known[key]
+
+    def kernel(self, index: int) -> Kernel:
+        """What the node of that index runs on one device."""
+        node = self.graph.nodes[index]
+        return kernel_of(node, node.strategies[self.choices[index]], self.traffic[index], self.graph.mesh)
 
 
 def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:

@@ -1,8 +1,8 @@
 """Bounds for a choice problem: from below by message passing, and how promising each choice is.
 
 In:     `Problem` without memory rows, usually what `elimination.py` left.
-Out:    `Bounds`: a number that no assignment beats, an assignment read from the messages, and what each choice costs
-        beyond the bound.
+Out:    `Bounds`: a number that no assignment beats, and an assignment read from the messages; of the `Ascent` itself what each
+        choice costs beyond the bound.
 Method: sequential tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy
         minimization", PAMI 2006): a block-coordinate ascent on the dual of the linear program that `ilp.py` relaxes to.
         Messages rewrite the costs without changing any assignment's total, so that the least entry of every table adds
@@ -34,14 +34,11 @@ class Bounds:
         lower: No assignment costs less.
         upper: Cost of `choices`.
         choices: The best assignment seen; () if none.
-        excess: For each node and choice, seconds by which every assignment with that choice costs more than `lower`,
-            at least. A choice whose excess is more than `upper - lower` is in no better assignment.
     """
 
     lower: float
     upper: float
     choices: tuple[int, ...]
-    excess: tuple[np.ndarray, ...]
 
 
 class Ascent:
@@ -61,6 +58,7 @@ class Ascent:
         self.messages = np.zeros(self.layout.num_messages)
         self.lower, self.upper = -np.inf, np.inf
         self.best: tuple[int, ...] = ()
+        self._excess: tuple[np.ndarray, ...] | None = None
 
     def run(self, rounds: int, upper: float = np.inf, gap: float = 1e-6, enough: float = np.inf) -> Bounds:
         """Pass messages forward and back.
@@ -72,7 +70,7 @@ class Ascent:
             enough: Stop when the lower bound is at least this.
         """
         self.upper = min(self.upper, upper)
-        before = self.lower
+        before, self._excess = self.lower, None
         for number in range(1, rounds + 1):
             self._forward()
             self.lower = max(self.lower, self._backward())
@@ -84,7 +82,7 @@ class Ascent:
                     break
                 before = self.lower
         self._read()
-        return Bounds(self.lower, self.upper, self.best, self._excess())
+        return Bounds(self.lower, self.upper, self.best)
 
     def seconds(self, rounds: int) -> float:
         """What so many rounds take, by the number and the size of the tables."""
@@ -131,8 +129,16 @@ class Ascent:
                 lower += batch.send(self.messages, part)
         return lower
 
-    def _excess(self) -> tuple[np.ndarray, ...]:
-        """What each choice costs beyond the lower bound.
+    @property
+    def excess(self) -> tuple[np.ndarray, ...]:
+        """For each node and choice, seconds by which every assignment with that choice costs more than `lower`, at least: a
+        choice whose excess is more than `upper - lower` is in no better assignment."""
+        if self._excess is None:
+            self._excess = self._beyond_bound()
+        return self._excess
+
+    def _beyond_bound(self) -> tuple[np.ndarray, ...]:
+        """The excess, by the messages as they are.
 
         Each node's costs are handed to the edges towards earlier nodes, as the backward pass does; then every table's
         least entry is part of the bound, and what a choice costs beyond those entries is added to it.

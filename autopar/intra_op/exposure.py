@@ -91,10 +91,7 @@ def kind_of(edge: Edge) -> Kind:
 def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
     """What is exposed of a program's conversions.
 
-    Args:
-        graph: Its decisions.
-        body: The program.
-        exposed: Of each of its collectives (`collectives_of`), the seconds that nothing hides.
+    `graph`: its decisions. `exposed`: of each of its collectives (`collectives_of`), the seconds that nothing hides.
     """
     found: list[Shown] = []
     samples = {edge.var for edge in graph.edges if edge.is_sample}

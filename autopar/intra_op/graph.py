@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class Node:
         return len(self.strategies) or len(self.shardings)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Edge:
     """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
 
@@ -113,8 +113,7 @@ class Edge:
         return self.var.aval.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Produced:
+class Produced(NamedTuple):
     """Where a value comes from: a node, and the value's sharding for each of its choices."""
 
     node: int

@@ -16,7 +16,6 @@ Method: choices are forbidden, or dear; which of the others is cheapest the ILP 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -159,7 +158,8 @@ def restrict_to_axes(
             _store(node, "tensor", True, allowed, "splits weights")
     if graph.mesh.axis_sizes["tensor"] > 1:
         sent, kept = InPlace(scatters=sequence), InPlace(scatters=False)
-        graph.edges = [dataclasses.replace(e, moves=sent if e.is_sample else kept) for e in graph.edges]
+        for edge in graph.edges:
+            edge.moves = sent if edge.is_sample else kept
 
 
 def _axis_mask(

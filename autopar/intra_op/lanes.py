@@ -72,11 +72,8 @@ class _Task:
 def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, overlap: float) -> Lanes:
     """Put a program on the clock.
 
-    Args:
-        body: The program.
-        seconds_of: Seconds of one run of a plain equation on one device.
-        mesh: Its mesh.
-        overlap: Part of a collective that leaves the kernels alone; 0: every collective stops them.
+    `seconds_of`: seconds of one run of a plain equation on one device.
+    `overlap`: part of a collective that leaves the kernels alone; 0: every collective stops them.
     """
     build = _Build(seconds_of, mesh, overlap)
     build.add(body, {}, in_turn=True)

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar._jax import Literal, Var, on_host
 from autopar.intra_op.sharded import (
@@ -55,8 +56,7 @@ ONE_PROGRAM = Waiting()
 """Of a program that is no stage's."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Alive:
+class Alive(NamedTuple):
     """A copy that is alive at some moment.
 
     Attributes:
@@ -85,6 +85,7 @@ class Liveness:
         packed: Moves that are being sent as one at the peak, packed into an array of their own.
         at: The innermost instruction at the peak; None: the beginning.
         argument_bytes: All program inputs; of the body of a loop or branch, 0.
+        curve: Bytes alive at each instruction of the program, those inside it at their most.
     """
 
     peak_bytes: int
@@ -93,6 +94,10 @@ class Liveness:
     packed: tuple[Move, ...] = ()
     at: Instruction | None = None
     argument_bytes: int = 0
+    curve: Sequence[int] = ()
+
+
+_EMPTY = Liveness(0, 0)
 
 
 def measure_liveness(
@@ -122,22 +127,18 @@ def fullest_moments(
     count: int = 1,
     waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
+    over: float = 0.0,
 ) -> tuple[Liveness, ...]:
     """Memory of a sharded program at up to `count` moments, each the fullest of its part of the program, fullest first.
 
-    A moment's part ends where memory has fallen by a hundredth. `waiting`: of a stage of a pipeline. The other arguments as
-    of `measure_liveness`.
+    A moment's part ends where memory has fallen by a hundredth. Those behind the first have more than `over` bytes.
+    `waiting`: of a stage of a pipeline. The other arguments as of `measure_liveness`.
     """
     arguments = sum(local_bytes(var, sharding, mesh) for var, sharding in body.inputs)
-    peaks = _peaks(body, mesh, stored, _pinned(body, donated), count, waiting=waiting, in_place=in_place)
-    return tuple(dataclasses.replace(peak, argument_bytes=arguments) for peak in peaks)
-
-
-def memory_curve(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> list[int]:
-    """Bytes alive at each instruction, those inside it at their most; arguments as of `measure_liveness`."""
     curve: list[int] = []
-    _peaks(body, mesh, stored, _pinned(body, donated), 1, curve=curve)
-    return curve
+    pinned = _pinned(body, donated)
+    peaks = _peaks(body, mesh, stored, pinned, count, curve, waiting=waiting, in_place=in_place, over=over)
+    return tuple(dataclasses.replace(peak, argument_bytes=arguments, curve=curve) for peak in peaks)
 
 
 def host_peak_bytes(body: Body, mesh: LogicalMesh) -> int:
@@ -145,6 +146,9 @@ def host_peak_bytes(body: Body, mesh: LogicalMesh) -> int:
 
     A row that a loop's body makes or reads is a part of the stack outside.
     """
+    made_here = (var for instruction in body.instructions for var, _ in copies_made(instruction))
+    if not any(on_host(var.aval) for var in made_here):
+        return max((host_peak_bytes(inner, mesh) for inner in _inner_bodies(body)), default=0)
     made, results = _versions(body, frozenset(), None), set(body.outputs)
     size = [
         share_bytes(*copy, mesh) if is_there and start >= 0 and on_host(copy[0].aval) and copy not in results else 0
@@ -159,6 +163,12 @@ def host_peak_bytes(body: Body, mesh: LogicalMesh) -> int:
     return most
 
 
+def _inner_bodies(body: Body) -> Iterator[Body]:
+    for instruction in body.instructions:
+        if isinstance(instruction, Region):
+            yield from instruction.bodies
+
+
 def _pinned(body: Body, donated: Sequence[bool]) -> set[Copy]:
     """Inputs that stay to the end."""
     return {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
@@ -170,15 +180,16 @@ def _peaks(
     stored: AbstractSet[Var],
     pinned: AbstractSet[Copy],
     count: int,
+    curve: list[int],
     free: AbstractSet[Copy] = frozenset(),
     waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
-    curve: list[int] | None = None,
+    over: float = 0.0,
 ) -> list[Liveness]:
     """The `count` fullest moments, each of a part of the body, fullest first.
 
-    Copies in `free` are counted by the caller, those `in_place` lie in inputs. What is alive at each instruction is added to
-    `curve`.
+    What is alive at each instruction is added to `curve`. Copies in `free` are counted by the caller, those `in_place` lie in
+    inputs. Moments behind the first have more than `over` bytes.
     """
     made = _versions(body, pinned, stored)
     times = made.times(body, waiting)
@@ -197,8 +208,7 @@ def _peaks(
         born, freed = changes[position + 1]
         total += born
         inner = _inner_peak(instruction, mesh, stored, waiting)
-        if curve is not None:
-            curve.append(total + inner.peak_bytes)
+        curve.append(total + inner.peak_bytes)
         if total + inner.peak_bytes < TUNING.peak_fallen * most.peak_bytes:
             peaks.append(most)
             most = Liveness(0, position)
@@ -206,7 +216,8 @@ def _peaks(
             most = Liveness(total + inner.peak_bytes, position, inner.alive, inner.packed, inner.at or instruction)
         total += freed
     # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
-    fullest = sorted((*peaks, most), key=lambda peak: -peak.peak_bytes)[:count]
+    first, *others = sorted((*peaks, most), key=lambda peak: -peak.peak_bytes)[:count]
+    fullest = (first, *(peak for peak in others if peak.peak_bytes > over))
     return [dataclasses.replace(p, alive=(*made.alive(body, p.moment, size, times), *p.alive)) for p in fullest]
 
 
@@ -303,9 +314,9 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
     if isinstance(instruction, Fused):
         num_bytes = sum(packed_bytes(move, mesh) for move in instruction.moves)
         return Liveness(num_bytes, 0, packed=instruction.moves)
-    most = Liveness(0, 0)
     if not isinstance(instruction, Region):
-        return most
+        return _EMPTY
+    most = _EMPTY
     is_scan = kind_of(instruction.eqn) == "scan"
     num_shared = len(instruction.eqn.invars)
     for body in instruction.bodies:
@@ -314,6 +325,7 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
         )
         # A scan's constants and carries are the operands themselves; its scanned inputs arrive as slices of their own.
         shared = frozenset(body.inputs[:num_whole])
-        inner = _peaks(body, mesh, stored, frozenset(), 1, shared, dataclasses.replace(waiting, elsewhere=frozenset()))
+        within = dataclasses.replace(waiting, elsewhere=frozenset())
+        inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within)
         most = max(most, *inner, key=lambda peak: peak.peak_bytes)
     return most

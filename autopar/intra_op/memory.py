@@ -10,7 +10,6 @@ Method: a copy belongs to the node that chose its sharding: of those whose reade
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -163,7 +162,7 @@ class _Owners:
         for instruction in alive.body.instructions[max(0, alive.position) :]:
             for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
                 if isinstance(move, Move) and (move.var, move.source) == alive.copy:
-                    rank, owner, _ = self.of(dataclasses.replace(alive, copy=(var, move.target)))
+                    rank, owner, _ = self.of(alive._replace(copy=(var, move.target)))
                     return rank, owner, False
         return rank, None, False
 

@@ -75,7 +75,6 @@ class Sharded:
         """What a program of these choices costs, counted as the problem counts.
 
         Args:
-            body: The program.
             exposed: Of each of its collectives, the seconds that nothing hides.
             compute_seconds: Of its kernels.
             sent_seconds: Of its collectives.

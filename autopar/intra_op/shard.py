@@ -193,6 +193,18 @@ class _Instance:
             return solve_within(problem, search.broken_rows, *how)
         return one(problem, self.solver, self.limit, self.gap, beat)
 
+    def solve_known(self, problem: Problem, nothing_fits: bool) -> Solution:
+        """A problem under the restrictions of a well-known plan.
+
+        Where `nothing_fits` without them, whatever a byte costs, a large one is not searched for what takes less memory.
+        """
+        if not nothing_fits or num_pairs(problem) <= TUNING.rows_core:
+            return self.solve(problem)
+        solution = self._solve_one(problem, self.solver, self.limit, self.gap)
+        if solution.choices and self.budget_search.broken_rows(solution.choices):
+            return dataclasses.replace(solution, choices=(), status="infeasible")
+        return solution
+
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
         """What the choices of a solution come to."""
         choices = self.nodes(solution.choices)
@@ -224,8 +236,9 @@ class _Instance:
     def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
         nodes, graph = self.nodes(choices), self.graph
         if nodes not in self._moments:
-            body, most = self._body_of(nodes), TUNING.memory_rows
-            found = fullest_moments(body, graph.mesh, held_values(graph), self.donated, most, self.waiting)
+            body, held, most = self._body_of(nodes), held_values(graph), TUNING.memory_rows
+            over = self.budget_search.budget
+            found = fullest_moments(body, graph.mesh, held, self.donated, most, self.waiting, over=over)
             self._moments = {nodes: found}
         return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
 
@@ -327,7 +340,7 @@ def _with_known(
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
     with instance.limit.thorough():  # whoever asks for that plan by its name gets no better one
-        solution = instance.solve(narrowed)
+        solution = instance.solve_known(narrowed, best is None)
     if not solution.choices or solution.choices in tried:
         return best
     tried.append(solution.choices)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intra_op.dual import Ascent, Bounds
+from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import Reduced, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.polish import polish
@@ -117,7 +117,7 @@ def _solve_core(
             slack = part * room
             if part == TUNING.room_parts[0]:  # what is read from messages may be far from the best, the bound seldom is
                 slack = min(slack, TUNING.first_slack * abs(bounds.lower + constant))
-            narrowed = _promising(core, bounds, ascent.best, slack, part == 1, is_last, most)
+            narrowed = _promising(core, ascent, slack, part == 1, is_last, most)
             if narrowed is None or (part == 1 and room <= content and num_pairs(narrowed.problem) > TUNING.early_core):
                 break
             solved_pairs += num_pairs(narrowed.problem)
@@ -140,7 +140,7 @@ def _solve_core(
     polishing = TUNING.polish_node_seconds * len(core.costs)
     if gap >= TUNING.rough_gap or room <= content or not limit.repays(TUNING.hoped * room, polishing):
         return found
-    masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
+    masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
     for mask, choice in zip(masks, found.choices, strict=True):
         mask[choice] = True
     return polish(_narrowed(core, masks), found, limit, solver, found.bound + allowed)
@@ -154,23 +154,21 @@ def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -
     return max(gap, max(gap, TUNING.large_gap) * (upper + constant) / (upper - narrowed.constant))
 
 
-def _promising(
-    core: Problem, bounds: Bounds, best: Sequence[int], room: float, must: bool, is_last: bool, most: float
-) -> Reduced | None:
+def _promising(core: Problem, ascent: Ascent, room: float, must: bool, is_last: bool, most: float) -> Reduced | None:
     """What is left of a core of the choices that exceed the bound by no more than `room`.
 
     It is to be small enough for the ILP, `most` pairs at most: where it is not, None is the answer, for more rounds may make
     it so; or if these were the last ones, and it need not (`must`) be all of them, the best few of each node and those around
-    `best`.
+    the best answer.
     """
-    masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
+    masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
     narrowed = eliminate(_narrowed(core, masks))
     large = TUNING.small_core if must else TUNING.small_core // 4
     if num_pairs(narrowed.problem) <= min(most, large if is_last else TUNING.early_core):
         return narrowed
-    around = _around(core, best) if is_last and not must else []
+    around = _around(core, ascent.best) if is_last and not must else []
     for count in TUNING.fewer_choices if around else ():
-        few = [near | (m & _least(e, count)) for m, e, near in zip(masks, bounds.excess, around, strict=True)]
+        few = [near | (m & _least(e, count)) for m, e, near in zip(masks, ascent.excess, around, strict=True)]
         narrowed = eliminate(_narrowed(core, few))
         if num_pairs(narrowed.problem) <= min(most, TUNING.small_core // 2):
             return narrowed
@@ -185,8 +183,8 @@ def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, c
     ascent = Ascent(Problem(core.costs, core.edges))
     best: Solution | None = None
     for rounds in TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]:
-        bounds = ascent.run(rounds, gap=gap)
-        masks = _masks_with_rows(core, bounds, best)
+        ascent.run(rounds, gap=gap)
+        masks = _masks_with_rows(core, ascent, best)
         answer = _solve_restricted(core, masks, solver, limit, gap)
         if answer.status != "infeasible" and (best is None or answer.objective < best.objective):
             best = answer
@@ -214,11 +212,11 @@ def _told(solver: str, core: Problem) -> str:
     return f"{solver}, the promising ones of {sum(map(len, core.costs))} choices"
 
 
-def _masks_with_rows(core: Problem, bounds: Bounds, best: Solution | None) -> list[np.ndarray]:
+def _masks_with_rows(core: Problem, ascent: Ascent, best: Solution | None) -> list[np.ndarray]:
     """The promising choices, those around the best answer, and those that take least memory."""
     count = max(3, min(TUNING.promising_choices, int((TUNING.small_core / max(len(core.edges), 1)) ** 0.5)))
-    masks = [_least(excess, count) for excess in bounds.excess]
-    near = best.choices if best else bounds.choices
+    masks = [_least(excess, count) for excess in ascent.excess]
+    near = best.choices if best else ascent.best
     others = zip(_around(core, near), _thrifty(core), strict=True)
     return [mask | around | thrifty for mask, (around, thrifty) in zip(masks, others, strict=True)]
 

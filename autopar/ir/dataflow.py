@@ -24,6 +24,16 @@ def inputs_of(eqn: JaxprEqn) -> list[Var]:
     return variables(eqn.invars)
 
 
+def makers(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
+    """The equation that makes each value."""
+    return {var: eqn for eqn in eqns for var in eqn.outvars}
+
+
+def read_by(eqns: Iterable[JaxprEqn], results: Iterable[Atom] = ()) -> dict[Var, None]:
+    """The variables that equations read, and those of results, in order."""
+    return dict.fromkeys([*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)])
+
+
 def known_as(atom: Atom, names: Mapping[Var, Atom]) -> Atom:
     """What stands for a value; itself, if nothing does."""
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
@@ -41,11 +51,7 @@ def needed(
 ) -> list[JaxprEqn]:
     """Those equations that wanted values need, in order.
 
-    Args:
-        eqns: In order.
-        wanted: Values.
-        effects: Whether what does something beside is needed too.
-        given: Values that are at hand.
+    `effects`: whether what does something beside is needed too. `given`: values that are at hand.
     """
     alive = {var for var in wanted if var not in given}
     kept = []
@@ -78,8 +84,6 @@ def with_makers(
     """Equations and the makers of what they and wanted values read, in order.
 
     Args:
-        eqns: Equations.
-        wanted: Values.
         maker_of: Of values that are made wherever they are read, the equations.
         order: Position of each equation.
         done: Makers that have run.

@@ -35,10 +35,7 @@ class Pass(Generic[Form]):
 def run_passes(passes: Sequence[Pass[Form]], given: Form, check: Callable[[Form], None]) -> Form:
     """Carry out a list.
 
-    Args:
-        passes: In order.
-        given: What the first is given.
-        check: Raises an `AssertionError` for what is no such form.
+    `check`: raises an `AssertionError` for what is no such form.
 
     Raises:
         AssertionError: If checks are on: it names the pass behind which the form is wrong.

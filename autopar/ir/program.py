@@ -88,15 +88,7 @@ class Program:
 
 
 def print_program(program: Program, *, source: bool = True) -> str:
-    """The program as text.
-
-    Args:
-        program: A traced step.
-        source: Whether to write the user's line and the name stack beside each equation.
-
-    Returns:
-        Several lines, without a newline at the end.
-    """
+    """The program as text; with `source` the user's line and the name stack beside each equation."""
     names = Names()
     lines = [f"program {program.name}"]
     leaves = zip(program.in_paths, program.jaxpr.invars, program.key_inputs, strict=False)

@@ -216,10 +216,8 @@ class Region:
     ) -> JaxprEqn:
         """The equation of these bindings, in any order, and of bodies with these equations.
 
-        Args:
-            bindings: A constant of a `while` may enter both of its bodies.
-            equations: Of each body.
-            params: What else changes, such as the `length` of a scan.
+        `bindings`: a constant of a `while` may enter both of its bodies.
+        `params`: what else changes, such as the `length` of a scan.
         """
         bindings = _in_order(self.kind, bindings)
         template = replace(self, bindings=tuple(bindings))

@@ -1,16 +1,21 @@
-"""When two equations are the same operation.
+"""When two equations are the same operation, and when two values are the same.
 
-In:     an equation.
+In:     an equation; equations, in order.
 Out:    `equation_signature(eqn)`: equal for equations with the same rule, so that what follows from it is computed once.
-Method: primitive, parameters, types of operands and results; which values they are does not matter.
+        `ValueNumbers`: a name for each value; equal values have one.
+Method: primitive, parameters, types of operands and results; which values they are does not matter. Values are numbered: equal
+        are those that equal equations make of equal values. A barrier's results are its operands; what a loop or branch
+        makes, or has an effect, is equal to nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
-from autopar._jax import JaxprEqn, Literal
+from autopar._jax import Atom, JaxprEqn, Literal, Params, Var
+from autopar.ir.region import is_region, kind_of
 
 
 def equation_signature(eqn: JaxprEqn) -> object:
@@ -23,7 +28,7 @@ def equation_signature(eqn: JaxprEqn) -> object:
     return eqn.primitive, params, avals, results
 
 
-def _kernel(params: Any) -> object:
+def _kernel(params: Params) -> object:
     """The parameters of a Pallas kernel, its programs by their text: each call traces them anew."""
     mapping = params["grid_mapping"]
     blocks = tuple(
@@ -34,7 +39,7 @@ def _kernel(params: Any) -> object:
 
 
 @functools.lru_cache(maxsize=1024)
-def _text(program: Any) -> str:
+def _text(program: object) -> str:
     return str(program)
 
 
@@ -44,3 +49,34 @@ def _hashable(value: object) -> object:
     except TypeError:
         return repr(value)
     return value
+
+
+@dataclass(slots=True, eq=False)
+class ValueNumbers:
+    """Attributes:
+    name: Of values that are equal to others before them, or the same wherever they are made; others are their own.
+    known: The first equation that makes each.
+    """
+
+    name: dict[Var, Hashable] = field(default_factory=dict)
+    known: dict[Hashable, JaxprEqn] = field(default_factory=dict)
+
+    def of(self, atom: Atom) -> Hashable:
+        """The name of a value."""
+        return (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else self.name.get(atom, atom)
+
+    def visit(self, eqn: JaxprEqn) -> JaxprEqn | None:
+        """Name what an equation makes; the one before it that makes the same, if there is one."""
+        if kind_of(eqn) == "barrier":
+            self.name.update(zip(eqn.outvars, map(self.of, eqn.invars), strict=True))
+        if is_region(eqn) or eqn.effects:
+            return None
+        operands = tuple(map(self.of, eqn.invars))
+        key = equation_signature(eqn), operands
+        first = self.known.setdefault(key, eqn)
+        if first is not eqn:
+            self.name.update(zip(eqn.outvars, map(self.of, first.outvars), strict=True))
+            return first
+        if not any(isinstance(operand, Var) for operand in operands):  # the same wherever it stands
+            self.name.update((var, (key, k)) for k, var in enumerate(eqn.outvars))
+        return None

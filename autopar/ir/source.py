@@ -67,14 +67,10 @@ def name_scope(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def caller_traceback(body: Jaxpr, inner: Any, caller: Any, *, is_jit: bool) -> Any:
+def caller_traceback(body: Jaxpr, inner: object, caller: object, *, is_jit: bool) -> object:
     """The traceback to keep for an equation of `body`, which is called by an equation.
 
-    Args:
-        body: The program called.
-        inner: Traceback of the equation inside.
-        caller: Traceback of the calling equation.
-        is_jit: Whether `body` may have been traced for another call.
+    `is_jit`: whether `body` may have been traced for another call.
 
     Returns:
         `inner` if it leads through code of the user's within `body`, else `caller`: a library's jit is traced once, and
@@ -113,7 +109,7 @@ def _is_inner_file(path: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _user_frame(traceback: Any) -> tuple[Any, int] | None:
+def _user_frame(traceback: object) -> tuple[Any, int] | None:
     fallback = None
     for code, instruction in raw_frames(traceback):
         if not is_library_file(code.co_filename):
@@ -124,7 +120,7 @@ def _user_frame(traceback: Any) -> tuple[Any, int] | None:
 
 
 @functools.lru_cache(maxsize=65536)
-def _passes_user_code_before(traceback: Any, file: str, function: str | None) -> bool:
+def _passes_user_code_before(traceback: object, file: str, function: str | None) -> bool:
     for code, _ in raw_frames(traceback):
         if code.co_filename == file and function in (None, code.co_name):
             return False

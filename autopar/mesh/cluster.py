@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, check_number
 from autopar.markup import facts
 from autopar.mesh.device import Device
-from autopar.mesh.find_device import find_device, slice_chips
+from autopar.mesh.find_device import find_device, known_device, slice_chips
 from autopar.mesh.link import Link
 from autopar.mesh.machine_profile import MachineProfile, read_profile
 from autopar.mesh.ray_nodes import RayMachine, find_hosts
@@ -65,14 +65,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or count < 1:
-                raise ClusterError(
-                    "a cluster has at least one device.",
-                    given=f"Cluster({name}={count!r})",
-                    wrong=f"{name} must be a whole number, 1 or more.",
-                    do="count hosts, and devices in each.",
-                )
+            do = "count hosts, and devices in each."
+            check_number("Cluster", name, getattr(self, name), least=1, is_whole=True, kind=ClusterError, do=do)
         for name, kind in (("device", Device), ("intra", Link), ("inter", Link)):
             if not isinstance(getattr(self, name), kind):
                 raise ClusterError(
@@ -164,24 +158,9 @@ class Cluster:
                 wrong="a mesh needs equally many on each.",
                 do="pass equally many devices of each host.",
             )
-        count = len(devices) // len(per_host)
-        if profile is not None:
-            platform, kind = getattr(devices[0], "platform", "cpu"), getattr(devices[0], "device_kind", "cpu")
-            profile = read_profile(profile, platform, kind, "Cluster.local()")
-            own = profile.for_devices(count)
-            device, intra, inter = device or own[0], intra or own[1], inter or own[2]
-        known = (
-            _known_model(devices[0], len(devices)) if not (device and intra and inter) else (CPU, CPU_LINK, CPU_LINK)
-        )
-        return cls(
-            len(per_host),
-            count,
-            device or known[0],
-            intra or known[1],
-            inter or known[2],
-            devices,
-            profile=profile,
-        )
+        kind, platform = (getattr(devices[0], name, "cpu") for name in ("device_kind", "platform"))
+        count, stated = len(devices) // len(per_host), (device, intra, inter)
+        return _rated("local", len(per_host), count, kind, platform, stated, profile, devices=devices)
 
     @classmethod
     def of(cls, text: str, *, profile: MachineProfile | str | Path | None = None) -> Cluster:
@@ -253,16 +232,9 @@ class Cluster:
         """
         found, count, accelerator = find_hosts(address, hosts, devices_per_host)
         machine = RayMachine(found, count, accelerator, wait_seconds, silence_seconds, start_seconds)
-        if profile is not None:
-            platform, kind = ("cpu", "cpu") if accelerator is None else ("gpu", _catalog_name(accelerator))
-            profile = read_profile(profile, platform, kind, "Cluster.ray()")
-            own = profile.for_devices(count)
-            device, intra, inter = device or own[0], intra or own[1], inter or own[2]
-        known = CPU, CPU_LINK, CPU_LINK
-        if accelerator is not None and not (device and intra and inter):
-            known = _catalog_model(accelerator, f"a GPU that Ray calls {accelerator!r}", "ray", len(found) * count)
-        parts = device or known[0], intra or known[1], inter or known[2]
-        return cls(len(found), count, *parts, machine=machine, profile=profile)
+        kind, platform = ("cpu", "cpu") if accelerator is None else (_catalog_name(accelerator), "gpu")
+        stated = device, intra, inter
+        return _rated("ray", len(found), count, kind, platform, stated, profile, machine=machine)
 
     def __repr__(self) -> str:
         where = "a Ray cluster: " if self.machine else "this process: " if self.devices else ""
@@ -306,19 +278,19 @@ def more_devices_text(cluster: Cluster, wanted: int) -> str:
 def _parse_group(part: str, text: str) -> Cluster:
     chips = slice_chips(part)
     if chips is not None:
-        count, model = chips
-        hosts = max(1, count // model.devices_per_host)
-        return Cluster(hosts, count // hosts, model.device, *model.links_of(count))
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s*[x*]?\s*([a-wyz].*?|x[a-z].*?)\s*", part, re.IGNORECASE)
-    if not found:
-        raise ClusterError(
-            "unreadable cluster.",
-            given=repr(text),
-            wrong=f"{part.strip()!r} is not hosts x devices and a name.",
-            do=_meant(part) + 'write "8x8 h100", "4 a100-40", or "2x8 h100 + 4x8 a100".',
-        )
-    hosts, count, name = int(found[1] or 1), int(found[2]), found[3]
-    model = find_device(name)
+        total, model = chips
+        hosts = max(1, total // model.devices_per_host)
+        count = total // hosts
+    else:
+        found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s*[x*]?\s*([a-wyz].*?|x[a-z].*?)\s*", part, re.IGNORECASE)
+        if not found:
+            raise ClusterError(
+                "unreadable cluster.",
+                given=repr(text),
+                wrong=f"{part.strip()!r} is not hosts x devices and a name.",
+                do=_meant(part) + 'write "8x8 h100", "4 a100-40", or "2x8 h100 + 4x8 a100".',
+            )
+        hosts, count, model = int(found[1] or 1), int(found[2]), find_device(found[3])
     return Cluster(hosts, count, model.device, *model.links_of(hosts * count))
 
 
@@ -331,43 +303,48 @@ def _calibrated(group: Cluster, profile: MachineProfile | str | Path, given: str
     )
 
 
+def _rated(
+    maker: str,
+    hosts: int,
+    count: int,
+    kind: str,
+    platform: str,
+    stated: tuple[Device | None, Link | None, Link | None],
+    profile: MachineProfile | str | Path | None,
+    **others: Any,
+) -> Cluster:
+    """A cluster of devices of a kind, whose rates are those that are stated, else those measured, else the catalog's."""
+    device, intra, inter = stated
+    if profile is not None:
+        profile = read_profile(profile, platform, kind, f"Cluster.{maker}()")
+        own = profile.for_devices(count)
+        device, intra, inter = device or own[0], intra or own[1], inter or own[2]
+    if not (device and intra and inter):
+        known = (CPU, CPU_LINK, CPU_LINK) if platform == "cpu" else _of_catalog(maker, kind, platform, hosts * count)
+        device, intra, inter = device or known[0], intra or known[1], inter or known[2]
+    return Cluster(hosts, count, device, intra, inter, profile=profile, **others)
+
+
+def _of_catalog(maker: str, kind: str, platform: str, num_devices: int) -> tuple[Device, Link, Link]:
+    model = known_device(kind)
+    if model is None:
+        raise ClusterError(
+            "the catalog does not know this device.",
+            given=f"a {kind!r} of platform {platform}",
+            wrong="without its rates and links nothing can be compared.",
+            do=f"pass Cluster.{maker}(device=Device(name, peak_flops, memory_bytes, memory_bytes_per_second), "
+            "intra=Link(...), inter=Link(...)).",
+        )
+    return model.device, *model.links_of(num_devices)
+
+
 def _catalog_name(name: str) -> str:
     """The catalog's name of a device; of one that it does not have, the same."""
-    try:
-        return find_device(name).device.name
-    except ClusterError:
-        return name
+    model = known_device(name)
+    return name if model is None else model.device.name
 
 
 def _meant(part: str) -> str:
     """`h100 x 8` and `h100:8` are counts behind the name; a name alone has none."""
     found = re.fullmatch(r"\s*([a-z].*?)\s*(?:[x*:,]\s*(\d+))?\s*", part, re.IGNORECASE)
-    if found is None:
-        return ""
-    try:
-        find_device(found[1])
-    except ClusterError:
-        return ""
-    return f'did you mean "{found[2] or 8} {found[1]}"? Or '
-
-
-def _known_model(device: Any, num_devices: int) -> tuple[Device, Link, Link]:
-    """Rates to plan with for a real device."""
-    if getattr(device, "platform", "cpu") == "cpu":
-        return CPU, CPU_LINK, CPU_LINK
-    given = f"a {device.device_kind!r} of platform {device.platform}"
-    return _catalog_model(device.device_kind, given, "local", num_devices)
-
-
-def _catalog_model(name: str, given: str, maker: str, num_devices: int) -> tuple[Device, Link, Link]:
-    try:
-        model = find_device(name)
-    except ClusterError as error:
-        raise ClusterError(
-            "the catalog does not know this device.",
-            given=given,
-            wrong="without its rates and links nothing can be compared.",
-            do=f"pass Cluster.{maker}(device=Device(name, peak_flops, memory_bytes, memory_bytes_per_second), "
-            "intra=Link(...), inter=Link(...)).",
-        ) from error
-    return model.device, *model.links_of(num_devices)
+    return "" if found is None or known_device(found[1]) is None else f'did you mean "{found[2] or 8} {found[1]}"? Or '

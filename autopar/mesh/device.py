@@ -6,16 +6,16 @@ Out:    `Device`, with what its kernels reach of it (`Achieved`); `catalog.py` h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, check_number
 
 _STAND_INS: Mapping[str, tuple[str, ...]] = {
     "bfloat16": ("float16", "float32"),
@@ -81,62 +81,19 @@ class Achieved:
     update_passes: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("product", "memory", "fused"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ClusterError(
-                    "a device reaches a part of its peak.",
-                    given=f"Achieved({name}={getattr(self, name)!r})",
-                    wrong="it is no part: more than 0, at most 1.",
-                    do="divide what was measured by what the datasheet says.",
-                )
-        if not 0 <= self.overlap <= 1:
-            raise ClusterError(
-                "a collective leaves kernels alone for a part of its time.",
-                given=f"Achieved(overlap={self.overlap!r})",
-                wrong="it is no part: at least 0, at most 1.",
-                do="pass 0 where nothing runs at once, 1 where nothing is in the other's way.",
-            )
-        for name in (
-            "launch_seconds",
-            "cores",
-            "tile_seconds",
-            "balance",
-            "host_cores",
-            "dispatch_seconds",
-            "kept_bytes",
-        ):
-            if getattr(self, name) < 0:
-                raise ClusterError(
-                    "nothing about a device is negative.",
-                    given=f"Achieved({name}={getattr(self, name)!r})",
-                    wrong="it is less than 0.",
-                    do="pass 0 where it does not matter.",
-                )
-        for name in ("convolution", "fresh_bytes_per_second", "passes", "update_passes"):
-            if not getattr(self, name) > 0:
-                raise ClusterError(
-                    "what is done comes at a rate.",
-                    given=f"Achieved({name}={getattr(self, name)!r})",
-                    wrong="it is not more than 0.",
-                    do="leave it out where it was not measured.",
-                )
+        shares = "product", "memory", "fused", "overlap"
+        positive = *shares[:3], "convolution", "fresh_bytes_per_second", "passes", "update_passes"
+        for name in (part.name for part in dataclasses.fields(self) if part.name != "tile"):
+            least, most = None if name in positive else 0, 1.0 if name in shares else math.inf
+            check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)
 
     def program_seconds(self, num_bytes: float) -> float:
-        """What a program takes besides its kernels and collectives: to be started, and to get memory.
-
-        Args:
-            num_bytes: That it needs on a device besides its operands.
-        """
+        """What a program takes besides kernels and collectives: to start, and to get memory besides its operands."""
         starting = self.dispatch_seconds if self.host_cores else 0.0
         return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > self.kept_bytes else 0.0)
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
-        """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.
-
-        Args:
-            num_busy: Devices of the host that work.
-            num_devices: All devices of the host.
-        """
+        """How much faster devices are than their rates while others of their host rest: none uses more than a core."""
         if not self.host_cores:
             return 1.0
         return num_devices / max(num_busy, min(self.host_cores, num_devices))
@@ -178,13 +135,8 @@ class Device:
             ("host_bytes_per_second", self.host_bytes_per_second),
             ("host_memory_bytes", self.host_memory_bytes),
         ):
-            if not isinstance(value, Real) or not value > 0:
-                raise ClusterError(
-                    "a device needs positive rates.",
-                    given=f"Device({self.name!r}, {name}={value!r})",
-                    wrong=f"{name} must be a number, more than 0.",
-                    do="pass Device(name, FLOP/s, bytes, bytes per second).",
-                )
+            do = "pass Device(name, FLOP/s, bytes, bytes per second)."
+            check_number("Device", name, value, kind=ClusterError, do=do)
         if isinstance(self.peak_flops, Mapping):
             object.__setattr__(
                 self, "peak_flops", MappingProxyType({str(k): float(v) for k, v in self.peak_flops.items()})

@@ -7,6 +7,7 @@ Out:    its `Model`; of a slice of TPUs the number of its chips; of a GPU its co
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 
 from autopar.errors import ClusterError
@@ -16,17 +17,7 @@ from autopar.mesh.device import Device
 _ALIASES = {
     "v100": "v100-16",
     "a100": "a100-80",
-    "a6000": "rtx-a6000",
-    "3090": "rtx-3090",
-    "4090": "rtx-4090",
-    "5090": "rtx-5090",
-    "v3": "tpu-v3",
-    "v4": "tpu-v4",
     "v5": "tpu-v5p",
-    "v5e": "tpu-v5e",
-    "v5p": "tpu-v5p",
-    "v6e": "tpu-v6e",
-    "v7x": "tpu-v7x",
     "7x": "tpu-v7x",
     "trillium": "tpu-v6e",
     "ironwood": "tpu-v7x",
@@ -67,23 +58,37 @@ def find_device(name: str) -> Model:
     Raises:
         ClusterError: There is none; lists those there are.
     """
-    plain = re.sub(r"[\s_\-]+", "", name.lower().partition("/")[0])
-    plain = re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud|geforce|tpu)+|generation$", "", plain)
+    model = known_device(name)
+    if model is None:
+        near = difflib.get_close_matches(_plain(name), list(_models()), n=3)
+        raise ClusterError(
+            "no such device.",
+            given=repr(name),
+            wrong=f"the catalog has {', '.join(MODELS)}." + (f" Did you mean {near[0]}?" if near else ""),
+            do="use one of these, or describe yours: Cluster(hosts=, devices_per_host=, device=Device(...), "
+            "intra=Link(...), inter=Link(...)).",
+        )
+    return model
+
+
+def known_device(name: str) -> Model | None:
+    """As `find_device`; None: there is none of this name."""
+    plain, known = _plain(name), _models()
     without_form = re.sub(r"(sxm\d?|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
     on_card = re.sub(r"(\d*)pcie(\d*)$", r"\1\2", without_form)
-    known = {re.sub(r"-", "", key): model for key, model in MODELS.items()}
-    known.update({alias: MODELS[key] for alias, key in _ALIASES.items()})
-    for text in (plain, without_form, _without_memory(without_form), on_card, _without_memory(on_card)):
-        if text in known:
-            return known[text]
-    near = difflib.get_close_matches(plain, list(known), n=3)
-    raise ClusterError(
-        "no such device.",
-        given=repr(name),
-        wrong=f"the catalog has {', '.join(MODELS)}." + (f" Did you mean {near[0]}?" if near else ""),
-        do="use one of these, or describe yours: Cluster(hosts=, devices_per_host=, device=Device(...), intra=Link(...), "
-        "inter=Link(...)).",
-    )
+    texts = plain, without_form, _without_memory(without_form), on_card, _without_memory(on_card)
+    return next((known[text] for text in texts if text in known), None)
+
+
+@functools.cache
+def _models() -> dict[str, Model]:
+    return {_plain(key): model for key, model in MODELS.items()} | {a: MODELS[key] for a, key in _ALIASES.items()}
+
+
+def _plain(name: str) -> str:
+    """A name without vendor and family."""
+    text = re.sub(r"[\s_\-]+", "", name.lower().partition("/")[0])
+    return re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud|geforce|rtx|tpu)+|generation$", "", text)
 
 
 def _without_memory(text: str) -> str:
@@ -94,7 +99,5 @@ def _without_memory(text: str) -> str:
 
 def compute_capability(device: Device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU of the catalog; None of other devices."""
-    try:
-        return find_device(device.name).capability
-    except ClusterError:
-        return None
+    model = known_device(device.name)
+    return None if model is None else model.capability

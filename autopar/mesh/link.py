@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from numbers import Real
 
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +37,9 @@ class Link:
     torus: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = isinstance(self.latency_seconds, Real) and isinstance(self.bytes_per_second, Real)
-        numbers = numbers and isinstance(self.switch_bytes_per_second, Real)
-        positive = numbers and self.bytes_per_second > 0 and self.switch_bytes_per_second >= 0
-        if not positive or self.latency_seconds < 0:
-            raise ClusterError(
-                "a link needs a latency and a rate.",
-                given=f"Link({self.latency_seconds!r}, {self.bytes_per_second!r})",
-                wrong="both are numbers; the latency may not be negative, and the rate must be more than 0.",
-                do="pass Link(latency_seconds, bytes_per_second), such as Link(2e-6, 300e9).",
-            )
+        for name, least in (("latency_seconds", 0), ("bytes_per_second", None), ("switch_bytes_per_second", 0)):
+            do = "pass Link(latency_seconds, bytes_per_second), such as Link(2e-6, 300e9)."
+            check_number("Link", name, getattr(self, name), least=least, kind=ClusterError, do=do)
 
     def within(self, num_devices: int) -> Link:
         """The link as a group of so many neighbours has it."""

@@ -189,15 +189,11 @@ def _outer_axes(cluster: Cluster, hosts: int) -> Iterator[tuple[tuple[int, Link]
 
 
 def finer_meshes(cluster: Cluster, num_devices: int, wide: bool = True) -> list[LogicalMesh]:
-    """Meshes that take longer to plan for, or that win little, so that they are tried last.
+    """Meshes of so many devices that take longer to plan for, or that win little, so that they are tried last.
 
-    On several hosts those of two axes whose first goes over hosts and over a part of each: data and tensor parallelism of
-    any degree. What goes along it counts as if it all went over its slowest link.
-
-    Args:
-        cluster: The machine.
-        num_devices: How many of its devices.
-        wide: With those of three axes behind them.
+    On several hosts those of two axes whose first goes over hosts and over a part of each: data and tensor parallelism
+    of any degree. What goes along it counts as if it all went over its slowest link. If `wide`, those of three axes
+    behind them.
     """
     inside = cluster.devices_per_host
     several = num_devices > inside and num_devices % inside == 0

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.entry import DamageError, Entry, made, number_or_inf, read_versioned, unwritable, write_whole
-from autopar.errors import AutoparError, ClusterError, ProfileError
+from autopar.entry import DamageError, Entry, made, plain, read_versioned, write_whole
+from autopar.errors import AutoparError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
-from autopar.mesh.find_device import find_device
+from autopar.mesh.find_device import known_device
 from autopar.mesh.link import Link
 
 FORMAT = "autopar machine profile"
@@ -84,10 +84,7 @@ class MachineProfile:
         Raises:
             ProfileError: The file cannot be written.
         """
-        try:
-            write_whole(path, json.dumps(_record(self), indent=1) + "\n")
-        except OSError as error:
-            raise unwritable(ProfileError, "profile", path, error) from error
+        write_whole(path, json.dumps(_record(self), indent=1) + "\n", "profile", ProfileError)
 
     @staticmethod
     def load(path: str | Path) -> MachineProfile:
@@ -143,13 +140,7 @@ class MachineProfile:
 
 
 def read_profile(profile: MachineProfile | str | Path, platform: str, kind: str, given: str) -> MachineProfile:
-    """A profile, or that of a file, for devices of a kind.
-
-    Args:
-        profile: It, or the path of its file.
-        platform: Of the devices.
-        kind: JAX's name of the devices, or the catalog's.
-        given: How the user wrote the cluster.
+    """A profile, or that of a file, for devices of a kind (JAX's name or the catalog's); errors say what was `given`.
 
     Raises:
         ProfileError: It is none, cannot be read, or is of other devices.
@@ -196,100 +187,52 @@ def _unreadable(path: str | Path, wrong: str) -> ProfileError:
 
 
 def _record(profile: MachineProfile) -> dict[str, Any]:
-    device = profile.device
-    peak = dict(device.peak_flops) if isinstance(device.peak_flops, Mapping) else {"float32": device.peak_flops}
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "date": profile.date,
-        "platform": profile.platform,
-        "kind": profile.kind,
-        "num_devices": profile.num_devices,
-        "machine": dict(profile.machine),
-        "device": {
-            "name": device.name,
-            "peak_flops": peak,
-            "memory_bytes": number_or_inf(device.memory_bytes),
-            "memory_bytes_per_second": number_or_inf(device.memory_bytes_per_second),
-            "watts": device.watts,
-            **{name: number_or_inf(getattr(device, name)) for name in _OF_HOST},
-            "achieved": {
-                k: number_or_inf(v) if isinstance(v, float) else v
-                for k, v in dataclasses.asdict(device.achieved).items()
-            },
-        },
-        "intra": _link_record(profile.intra),
-        "inter": _link_record(profile.inter),
-        "median_errors": {kind: round(error, 4) for kind, error in profile.errors.items()},
-        "measured": [dataclasses.asdict(m) for m in profile.measured],
-    }
-
-
-def _link_record(link: Link | None) -> dict[str, Any] | None:
-    return (
-        None if link is None else {**dataclasses.asdict(link), "bytes_per_second": number_or_inf(link.bytes_per_second)}
-    )
-
-
-def _profile(entry: Entry) -> MachineProfile:
-    machine = entry["machine"]
-    device, peak = entry["device"], entry["device"]["peak_flops"]
-    for part in (machine, peak):
-        if not isinstance(part.value, dict):
-            raise part.wrong("an object")
-    return MachineProfile(
-        entry["platform"].text(),
-        entry["kind"].text(),
-        entry["num_devices"].count(1),
-        {name: machine[name].text() for name in machine.value},
-        entry["date"].text(),
-        Device(
-            device["name"].text(),
-            {name: peak[name].number() for name in peak.value},
-            device["memory_bytes"].number(or_infinite=True),
-            device["memory_bytes_per_second"].number(or_infinite=True),
-            _achieved(device["achieved"]),
-            None if device["watts"].value is None else device["watts"].number(),
-            **_of_host(device),
-        ),
-        _link(entry["intra"]),
-        _link(entry["inter"]),
-        entry["measured"].items(_measured),
-    )
-
-
-def _of_host(entry: Entry) -> dict[str, float]:
-    """The host's memory and the link to it; of older files, which do not state them, the catalog's, or what `Device` takes."""
-    found = {name: entry[name].number(or_infinite=True) for name in _OF_HOST if name in entry.value}
-    try:
-        known = find_device(entry["name"].text()).device
-    except ClusterError:
-        return found
-    return {name: getattr(known, name) for name in _OF_HOST} | found
-
-
-_achieved = made(
-    Achieved,
-    later=("kept_bytes", "passes", "update_passes"),
-    tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
-    fresh_bytes_per_second=lambda entry: entry.number(or_infinite=True),
-)
+    errors = {kind: round(error, 4) for kind, error in profile.errors.items()}
+    return {"format": FORMAT, "version": VERSION, **plain(profile), "median_errors": errors}
 
 
 def _parts(entry: Entry) -> tuple[tuple[int, float], ...]:
     return entry.items(lambda part: part.pair(lambda size: size.count(1), Entry.number))
 
 
-_link_of = made(
-    Link, later=("torus",), bytes_per_second=lambda e: e.number(or_infinite=True), groups=_parts, torus=_parts
-)
-
-
 def _link(entry: Entry) -> Link | None:
     return None if entry.value is None else _link_of(entry)
+
+
+def _device(entry: Entry) -> Device:
+    """What the file does not state of the host's memory and the link to it is the catalog's, or what `Device` takes."""
+    device = _device_of(entry)
+    known = known_device(device.name)
+    if known is None:
+        return device
+    return dataclasses.replace(device, **{n: getattr(known.device, n) for n in _OF_HOST if n not in entry.value})
 
 
 def _measured(entry: Entry) -> Measured:
     if not entry["seconds"].number():
         raise entry["seconds"].wrong("more than 0")
     return made(Measured)(entry)
+
+
+_link_of = made(Link, later=("torus",), infinite=("bytes_per_second",), groups=_parts, torus=_parts)
+_achieved = made(
+    Achieved,
+    later=("kept_bytes", "passes", "update_passes"),
+    infinite=("fresh_bytes_per_second",),
+    tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
+)
+_device_of = made(
+    Device,
+    later=_OF_HOST,
+    infinite=("memory_bytes", "memory_bytes_per_second", *_OF_HOST),
+    peak_flops=lambda entry: entry.mapping(Entry.number),
+    achieved=_achieved,
+)
+_profile = made(
+    MachineProfile,
+    num_devices=lambda entry: entry.count(1),
+    device=_device,
+    intra=_link,
+    inter=_link,
+    measured=lambda entry: entry.items(_measured),
+)

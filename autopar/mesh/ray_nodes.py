@@ -19,12 +19,7 @@ ACCELERATOR = "accelerator_type:"
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host: one node of the cluster, or on CPU a part of one.
-
-    Attributes:
-        node: Ray's name of the node.
-        address: Its IP address.
-    """
+    """A host: one node of the cluster, by Ray's name of it and its IP address; on CPU a part of one."""
 
     node: str
     address: str
@@ -72,12 +67,7 @@ class RayMachine:
 def find_hosts(
     address: str | None, hosts: int | None, devices_per_host: int | None
 ) -> tuple[tuple[RayHost, ...], int, str | None]:
-    """Connect to Ray and look at its nodes.
-
-    Args:
-        address: As of `ray.init`; None: the cluster this process is connected to, one on this machine, or a new one there.
-        hosts: How many; None: all that have so many devices. Without GPUs a node can be several hosts.
-        devices_per_host: How many devices of each; None: all GPUs, or one CPU device.
+    """Connect to Ray and look at its nodes; arguments as of `Cluster.ray`.
 
     Returns:
         The hosts, the devices of each, and what Ray calls the GPUs (None: there are none).

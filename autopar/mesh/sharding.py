@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """Attributes:
-    dims: For each tensor dim the mesh axes that split it, major to minor, in mesh order.
-    partial: Mesh axes over which the value is a sum not yet reduced, in mesh order.
+    """How one tensor lies on a mesh.
+
+    Attributes:
+        dims: For each tensor dim the mesh axes that split it, major to minor, in mesh order.
+        partial: Mesh axes over which the value is a sum not yet reduced, in mesh order.
     """
 
     dims: tuple[tuple[str, ...], ...]

@@ -36,10 +36,7 @@ def slice_sides(num_chips: int, num_axes: int) -> tuple[int, ...]:
 def torus_parts(num_chips: int, num_axes: int, closes_at: int) -> tuple[tuple[int, float], ...]:
     """For groups of neighbours of a slice: (devices up to, part of one ring's rate that they have), ascending.
 
-    Args:
-        num_chips: Of the slice.
-        num_axes: 2 or 3.
-        closes_at: Axes of a multiple of this length close to rings, on a 3D torus if all of them are such.
+    Of its axes, 2 or 3, those of a multiple of `closes_at` close to rings, on a 3D torus if all of them are such.
     """
     sides = slice_sides(num_chips, num_axes)
     closed = [side % closes_at == 0 for side in sides]

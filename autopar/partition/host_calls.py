@@ -69,12 +69,8 @@ def bind_here(eqn: JaxprEqn, operands: Sequence[jax.Array], params: Mapping[str,
 def watched(body: Body, watch: Watch, program: str, number: jax.Array | None, bind: Bind = bind_here) -> Body:
     """The program with every callback watched.
 
-    Args:
-        body: The program.
-        watch: Where exceptions are left.
-        program: Its name.
-        number: Of the microbatch, traced; None: there is none.
-        bind: Runs what calls the host, prints too: `Shipment.bind` for a program of another process.
+    `number`: of the microbatch, traced; None: there is none.
+    `bind`: runs what calls the host, prints too: `Shipment.bind` for a program of another process.
     """
 
     def call(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:

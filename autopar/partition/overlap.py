@@ -35,12 +35,7 @@ _KINDS = {
 
 
 def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
-    """What XLA is told about a program, if it is compiled for GPUs; {} where it does not communicate.
-
-    Args:
-        body: The sharded program.
-        mesh: Its mesh.
-    """
+    """What XLA is told about a program, if it is compiled for GPUs; {} where it does not communicate."""
     if not any(True for _ in collectives_of(body, mesh)):
         return {}
     found: dict[str, bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
@@ -62,11 +57,7 @@ def compile_lowered(
 ) -> jax.stages.Compiled:
     """Compile with these options where the platform is a GPU's; one that this XLA does not know is left out.
 
-    Args:
-        lowered: The program.
-        options: Of `overlap_options`.
-        platform: Of its devices, as JAX names it.
-        given: Options that hold wherever it is compiled.
+    `platform`: of its devices, as JAX names it. `given`: options that hold wherever it is compiled.
     """
     flags = xla_flags()
     chosen = {name: value for name, value in options.items() if platform in GPU_PLATFORMS and name not in flags}

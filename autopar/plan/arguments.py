@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.errors import StructureChangedError
+from autopar.errors import StructureChangedError, listed
 from autopar.ir.program import Program
 from autopar.ir.trace.state import argument_slices, arguments_of
-from autopar.plan.words import type_text
+from autopar.plan.words import differences, type_text
 
 MAX_LINES = 6
 
@@ -48,7 +48,7 @@ def find_argument(program: Program, made: Any) -> int:
             nearest = nearest or lines
     raise StructureChangedError(
         "the new state does not fit the step.",
-        given=_listed(nearest) if nearest else str(tree),
+        given=_in_lines(nearest) if nearest else str(tree),
         wrong="no argument of the step has these types." if nearest else "no argument of the step has this structure.",
         do="let init_fn return exactly what the step takes.",
         path=nearest[0][0] if nearest else "",
@@ -71,9 +71,8 @@ def _differences(paths: Sequence[str], avals: Sequence[Any], leaves: Sequence[An
             yield path, _difference(path, *(type_text(x.shape, str(x.dtype)) for x in (aval, leaf)))
 
 
-def _listed(lines: Sequence[tuple[str, str]]) -> str:
-    more = [f"and {len(lines) - MAX_LINES} more."] if len(lines) > MAX_LINES else []
-    return "\n".join([line for _, line in lines[:MAX_LINES]] + more)
+def _in_lines(found: Sequence[tuple[str, str]]) -> str:
+    return listed([line for _, line in found], MAX_LINES, "\n")
 
 
 def _has_type(leaf: Any, aval: Any) -> bool:
@@ -90,18 +89,14 @@ def _changed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for path, aval in zip(program.in_paths, program.in_avals, strict=True)
     }
     now = dict(_types(program, args, kwargs))
-    lines = [
-        (path, _difference(path, was.get(path), now.get(path)))
-        for path in dict.fromkeys((*was, *now))
-        if was.get(path) != now.get(path)
-    ]
+    lines = [(path, _difference(path, before, here)) for path, before, here in differences(was, now)]
     if not lines:
         lines = [
             ("", f"the containers differ: compiled for {program.in_tree}, given {jax.tree.structure((args, kwargs))}.")
         ]
     return StructureChangedError(
         f"the arguments are not those `{program.name}` was compiled for.",
-        given=_listed(lines),
+        given=_in_lines(lines),
         wrong="a compiled step runs for one structure, one set of shapes and dtypes.",
         do="pass such arguments, or call the step itself, which plans and compiles for new ones.",
         path=lines[0][0],

@@ -1,7 +1,8 @@
 """The decision: everything that a plan fixes about one step, and what is predicted of it.
 
 In:     what the passes found (`planner.py`).
-Out:    `Decision`, frozen, saved as JSON (`file.py`); `Cost`, its prediction.
+Out:    `Decision`, frozen, saved as JSON (`record.py`, `read.py`); `Cost` and `Figures`, its prediction; `Origin`, what it came
+        from, which stays in memory.
 Method: the plan holds the choice of every decision, so that loading it needs no solver, and fingerprints of program and
         cluster, so that a stale one is refused.
 """
@@ -14,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.intra_op.sharded import Collective
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
 from autopar.markup import facts
-from autopar.mesh import LogicalMesh, Sharding
-from autopar.plan.figures import Figures
-from autopar.plan.origin import Origin
+from autopar.mesh import Cluster, LogicalMesh, Sharding
+from autopar.options import Options
 from autopar.plan.profile import Profile
 from autopar.plan.words import ValueRole, bytes_text, seconds_text
-from autopar.streams.assemble import ONE_PROGRAM
+from autopar.streams.assemble import ONE_PROGRAM, StepPlan
 from autopar.streams.instructions import Instruction
 from autopar.streams.timeline import Timeline
 
@@ -59,6 +61,31 @@ class Search:
         passes = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in self.pass_seconds)
         early = f"; ended early: {self.ended_early}" if self.ended_early else ""
         return counts + (f" ({passes})" if passes else "") + early
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one step does, counted.
+
+    Attributes:
+        model_seconds: Its multiplications on all devices at once, each at the datasheet's peak for its operands, and
+            nothing else: those that the step would need had it all memory, recomputation left out.
+        hardware_seconds: The same with what is computed again, because the step says so (`jax.checkpoint`) or the plan.
+        amount: What one step learns from: so many of `unit`; 0: nothing was recognised as a batch.
+        unit: `"tokens"` or `"samples"`.
+        link_bytes: By level of the machine, what one device sends over it in a step, on average: (level, bytes), the
+            nearest first.
+        watts: Of all devices; None: a device does not state it.
+        price_per_hour: Of all devices; None: the cluster does not state it.
+    """
+
+    model_seconds: float = 0.0
+    hardware_seconds: float = 0.0
+    amount: int = 0
+    unit: str = "samples"
+    link_bytes: tuple[tuple[str, int], ...] = ()
+    watts: float | None = None
+    price_per_hour: float | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -234,6 +261,25 @@ class Value:
     def lies(self) -> str:
         """Where and how, in words."""
         return f"{self.sharding} on the host" if self.on_host else str(self.sharding)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """What a plan came from; apart from what the search hands down (`search.request`), which knows methods.
+
+    Attributes:
+        program: The traced step.
+        roles: Which of its inputs are state, batch, donated.
+        cluster: The machine.
+        options: What was asked for.
+        pipeline: What was planned; on one mesh a pipeline of one stage.
+    """
+
+    program: Program
+    roles: Roles
+    cluster: Cluster
+    options: Options
+    pipeline: StepPlan
 
 
 @dataclass(frozen=True)

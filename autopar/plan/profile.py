@@ -1,6 +1,6 @@
 """What a step does with its time and memory, as pictures show it: facts beside the decision.
 
-In:     (types only; `search/profile.py` makes them of a plan, `file.py` saves them.)
+In:     (types only; `search/profile.py` makes them of a plan, `record.py` saves them.)
 Out:    `Profile`.
 """
 
@@ -21,13 +21,7 @@ MEMORY_UNITS: tuple[MemoryUnit, ...] = get_args(MemoryUnit)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a stage computes in one step.
-
-    Attributes:
-        stage: Which.
-        kind: As of a timeline.
-        seconds: Of all microbatches, without communication.
-    """
+    """What a stage computes in one step: seconds of a kind, of all microbatches, without communication."""
 
     stage: int
     kind: EventKind
@@ -53,16 +47,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What one stage hands to another in one step.
-
-    Attributes:
-        source: Stage.
-        target: Stage.
-        kind: With what.
-        bytes: Of all microbatches.
-        messages: In how many messages.
-        largest: Type of the largest array.
-    """
+    """What one stage hands to another in a step: bytes, in how many messages, the type of the largest array."""
 
     source: int
     target: int

@@ -19,11 +19,10 @@ from autopar.errors import AutoparError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
-from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
-from autopar.plan.figures import Figures
+from autopar.plan.decision import Cost, Decision, Recomputed, Search, Stage, Submesh, Value
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.record import INSTRUCTIONS
-from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES
+from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES, ValueRole
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import Event, Timeline
@@ -32,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def read_plan(entry: Entry) -> Decision:
-    """The plan.
+    """The plan that an entry describes, all of it checked.
 
     Raises:
         DamageError: An entry is missing, or is not what it should be.
@@ -61,14 +60,12 @@ def read_plan(entry: Entry) -> Decision:
         padded=entry["padded"].items(_longer),
         offloaded=entry["offloaded"].items(Entry.text) if "offloaded" in entry.value else (),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
-        cost=_cost(
-            entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages))), len(stages)
-        ),
+        cost=_cost(entry, stages),
         values=values,
         streams={index: tuple(stream) for index, stream in streams.items()},
         events=_events(entry["events"], bounds),
         profile=_profile(entry, bounds),
-        alternatives=entry["alternatives"].items(_pair),
+        alternatives=entry["alternatives"].items(lambda e: e.pair(Entry.text, Entry.text)),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
         machine=entry["machine"].text(),
         budget_bytes=entry["budget_bytes"].number(or_infinite=True),
@@ -138,10 +135,6 @@ def _longer(entry: Entry) -> tuple[int, int]:
     return length, longer
 
 
-def _pair(entry: Entry) -> tuple[str, str]:
-    return entry.pair(Entry.text, Entry.text)
-
-
 def _stage(entry: Entry) -> Stage:
     shape = entry["shape"].items(Entry.count)
     names = entry["axis_names"].items(Entry.text, len(shape))
@@ -176,21 +169,23 @@ def _link(entry: Entry) -> Link:
     return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2), torus=torus)
 
 
-_recomputed = made(Recomputed, level=lambda e: e.number(or_infinite=True))
+_recomputed = made(Recomputed, infinite=("level",))
 
 
 def _value(entry: Entry, mesh: LogicalMesh) -> Value:
     shape = entry["shape"].items(Entry.count)
     if math.prod(shape) > LARGEST:
         raise entry["shape"].wrong("the shape of an array")
-    dtype = _dtype(entry["dtype"])
     sharding = Sharding(entry["dims"].items(lambda e: _axes(e, mesh), len(shape)), _axes(entry["partial"], mesh))
     used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
         raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
-    on_host = entry["on_host"].flag() if "on_host" in entry.value else False  # files of before there was a choice
-    name, role = entry["name"].text(), entry["role"].one_of(VALUE_ROLES)
-    return Value(name, role, shape, dtype, sharding, entry["stage"].count(), on_host)
+    later = ("on_host",)  # files of before there was a choice
+    return made(Value, known={"shape": shape, "sharding": sharding}, later=later, role=_role, dtype=_dtype)(entry)
+
+
+def _role(entry: Entry) -> ValueRole:
+    return entry.one_of(VALUE_ROLES)
 
 
 def _dtype(entry: Entry) -> str:
@@ -209,26 +204,18 @@ def _axes(entry: Entry, mesh: LogicalMesh) -> tuple[str, ...]:
     return entry.items(lambda e: e.one_of(mesh.axis_names))
 
 
-def _collective(entry: Entry, mesh: LogicalMesh) -> Collective:
-    return made(Collective, axes=lambda e: _axes(e, mesh))(entry)
+def _cost(entry: Entry, stages: tuple[Stage, ...]) -> Cost:
+    def collective(entry: Entry) -> Collective:
+        mesh = _mesh_of(entry, stages)
+        return made(Collective, axes=lambda e: _axes(e, mesh))(entry)
 
-
-def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) -> Cost:
-    peak_bytes = entry["peak_bytes"].items(Entry.count)
-    if len(peak_bytes) != num_stages:
-        raise entry["peak_bytes"].wrong("a list of bytes per stage")
-    return Cost(
-        step_seconds=entry["step_seconds"].number(),
-        compute_seconds=entry["compute_seconds"].number(),
-        communication_seconds=entry["communication_seconds"].number(),
-        bubble_seconds=entry["bubble_seconds"].number(),
-        peak_bytes=peak_bytes,
-        argument_bytes=entry["argument_bytes"].count(),
-        collectives=collectives,
-        optimality_gap=entry["optimality_gap"].number(or_infinite=True),
-        solver_status=entry["solver_status"].text(),
-        planning_seconds=entry["planning_seconds"].number(),
-        exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
-        figures=made(Figures)(entry["figures"]),
-        host_bytes=entry["host_bytes"].count() if "host_bytes" in entry.value else 0,  # files of before it was counted
+    collectives = entry["collectives"].items(collective)
+    read = made(
+        Cost,
+        known={"collectives": collectives, "search": Search()},
+        later=("host_bytes",),  # files of before it was counted
+        infinite=("optimality_gap",),
+        peak_bytes=lambda e: e.items(Entry.count, len(stages)),
+        exposed_seconds=lambda e: e.items(Entry.number, len(collectives)),
     )
+    return read(entry["cost"])

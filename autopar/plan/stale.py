@@ -1,22 +1,26 @@
 """Whether a plan still fits the step and the machine it is to run on, and if not, what changed.
 
-In:     the program as it is now, the cluster, a plan read from a file.
-Out:    nothing, or `StalePlanError`, whose `changed` has one line per difference.
+In:     the program as it is now, the cluster; a plan read from a file.
+Out:    fingerprints of what a plan depends on, equal in every process; nothing, or `StalePlanError`, whose `changed` has one
+        line per difference.
 Method: fingerprints decide; the arguments' types and the machine in words, kept in the plan, tell what it was.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import re
 from collections.abc import Iterator
 
 import jax
 
-from autopar.errors import StalePlanError
+from autopar.errors import StalePlanError, listed
+from autopar.ir.printer import print_jaxpr
 from autopar.ir.program import Program
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
-from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
-from autopar.plan.words import machine_text, type_text
+from autopar.plan.words import differences, machine_text, type_text
 
 MAX_LINES = 8
 
@@ -34,10 +38,9 @@ def check_fresh(program: Program, cluster: Cluster, plan: Decision) -> None:
         elsewhere = " Only to look at this one, name its machine: cluster=Cluster.of(...), or --cluster in a shell."
     if plan.fingerprints.get("program") != program_fingerprint(program):
         lines = list(_argument_changes(program, plan))
-        changed += lines[:MAX_LINES] + (
-            [f"and {len(lines) - MAX_LINES} more arguments"] if len(lines) > MAX_LINES else []
-        )
-        if not lines:
+        if lines:
+            changed += listed(lines, MAX_LINES, "\n").splitlines()
+        else:
             changed.append(_code_change(plan))
     if changed:
         raise StalePlanError(
@@ -60,13 +63,11 @@ def _argument_changes(program: Program, plan: Decision) -> Iterator[str]:
     was = {v.name: type_text(v.shape, v.dtype) for v in plan.values if v.role in ("state", "batch", "argument")}
     leaves = zip(program.in_paths, program.jaxpr.invars[: program.num_args], strict=True)
     now = {path: type_text(tuple(var.aval.shape), str(var.aval.dtype)) for path, var in leaves}
-    for path in dict.fromkeys((*was, *now)):
-        if path not in now:
-            yield f"{path}: {was[path]} in the plan, no argument now"
-        elif path not in was:
-            yield f"{path}: {now[path]}, not in the plan"
-        elif was[path] != now[path]:
-            yield f"{path}: {was[path]} in the plan, {now[path]} now"
+    for path, before, here in differences(was, now):
+        if here is None:
+            yield f"{path}: {before} in the plan, no argument now"
+        else:
+            yield f"{path}: {here}, not in the plan" if before is None else f"{path}: {before} in the plan, {here} now"
 
 
 def _code_change(plan: Decision) -> str:
@@ -74,3 +75,32 @@ def _code_change(plan: Decision) -> str:
     if version != jax.__version__:
         return f"program: planned with JAX {version}, this is JAX {jax.__version__}, whose operations differ"
     return f"program: `{plan.name}` has the same arguments, but computes something else: its code or a setting changed"
+
+
+def program_fingerprint(program: Program) -> str:
+    """Digest of the program's equations, types and argument names."""
+    text = "\n".join((print_jaxpr(program.jaxpr), *program.in_paths, str(program.static)))
+    return _digest(re.sub(r"0x[0-9a-f]+", "0x", text))
+
+
+def cluster_fingerprint(cluster: Cluster) -> str:
+    """Digest of the machine's description; which devices are meant does not count."""
+    return _digest(_described(cluster))
+
+
+def _described(cluster: Cluster) -> str:
+    """All that tells one cluster from another."""
+    told = [(part.name, getattr(cluster, part.name)) for part in dataclasses.fields(cluster) if part.compare]
+    return ", ".join(
+        f"{name}=({'; '.join(map(_described, value))})" if name == "groups" else f"{name}={value!r}"
+        for name, value in told
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
+    """What a plan was made for, and with which JAX."""
+    return {"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster), "jax": jax.__version__}

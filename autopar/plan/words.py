@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 ArgumentRole = Literal["state", "batch", "argument", "constant"]
 """What an input of the program can be to the user."""
 ARGUMENT_ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
@@ -20,12 +22,11 @@ VALUE_ROLES: tuple[ValueRole, ...] = (*ARGUMENT_ROLES, "result", "activation")
 
 def machine_text(cluster: Cluster) -> str:
     """The cluster in words."""
-    groups = getattr(cluster, "groups", None) or (cluster,)
     hosts = " + ".join(
         f"{count_text(g.hosts, 'host')} with {g.devices_per_host} {g.device.name}"
         + (f" of {bytes_text(g.device.memory_bytes)}" if math.isfinite(g.device.memory_bytes) else "")
-        + getattr(g, "calibrated_text", "")
-        for g in groups
+        + g.calibrated_text
+        for g in cluster.groups or (cluster,)
     )
     return f"{count_text(cluster.num_devices, 'device')}: {hosts}"
 
@@ -41,6 +42,13 @@ def mesh_text(mesh: LogicalMesh) -> str:
 def count_text(number: int, what: str) -> str:
     """Such as "3 stages"."""
     return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def differences(
+    was: Mapping[_Key, _Value], now: Mapping[_Key, _Value]
+) -> list[tuple[_Key, _Value | None, _Value | None]]:
+    """What differs between two maps: (key, what it was, what it is now); None: it is not there."""
+    return [(key, was.get(key), now.get(key)) for key in dict.fromkeys((*was, *now)) if was.get(key) != now.get(key)]
 
 
 def local_bytes(shape: Sequence[int], dtype: str, sharding: Sharding, mesh: LogicalMesh) -> int:

@@ -17,7 +17,6 @@ import numpy as np
 
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import Node
 from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
@@ -39,13 +38,7 @@ SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The step if a choice is forced.
-
-    Attributes:
-        choice: The choice.
-        seconds: Predicted step time; inf where it cannot be.
-        why_not: Why it cannot be.
-    """
+    """The step if a choice is forced: predicted seconds; inf where it cannot be, and why not."""
 
     choice: int
     seconds: float
@@ -53,7 +46,7 @@ class Outcome:
 
 
 def studies(plan: Decision) -> list[Study]:
-    """One for each stage."""
+    """The planning problem of each stage, to ask what else it could be."""
     planned = plan.attached.pipeline
     path_of = dict(zip(planned.program.jaxpr.invars, planned.program.in_paths, strict=False))  # constants have none
     found = []
@@ -88,10 +81,6 @@ class Study:
             self.chosen[number] = choice
         self.base = self.problem.cost(self.chosen)
         self.held = held_values(self.graph)
-
-    def members(self, number: int) -> list[Node]:
-        """The nodes of one decision."""
-        return [node for node in self.graph.nodes if self.class_of[node.index] == number]
 
     def allowed(self, number: int) -> np.ndarray:
         """Which choices of a decision the planner had."""
@@ -132,19 +121,16 @@ class Study:
         if not math.isfinite(budget):
             solution = solve(forced, self.solver, SECONDS)
         else:
-            solution = solve_within(forced, lambda choices: self._broken_rows(choices), self.solver, SECONDS)
+            solution = solve_within(forced, self._broken_rows, self.solver, SECONDS)
         if solution.status != "infeasible":
             return Outcome(choice, solution.objective)
         unlimited = solve(Problem(costs, dict(problem.edges)), self.solver, SECONDS)
         if unlimited.status == "infeasible":
-            return Outcome(
-                choice, math.inf, "another restriction, or a loop of unknown length, leaves no way to have it so"
-            )
+            why = "another restriction, or a loop of unknown length, leaves no way to have it so"
+            return Outcome(choice, math.inf, why)
         body = self._lowered(unlimited.choices)
-        peak = measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes
-        return Outcome(
-            choice, math.inf, f"does not fit in {bytes_text(budget)}: at its fastest it needs {bytes_text(peak)}"
-        )
+        peak = bytes_text(measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes)
+        return Outcome(choice, math.inf, f"does not fit in {bytes_text(budget)}: at its fastest it needs {peak}")
 
     def _broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
         return broken_memory_rows(
@@ -157,12 +143,10 @@ class Study:
     def forbidden_by(self, number: int) -> str:
         """What the user asked for that restricts this decision; "" if nothing does."""
         allowed = self.sharded.allowed
-        for node in self.members(number):
-            if node.index in allowed.masks:
-                return (
-                    "; ".join(dict.fromkeys(allowed.reasons.get(node.index, ()))) or f"the method, {self.plan.method}"
-                )
-        return ""
+        node = next((k for k in allowed.masks if self.class_of[k] == number), None)
+        if node is None:
+            return ""
+        return "; ".join(dict.fromkeys(allowed.reasons.get(node, ()))) or f"the method, {self.plan.method}"
 
     def compared(self, outcome: Outcome) -> tuple[str, str]:
         """Time of the step or stage, and how it compares with the plan's."""

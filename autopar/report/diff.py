@@ -7,11 +7,12 @@ Out:    a page: facts that differ, arguments and activations that are sharded ot
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
-from autopar.plan.words import bytes_text, count_text, mesh_text, padding_text, seconds_text, type_text
+from autopar.plan.words import bytes_text, count_text, differences, mesh_text, padding_text, seconds_text, type_text
 from autopar.report.page import MAX_ROWS, Page, Table, collective_totals, levels_text, solver_text
 from autopar.report.paths import collapse_paths
 from autopar.report.text import page_text
@@ -46,8 +47,8 @@ def diff_tables(this: Decision, other: Decision) -> list[Table]:
 
 
 def _facts(this: Decision, other: Decision) -> Table:
-    rows = [(name, a, b) for (name, a), (_, b) in zip(_fact_pairs(this), _fact_pairs(other), strict=True) if a != b]
-    return Table("Whole step", ("", "this", "other"), tuple(rows))
+    rows = differences(dict(_fact_pairs(this)), dict(_fact_pairs(other)))
+    return Table("Whole step", ("", "this", "other"), tuple((name, a or "", b or "") for name, a, b in rows))
 
 
 def _fact_pairs(plan: Decision) -> Iterator[tuple[str, str]]:
@@ -80,17 +81,9 @@ def _values(this: Decision, other: Decision, activations: bool) -> Table:
         which = "this" if not a else "other"
         note = f"{which} is cut into stages, whose activations are not listed"
         return Table("Activations", (), (), (), note)
-    changed = [
-        (name, (a.get(name, ABSENT), b.get(name, ABSENT)))
-        for name in dict.fromkeys((*a, *b))
-        if a.get(name) != b.get(name)
-    ]
-    rows = [
-        (path, *texts)
-        for path, texts, _ in (
-            collapse_paths(changed) if not activations else [(name, texts, 1) for name, texts in changed]
-        )
-    ]
+    changed = [(name, (x or ABSENT, y or ABSENT)) for name, x, y in differences(a, b)]
+    merged = [(name, texts, 1) for name, texts in changed] if activations else collapse_paths(changed)
+    rows = [(path, *texts) for path, texts, _ in merged]
     note = f"and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
     title = "Activations" if activations else "Arguments and results"
     return Table(title, ("operation" if activations else "path", "this", "other"), tuple(rows[:MAX_ROWS]), (), note)
@@ -98,12 +91,10 @@ def _values(this: Decision, other: Decision, activations: bool) -> Table:
 
 def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
     """Type and sharding of each value; of those with one name, all that occur."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for value in plan.values:
         if (value.role == "activation") == activations:
-            counts = found.setdefault(value.name, {})
-            text = f"{type_text(value.shape, value.dtype)} {value.lies}"
-            counts[text] = counts.get(text, 0) + 1
+            found.setdefault(value.name, Counter())[f"{type_text(value.shape, value.dtype)} {value.lies}"] += 1
     return {
         name: "\n".join(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
         for name, counts in found.items()
@@ -111,13 +102,9 @@ def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
 
 
 def _collectives(this: Decision, other: Decision) -> Table:
-    a, b = _totals(this), _totals(other)
-    rows = [
-        (kind, ",".join(axes), a.get((kind, axes), ABSENT), b.get((kind, axes), ABSENT))
-        for kind, axes in dict.fromkeys((*a, *b))
-        if a.get((kind, axes)) != b.get((kind, axes))
-    ]
-    return Table("Communication in one step", ("collective", "axes", "this", "other"), tuple(rows))
+    changed = differences(_totals(this), _totals(other))
+    rows = tuple((kind, ",".join(axes), a or ABSENT, b or ABSENT) for (kind, axes), a, b in changed)
+    return Table("Communication in one step", ("collective", "axes", "this", "other"), rows)
 
 
 def _totals(plan: Decision) -> dict[tuple[str, tuple[str, ...]], str]:

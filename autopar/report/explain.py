@@ -6,14 +6,13 @@ Out:    text: each alternative with the predicted step time if it is forced and 
         forbids the others; who reads the value and the conversions that costs.
 Method: alternatives are solved (`alternatives.py`); conversions are read off the sharded program. Identical layers were
         planned as one decision: forcing it forces all of them. Each stage of a pipeline is a problem of its own, equal
-        stages are told together; `"stages"` asks why the step is cut where it is.
+        stages are told together; `"stages"` asks why the step is cut where it is, `"compute"` where its time goes.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import functools
 import itertools
 import math
 import re
@@ -30,6 +29,7 @@ from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text, type_text
 from autopar.report.alternatives import Study, studies
+from autopar.report.compute import compute_page
 from autopar.report.cuts import cuts_page
 from autopar.report.page import Page, Table
 from autopar.report.paths import collapse_paths, numbers_text
@@ -41,12 +41,13 @@ MAX_FORBIDDEN = 6
 
 
 def explain(plan: Decision, path_or_op: str) -> str:
-    """Why this sharding.
+    """Why an argument or an operation is sharded as it is.
 
     Args:
         plan: From `step.plan`, or from a file and compiled.
         path_or_op: Path of an argument ("state/params/w"), its end ("params/w"), a glob, or part of an operation's name
-            and line ("dot_general at train.py:12").
+            and line ("dot_general at train.py:12"); or "compute": which operations a step's time goes into; or, of a
+            pipeline, "stages": why it is cut where it is.
 
     Raises:
         AutoparError: Nothing has this name, or the plan was read from a file and not compiled since.
@@ -58,21 +59,25 @@ def explain(plan: Decision, path_or_op: str) -> str:
             wrong="the file holds what was decided, not the problem; alternatives cannot be costed without it.",
             do="call compiled = step.compile(..., plan=plan) first, then compiled.plan.explain(...).",
         )
+    if path_or_op == "compute":
+        return page_text(compute_page(plan))
     if path_or_op == "stages" and not plan.is_one_program:
         return page_text(cuts_page(plan))
     of_stages = studies(plan)
-    found = _matching_paths(list(dict.fromkeys(path for s in of_stages for path in s.paths.values())), path_or_op)
+    paths = dict.fromkeys(path for study in of_stages for path in study.paths.values())
+    found = _matching_paths(list(paths), path_or_op)
     if found:
-        pages = list(_argument_pages(of_stages, found))
-        what = "arguments"
+        what, page_of = "arguments", _argument_page
+        decisions = _decisions(of_stages, lambda study: _arguments_named(study, found))
     else:
-        pages = list(_operation_pages(of_stages, path_or_op))
-        what = "operations"
-    if not pages:
+        what, page_of = "operations", _operation_page
+        decisions = _decisions(of_stages, lambda study: _operations_named(study, path_or_op))
+    if not decisions:
         raise _unknown(plan, of_stages, path_or_op)
-    texts = [page_text(make()) for make in pages[:MAX_DECISIONS]]
-    if len(pages) > MAX_DECISIONS:
-        texts.append(f"and {len(pages) - MAX_DECISIONS} more decisions over {what} with this name: ask for one of them")
+    texts = [page_text(page_of(decision)) for decision in decisions[:MAX_DECISIONS]]
+    if len(decisions) > MAX_DECISIONS:
+        left = len(decisions) - MAX_DECISIONS
+        texts.append(f"and {left} more decisions over {what} with this name: ask for one of them")
     return "\n\n".join(texts)
 
 
@@ -119,37 +124,47 @@ class _Decision:
         number: Which decision.
         stages: All of them.
         titles: What was asked for, in all of them.
-        nodes: Operations that were asked for, in the first.
-        inputs: Inputs that were asked for, in the first.
+        places: Where it stands in the first: positions of inputs, or numbers of nodes.
     """
 
     study: Study
     number: int
     stages: list[int] = field(default_factory=list)
     titles: list[str] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
 
-def _decisions(
-    of_stages: Sequence[Study], asked: Callable[[Study], Iterator[tuple[int, str, Node | None, int | None]]]
-) -> list[_Decision]:
-    """Decisions by what is asked for in each stage: (decision, title, operation or None, input or None)."""
+_Asked = Iterator[tuple[int, str, int]]
+"""Of a stage what is asked for: (decision, title, position of the input or number of the node)."""
+
+
+def _decisions(of_stages: Sequence[Study], asked: Callable[[Study], _Asked]) -> list[_Decision]:
+    """Decisions by what is asked for in each stage."""
     found: dict[Hashable, _Decision] = {}
     for study in of_stages:
         alike: Hashable = None
         if study.stage is not None:
             alike = canonical_key(study.jaxpr), study.mesh, tuple(study.sharded.choices)
-        for number, title, node, position in asked(study):
+        for number, title, place in asked(study):
             decision = found.setdefault((alike, number), _Decision(study, number))
             decision.titles.append(title)
             if study.stage is not None and study.stage not in decision.stages:
                 decision.stages.append(study.stage)
-            if decision.study is study and node is not None:
-                decision.nodes.append(node)
-            if decision.study is study and position is not None:
-                decision.inputs.append(position)
+            if decision.study is study:
+                decision.places.append(place)
     return list(found.values())
+
+
+def _arguments_named(study: Study, paths: Sequence[str]) -> _Asked:
+    for position, path in study.paths.items():
+        if path in paths:
+            yield study.class_of[study.graph.inputs[position]], path, position
+
+
+def _operations_named(study: Study, asked: str) -> _Asked:
+    for node in study.graph.nodes:
+        if node.kind == "op" and (asked in _name(node) or fnmatch.fnmatchcase(_name(node), asked)):
+            yield study.class_of[node.index], _name(node), node.index
 
 
 def _stage_facts(decision: _Decision) -> list[tuple[str, str]]:
@@ -171,18 +186,8 @@ def _time_fact(study: Study) -> tuple[str, str]:
 # Arguments
 
 
-def _argument_pages(of_stages: Sequence[Study], paths: Sequence[str]) -> Iterator[Callable[[], Page]]:
-    def asked(study: Study) -> Iterator[tuple[int, str, Node | None, int | None]]:
-        for position, path in study.paths.items():
-            if path in paths:
-                yield study.class_of[study.graph.inputs[position]], path, None, position
-
-    for decision in _decisions(of_stages, asked):
-        yield functools.partial(_argument_page, decision)
-
-
 def _argument_page(decision: _Decision) -> Page:
-    study, number, first = decision.study, decision.number, decision.inputs[0]
+    study, number, first = decision.study, decision.number, decision.places[0]
     node = study.graph.nodes[study.graph.inputs[first]]
     shape, dtype = tuple(node.var.aval.shape), node.var.aval.dtype
     chosen = node.shardings[study.chosen[number]]
@@ -326,19 +331,9 @@ def _name(node: Node) -> str:
     return describe_phase(node.eqn)
 
 
-def _operation_pages(of_stages: Sequence[Study], asked_for: str) -> Iterator[Callable[[], Page]]:
-    def asked(study: Study) -> Iterator[tuple[int, str, Node | None, int | None]]:
-        for node in study.graph.nodes:
-            if node.kind == "op" and (asked_for in _name(node) or fnmatch.fnmatchcase(_name(node), asked_for)):
-                yield study.class_of[node.index], _name(node), node, None
-
-    for decision in _decisions(of_stages, asked):
-        yield functools.partial(_operation_page, decision)
-
-
 def _operation_page(decision: _Decision) -> Page:
-    study, number, nodes = decision.study, decision.number, decision.nodes
-    node = nodes[0]
+    study, number = decision.study, decision.number
+    node = study.graph.nodes[decision.places[0]]
     chosen = node.strategies[study.chosen[number]]
     types = ", ".join(type_text(tuple(v.aval.shape), str(v.aval.dtype)) for v in node.eqn.invars)
     facts = [
@@ -348,8 +343,8 @@ def _operation_page(decision: _Decision) -> Page:
         ("strategy", f"{_strategy_text(chosen, study.mesh)}: {_shardings_text(chosen)}"),
         _time_fact(study),
     ]
-    if len(nodes) > 1:
-        facts.append(("one decision", f"{len(nodes)} such operations, planned alike"))
+    if len(decision.places) > 1:
+        facts.append(("one decision", f"{len(decision.places)} such operations, planned alike"))
 
     def cells(choice: int) -> tuple[str, str]:
         strategy = node.strategies[choice]

@@ -1,7 +1,7 @@
 """A plan as one page of HTML: pictures, then the tables of its text.
 
 In:     `Decision`, or two.
-Out:    a piece for a notebook (`plan_html`), or a whole file (`document`, `pair_document`); neither needs anything else, and
+Out:    a piece for a notebook (`plan_html`), or a whole file (`whole_file`); neither needs anything else, and
         both can be printed.
 Method: each picture is a file of `pictures/`; a picture that has nothing to show is left out.
 """
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from autopar.markup import tag
+from autopar.markup import grid, tag
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, count_text, seconds_text
 from autopar.report.page import Table, page_of
@@ -42,11 +42,6 @@ def plan_html(plan: Decision) -> str:
 def wrapped(body: str) -> str:
     """A page's body with its style and script."""
     return f'{STYLE}\n<div class="autopar-plan">\n{body}\n</div>\n{SCRIPT}'
-
-
-def document(plan: Decision) -> str:
-    """A whole HTML file."""
-    return whole_file(page_of(plan).title, plan_html(plan))
 
 
 def whole_file(title: str, body: str) -> str:
@@ -112,19 +107,15 @@ def device_places(plan: Decision) -> dict[int, str]:
 
 def table_html(table: Table, is_open: bool = False) -> str:
     """A table that opens, or `is_open` already."""
-    head = "".join(f"<th{_class(table, k)}>{escape(name)}</th>" for k, name in enumerate(table.columns))
-    body = "\n".join(
-        "<tr>" + "".join(f"<td{_class(table, k)}>{escape(cell)}</td>" for k, cell in enumerate(row)) + "</tr>"
-        for row in table.rows
+    kinds = [
+        "number" if k in table.numbers else "code name" if k in table.names else "code"
+        for k in range(len(table.columns))
+    ]
+    head, *rows = (
+        tag("tr", *(tag(name, escape(cell), class_=kind) for cell, kind in zip(row, kinds, strict=True)))
+        for name, row in (("th", table.columns), *(("td", row) for row in table.rows))
     )
-    note = f"<p>{escape(table.note)}</p>" if table.note else ""
-    return (
-        f"<details{' open' * is_open}><summary>{escape(table.title)} ({count_text(len(table.rows), 'row')})</summary>\n"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{note}</details>'
-    )
-
-
-def _class(table: Table, column: int) -> str:
-    if column in table.numbers:
-        return ' class="number"'
-    return ' class="code name"' if column in table.names else ' class="code"'
+    title = tag("summary", escape(table.title), f" ({count_text(len(rows), 'row')})")
+    body = tag("div", grid(head, rows), class_="wide")
+    note = tag("p", escape(table.note)) if table.note else ""
+    return tag("details", title, body, note, open="" if is_open else None)

@@ -17,16 +17,9 @@ from autopar.streams.timeline import Event
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The busiest mesh of a step.
+    """The busiest mesh of a step: its work, and its idle time before, between and after its microbatches.
 
-    Attributes:
-        mesh: Which.
-        stages: Its stages.
-        busy_seconds: Work.
-        fill_seconds: Idle before its first microbatch.
-        gap_seconds: Idle between its microbatches.
-        drain_seconds: Idle after its last.
-        transfer_seconds: Work of the busiest sender.
+    `transfer_seconds` is the work of the busiest sender.
     """
 
     mesh: int

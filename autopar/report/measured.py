@@ -1,7 +1,7 @@
-"""A measured step beside the predicted one, lane by lane.
+"""Timelines that show themselves: a simulated step, and a measured one beside its prediction, lane by lane.
 
-In:     what was measured (`compiled.measure`), each lane with its prediction.
-Out:    `MeasuredStep`: a timeline, a table as text and as HTML; where the two part, as text.
+In:     a timeline; what was measured (`compiled.measure`), each lane with its prediction.
+Out:    `ShownTimeline`; `MeasuredStep`: a timeline, a table as text and as HTML; where the two part, as text.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ from autopar.markup import tag
 from autopar.plan.words import count_text, seconds_text
 from autopar.report.html import table_html, wrapped
 from autopar.report.page import Page, Table
-from autopar.report.pictures.lanes import lanes_picture
+from autopar.report.pictures.time import lanes_picture
 from autopar.report.pictures.timetable import timetable_picture
-from autopar.report.shown import ShownTimeline
 from autopar.report.text import page_text
-from autopar.streams.timeline import timetable_text
+from autopar.streams.timeline import Timeline, timetable_text
 
 SAME = 0.1
 """Lanes that differ by no more than this part are not told of."""
+
+
+@dataclass(frozen=True, repr=False)
+class ShownTimeline(Timeline):
+    """A `Timeline`, for people: in a notebook it shows its timetable."""
+
+    def _repr_html_(self) -> str:
+        return wrapped(timetable_picture(self.events, {}) or "nothing runs")
 
 
 @dataclass(frozen=True, slots=True)

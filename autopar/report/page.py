@@ -92,29 +92,17 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     if any(stage.recomputed.level for stage in plan.stages):
         more = sum(stage.recomputed.seconds for stage in plan.stages)
         yield "recomputed", f"{levels_text(plan)}; {seconds_text(more)} of work, all stages together"
-    yield (
-        "step time",
-        (
-            f"{seconds_text(cost.step_seconds)} predicted = {seconds_text(cost.compute_seconds)} compute + "
-            f"{seconds_text(cost.exposed_communication_seconds)} communication {idle}"
-        ),
-    )
+    parts = f"{seconds_text(cost.compute_seconds)} compute + {seconds_text(cost.exposed_communication_seconds)} communication"
+    yield "step time", f"{seconds_text(cost.step_seconds)} predicted = {parts} {idle}"
     if not plan.is_one_program:
         yield from _limited_by(plan)
     if plan.schedule == SCHEDULES["inference"].name:
-        yield (
-            "calls",
-            f"one every {seconds_text(plan.interval_seconds)}, where they do not wait for each other's results",
-        )
+        each = seconds_text(plan.interval_seconds)
+        yield "calls", f"one every {each}, where they do not wait for each other's results"
     yield from _figures(plan)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
-    yield (
-        "memory",
-        (
-            f"{bytes_text(max(cost.peak_bytes))}{budget} on each device at the peak; "
-            f"{bytes_text(cost.argument_bytes)} of arguments"
-        ),
-    )
+    peak = f"{bytes_text(max(cost.peak_bytes))}{budget} on each device at the peak"
+    yield "memory", f"{peak}; {bytes_text(cost.argument_bytes)} of arguments"
     if cost.host_bytes:
         own = f"; {count_text(len(plan.offloaded), 'array')} of state wait there" if plan.offloaded else ""
         yield "host memory", f"{bytes_text(cost.host_bytes)} for each device at the peak{own}"
@@ -169,14 +157,9 @@ def _limited_by(plan: Decision) -> Iterable[tuple[str, str]]:
         if seconds > 1e-3 * step
     ]
     stages = ("stage " if len(limit.stages) == 1 else "stages ") + numbers_text(limit.stages)
-    yield (
-        "limited by",
-        (
-            f"{stages}, busy for {seconds_text(limit.busy_seconds)} ({limit.busy_seconds / step:.0%})"
-            + (f"; waits {', '.join(waits)}" if waits else "")
-            + f". The busiest sender sends for {seconds_text(limit.transfer_seconds)}."
-        ),
-    )
+    busy = f"{stages}, busy for {seconds_text(limit.busy_seconds)} ({limit.busy_seconds / step:.0%})"
+    sends = f"The busiest sender sends for {seconds_text(limit.transfer_seconds)}."
+    yield "limited by", "; waits ".join([busy, *([", ".join(waits)] if waits else [])]) + f". {sends}"
 
 
 def _also_tried(plan: Decision) -> list[str]:
@@ -227,35 +210,21 @@ def _recomputed(recomputed: Recomputed) -> tuple[str, str]:
     if not recomputed.operations:
         return kept, "what is cheap"
     instead = bytes_text(recomputed.kept_bytes + recomputed.saved_bytes)
-    return (
-        f"{kept}, not {instead}",
-        f"{count_text(recomputed.operations, 'operation')}, {seconds_text(recomputed.seconds)}",
-    )
+    again = f"{count_text(recomputed.operations, 'operation')}, {seconds_text(recomputed.seconds)}"
+    return f"{kept}, not {instead}", again
 
 
 def _stages(plan: Decision) -> Table:
     rows = []
     recomputes = any(stage.recomputed.level for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
-        mesh = ", ".join(
-            f"{a}={n}" for a, n in zip(stage.logical_mesh.axis_names, stage.logical_mesh.shape, strict=True)
-        )
+        mesh = ", ".join(f"{axis}={size}" for axis, size in stage.logical_mesh.axis_sizes.items())
         busy = sum(e.end - e.start for e in plan.events.events if e.stage == number and e.kind != "transfer")
         sends = sum(e.end - e.start for e in plan.events.events if e.stage == number and e.kind == "transfer")
         peak = bytes_text(plan.cost.peak_bytes[number])
         again = _recomputed(stage.recomputed) if recomputes else ()
-        rows.append(
-            (
-                str(number),
-                str(stage.submesh),
-                mesh,
-                seconds_text(busy),
-                seconds_text(sends),
-                peak,
-                *again,
-                *stage.operations,
-            )
-        )
+        times = seconds_text(busy), seconds_text(sends)
+        rows.append((str(number), str(stage.submesh), mesh, *times, peak, *again, *stage.operations))
     note = 'plan.explain("stages") says what crosses the borders, and where else they could be.'
     columns = ("kept in flight", "run again") if recomputes else ()
     columns = ("stage", "devices", "mesh", "busy", "sends", "peak memory", *columns, "from", "to")
@@ -290,34 +259,25 @@ def merged_values(plan: Decision) -> Iterator[tuple[Value, int, int]]:
 
 
 def _arguments(plan: Decision) -> Table:
-    staged = len(plan.stages) > 1
-    rows, sizes = [], []
+    staged = ("stage",) if len(plan.stages) > 1 else ()
+    rows = []
     for v, count, each in merged_values(plan):
         if v.role != "activation":
-            sizes.append(each * count)
-            where = (str(v.stage),) if staged else ()
-            more = type_text(v.shape, v.dtype), v.lies, str(count), bytes_text(each * count)
-            rows.append((v.name, v.role, *where, *more))
-    largest, note = _largest(rows, sizes)
-    columns = ("path", "role", *(("stage",) if staged else ()), "type", "sharding", "arrays", "per device")
-    numbers = (len(columns) - 2, len(columns) - 1)
-    return Table("Arguments and results", columns, largest, numbers, note)
+            stage, size = (str(v.stage) for _ in staged), each * count
+            row = v.name, v.role, *stage, type_text(v.shape, v.dtype), v.lies, str(count), bytes_text(size)
+            rows.append((size, row))
+    columns = ("path", "role", *staged, "type", "sharding", "arrays", "per device")
+    return _largest("Arguments and results", columns, rows)
 
 
 def _activations(plan: Decision) -> Table:
-    rows, sizes = [], []
-    for v, count, each in merged_values(plan):
-        if v.role == "activation":
-            sizes.append(each * count)
-            rows.append((v.name, type_text(v.shape, v.dtype), str(v.sharding), str(count), bytes_text(each)))
-    largest, note = _largest(rows, sizes)
-    return Table(
-        "Activations that go through memory",
-        ("operation", "type", "sharding", "arrays", "each, per device"),
-        largest,
-        (3, 4),
-        note,
-    )
+    rows = [
+        (each * count, (v.name, type_text(v.shape, v.dtype), str(v.sharding), str(count), bytes_text(each)))
+        for v, count, each in merged_values(plan)
+        if v.role == "activation"
+    ]
+    columns = ("operation", "type", "sharding", "arrays", "each, per device")
+    return _largest("Activations that go through memory", columns, rows)
 
 
 def collective_totals(plan: Decision, key: Callable[[Collective], _Key]) -> dict[_Key, list[float]]:
@@ -351,9 +311,9 @@ def _collectives(plan: Decision) -> Table:
     )
 
 
-def _largest(rows: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """The largest rows in their own order, and what was left out."""
-    if len(rows) <= MAX_ROWS:
-        return tuple(rows), ""
-    kept = sorted(sorted(range(len(rows)), key=lambda k: (-sizes[k], k))[:MAX_ROWS])
-    return tuple(rows[k] for k in kept), f"and {len(rows) - MAX_ROWS} smaller ones: plan.values has them all"
+def _largest(title: str, columns: tuple[str, ...], rows: Sequence[tuple[int, tuple[str, ...]]]) -> Table:
+    """A table of rows, each with its bytes: the largest in their own order, and how many are left out."""
+    order = sorted(range(len(rows)), key=lambda k: (-rows[k][0], k))[:MAX_ROWS]
+    note = f"and {len(rows) - MAX_ROWS} smaller ones: plan.values has them all" if len(rows) > MAX_ROWS else ""
+    numbers = (len(columns) - 2, len(columns) - 1)
+    return Table(title, columns, tuple(rows[k][1] for k in sorted(order)), numbers, note)

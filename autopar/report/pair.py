@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from autopar.markup import tag
+from autopar.markup import grid, tag
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, local_bytes, seconds_text, type_text
 from autopar.report.diff import diff_tables
-from autopar.report.html import device_places, section, table_html, whole_file, wrapped
+from autopar.report.html import device_places, section, table_html, wrapped
 from autopar.report.measured import MeasuredStep
 from autopar.report.paths import collapse_paths
 from autopar.report.pictures.memory import memory_pictures, peak_bytes
@@ -24,11 +24,6 @@ from autopar.report.pictures.timetable import timetable_picture
 from autopar.streams.timeline import Timeline
 
 MAX_ROWS = 200
-
-
-def pair_document(this: Decision, other: Decision) -> str:
-    """A whole HTML file of two plans."""
-    return whole_file(pair_title(this, other), pair_html(this, other))
 
 
 def pair_title(this: Decision, other: Decision) -> str:
@@ -53,8 +48,8 @@ def pair_html(this: Decision, other: Decision) -> str:
     moved = [*_moved(this, other)]
     if moved:
         head = tag("tr", *(tag("th", words) for words in ("path", "this", "", "other", "")))
-        rows = tag("table", tag("thead", head), tag("tbody", *moved[:MAX_ROWS]), class_="tensors")
-        body.append(section("What lies otherwise", tag("div", rows, class_="wide")))
+        table = grid(head, moved[:MAX_ROWS], "tensors")
+        body.append(section("What lies otherwise", tag("div", table, class_="wide")))
     tables = [table_html(table) for table in diff_tables(this, other) if table.rows]
     body.append(section("In words", "".join(tables) or tag("p", "nothing differs")))
     return wrapped("\n".join(body))

@@ -27,10 +27,7 @@ _Parts = tuple[str | _Numbers, ...]
 
 
 def collapse_paths(entries: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key, int]]:
-    """Merge entries whose paths differ in numbers only and whose keys are equal.
-
-    Args:
-        entries: (path, key) in order.
+    """Merge (path, key) entries whose paths differ in numbers only and whose keys are equal.
 
     Returns:
         (path with number ranges, key, how many) in order of first appearance.

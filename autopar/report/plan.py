@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.entry import DamageError, read_versioned, write_whole
+from autopar.errors import AutoparError, PlanFileError
 from autopar.plan.decision import Decision
-from autopar.plan.file import load_decision, save_decision
+from autopar.plan.read import read_plan
+from autopar.plan.record import FORMAT, VERSION, record_text
 from autopar.plan.words import seconds_text
 from autopar.report.diff import diff_text
 from autopar.report.explain import explain
 from autopar.report.html import plan_html
-from autopar.report.measured import MeasuredStep, parting_text
-from autopar.report.shown import ShownTimeline
-from autopar.report.text import plan_text
+from autopar.report.measured import MeasuredStep, ShownTimeline, parting_text
+from autopar.report.page import page_of
+from autopar.report.text import page_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,17 +37,30 @@ class Plan(Decision):
     verifier: Callable[[Plan, str | None], Any] | None = field(default=None, compare=False, repr=False, hash=False)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        save_decision(self, path)
+        """Write the plan as JSON.
+
+        Raises:
+            PlanFileError: The file cannot be written.
+        """
+        write_whole(path, record_text(self), "plan", PlanFileError)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that `save` wrote.
+        """Read a plan that `save` wrote; its shardings are by path until it is compiled for its program.
 
         Raises:
             PlanFileError: The file is missing, damaged, or of another version.
         """
-        decided = load_decision(path)
+        try:
+            decided = read_plan(read_versioned(path, FORMAT, VERSION))
+        except DamageError as error:
+            raise PlanFileError(
+                "the file cannot be read as a plan.",
+                given=str(path),
+                wrong=str(error),
+                do="plan again, step.plan(...).save(path), with the autopar that is to read it.",
+                path=str(path),
+            ) from error
         return Plan(**{part.name: getattr(decided, part.name) for part in dataclasses.fields(decided)})
 
     def explain(self, path_or_op: str) -> str:
@@ -95,7 +110,7 @@ class Plan(Decision):
         return f"Plan({self.name} by {self.method}, on {stages}: {seconds_text(self.cost.step_seconds)} a step)"
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return page_text(page_of(self))
 
     def _repr_html_(self) -> str:
         return plan_html(self)

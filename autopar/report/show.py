@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from autopar.entry import unwritable
+from autopar.entry import write_whole
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
 from autopar.report.html import plan_html, whole_file
@@ -62,7 +62,7 @@ def show(plan: Decision, other: Decision | Timeline | None = None, *, path: str 
 
 
 def _page(plan: Decision, other: Decision | Timeline | None) -> tuple[str, str]:
-    """Title and body."""
+    """Title and body of a page."""
     match other:
         case None:
             return page_of(plan).title, plan_html(plan)
@@ -78,10 +78,7 @@ def write_page(path: str | Path, text: str) -> Path:
     Raises:
         AutoparError: It cannot be written.
     """
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(AutoparError, "file", path, error) from error
+    write_whole(path, text, "file")
     return Path(path).resolve()
 
 

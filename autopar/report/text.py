@@ -7,7 +7,6 @@ Method: tables laid out by rich.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 
 from rich import box
@@ -15,31 +14,20 @@ from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
 
-from autopar.plan.decision import Decision
-from autopar.report.page import Page, Table, page_of
+from autopar.report.page import Page, Table
 
 WIDTH = 120
 
 
-def plan_text(plan: Decision) -> str:
-    """The page of a plan."""
-    return page_text(page_of(plan))
-
-
 def page_text(page: Page) -> str:
     """A page as text, without a newline at the end."""
-    page_file = io.StringIO()
-    console = Console(
-        file=page_file,
-        width=WIDTH,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,  # there rich displays what it is asked to write
-        legacy_windows=False,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
+    console = _console(WIDTH)
+    with console.capture() as captured:
+        _print(page, console)
+    return _trimmed(captured.get())
+
+
+def _print(page: Page, console: Console) -> None:
     console.print(page.title)
     if page.facts:
         grid = RichTable.grid(padding=(0, 3, 0, 0))
@@ -59,7 +47,25 @@ def page_text(page: Page) -> str:
             console.print(_indented(_laid_out(table, plain)))
         if table.note:
             console.print(_indented(table.note))
-    return "\n".join(line.rstrip() for line in page_file.getvalue().splitlines())
+
+
+def _console(width: int) -> Console:
+    """Of so many columns, which writes everything as it stands."""
+    # In a notebook rich displays what it is asked to write, unless it is told that this is none.
+    return Console(
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
+def _trimmed(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
 def _laid_out(table: Table, laid_out: RichTable, no_wrap: bool = False) -> RichTable:
@@ -79,9 +85,9 @@ def _indented(what: RenderableType) -> Padding:
 
 def wide_text(tables: Iterable[Table], width: int) -> str:
     """Tables as text in which every cell stays on one line."""
-    console = Console(width=width, force_terminal=False, force_jupyter=False, highlight=False)
+    console = _console(width)
     with console.capture() as captured:
         for table in tables:
             titled = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
             console.print(_laid_out(table, titled, no_wrap=True))
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+    return _trimmed(captured.get())

@@ -26,14 +26,10 @@ from autopar.streams.assemble import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """The programs of a step on devices.
+    """The programs of a step on devices: each stage's mesh, what was compiled and XLA's executables by name.
 
-    Attributes:
-        places: Of each stage, its mesh over devices.
-        functions: What each program was compiled from, by name.
-        programs: XLA's executables, by name.
-        watch: Where callbacks leave what they raise.
-        num_compiled: How many were compiled; the others are equal to one of these.
+    `watch` is where callbacks leave what they raise; of the programs `num_compiled` were compiled, the others equal one
+    of these.
     """
 
     places: tuple[jax.sharding.Mesh, ...]

@@ -46,14 +46,7 @@ class CallbacksRaised(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a step something failed.
-
-    Attributes:
-        stage: In which; None: the step has none.
-        task: Kind of the task.
-        microbatch: Of which; None: of none.
-        source: The operation and the user's line, or the lines that the program covers.
-    """
+    """Where in a step something failed: in which stage and task, of which microbatch, at which line; None: in none."""
 
     stage: int | None
     task: TaskKind

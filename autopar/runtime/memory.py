@@ -37,9 +37,7 @@ class Ownership:
     def __init__(self, types: Sequence[Hashable], donated: Sequence[bool]):
         """Nothing is known yet.
 
-        Args:
-            types: Of each argument, equal where two could have the same buffers: the type of one device's part, the mesh.
-            donated: For each argument, whether its memory is reused.
+        Types of arguments are equal where two could have the same buffers: the type of one device's part, the mesh.
         """
         overwritten = {kind for kind, gone in zip(types, donated, strict=True) if gone}
         self._types = list(types)
@@ -56,10 +54,7 @@ class Ownership:
     def shared(self, given: Sequence[Any], placed: Sequence[jax.Array], copies: Collection[int]) -> list[int]:
         """Donated arguments whose memory another one has as well, save one where only donated ones have it.
 
-        Args:
-            given: All arguments, as the user passes them.
-            placed: The same where the program wants them.
-            copies: Positions of donated ones that were copied on the way.
+        Arguments are `given` by the user, and `placed` where the program wants them, some donated ones as `copies`.
         """
         twice = self._passed_twice(given, copies)
         twice += self._under_moved(given, placed, {*twice, *copies})

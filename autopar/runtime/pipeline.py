@@ -209,10 +209,7 @@ class Pipeline:
         return self._end(held)
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
-        """Run one step with nothing at the same time as anything else.
-
-        Returns:
-            The results, and the timeline of the schedule with the times that were measured.
+        """Run one step, nothing at the same time as anything else; the timeline is the schedule's with these times.
 
         Raises:
             StepError: As of a call.

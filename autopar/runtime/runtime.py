@@ -55,22 +55,10 @@ class Runtime(Protocol):
         """Run one step; the timeline says how long each of its programs took."""
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Put arguments that are the same in every step where they are read.
-
-        Args:
-            arrays: The arguments.
-            first: Position of the first of them among the user's.
-        """
+        """Put arguments that are the same in every step where they are read; the user's from `first` on."""
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place.
-
-        Args:
-            init: Makes the leaves.
-            args: Its arguments.
-            first: The first of the user's arguments' leaves that it makes.
-            count: How many.
-        """
+        """State that is born in its place: `init(*args)` makes the user's argument leaves from `first` on, so many."""
 
     def stack(self, argument: int) -> Stack | None:
         """How an argument of the user's comes apart in this process; None: it is whole, or elsewhere."""

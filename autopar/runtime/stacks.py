@@ -11,6 +11,7 @@ Method: no byte moves: the array of all stages is made of the parts' own buffers
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -22,20 +23,34 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar._jax import reads_as_array
 from autopar.ir.split.layers import LayerSplit
-from autopar.runtime.shaped import Shaped
 
 _P = TypeVar("_P", bound=Hashable)
 
 
-class StackedArray(Shaped):
-    """Parts of one array, one behind the other along a dim, on the devices of several pipeline stages.
+class Shaped:
+    """What every array of ours that is no `jax.Array` tells of itself."""
 
-    Attributes:
-        parts: The parts, each on its stage.
-        dim: Along which they lie.
-        shape: Of the whole.
-        dtype: Its element type.
-    """
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.size * self.dtype.itemsize
+
+
+class StackedArray(Shaped):
+    """Parts of one array, one behind the other along `dim`, on the devices of several pipeline stages."""
 
     def __init__(self, parts: Sequence[jax.Array], dim: int = 0):
         self.parts, self.dim = tuple(parts), dim
@@ -149,12 +164,8 @@ def births(
 ) -> Iterator[tuple[_P, list[int], Callable[..., list[Any]]]]:
     """New state, by the places where its parts live: of each, which inputs live there, and the function that makes them.
 
-    Args:
-        stacks: The user's step, over parts.
-        init: Makes the user's arguments `first`, ..., `first + count - 1`.
-        first: See `init`.
-        count: See `init`.
-        place_of: Of an input of the step over parts.
+    `init` makes the user's arguments from `first` on, so many; `place_of` is asked of inputs of the step over parts
+    (`stacks`).
     """
     wanted: dict[_P, list[tuple[int, int, int]]] = {}
     for leaf in range(count):

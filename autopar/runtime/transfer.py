@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,20 +58,38 @@ def _by_tiles(
     middle, want = ArrayType(shape, dtype, plan.middle, target.mesh).on(target_places), target.on(target_places)
     finish = None if middle.spec == want.spec else _gather(source, middle, want)
     targets = [receivers[tile.target] for tile in plan.tiles]
+    put = put_together(shape, middle, joins, plan.forwards, dict(enumerate(receivers)), finish)
 
     def transfer(array: jax.Array) -> jax.Array:
         data = {shard.device: shard.data for shard in array.addressable_shards}
         parts = [cut(data[senders[tile.source]]) for tile, cut in zip(plan.tiles, cuts, strict=True)]
-        moved = jax.device_put(parts, targets)
-        there = {device: join([moved[k] for k in own]) for device, (own, join) in joins.items()}
-        for first, second in plan.forwards:
-            there[second] = jax.device_put(there[first], receivers[second])
-        whole = jax.make_array_from_single_device_arrays(
-            shape, middle, [there[device] for device in range(len(receivers))]
-        )
-        return whole if finish is None else finish(whole)
+        return put(jax.device_put(parts, targets))
 
     return transfer
+
+
+Joins = dict[int, tuple[list[int], Callable[[Sequence[jax.Array]], jax.Array]]]
+"""For each device that gets some of the tiles: which, and how they become what arrives there."""
+
+
+def put_together(
+    shape: tuple[int, ...],
+    middle: jax.sharding.NamedSharding,
+    joins: Joins,
+    forwards: Sequence[tuple[int, int]],
+    devices: Mapping[int, jax.Device],
+    finish: Transfer | None,
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """How an array is made of the tiles that came to these devices: joined, handed on, and copied inside the target."""
+
+    def put(tiles: Sequence[jax.Array]) -> jax.Array:
+        there = {device: join([tiles[k] for k in own]) for device, (own, join) in joins.items()}
+        for first, second in forwards:
+            there[second] = jax.device_put(there[first], devices[second])
+        whole = jax.make_array_from_single_device_arrays(shape, middle, [there[device] for device in devices])
+        return whole if finish is None else finish(whole)
+
+    return put
 
 
 def cut_tile(held: Box, box: Box, shape: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
@@ -88,10 +106,8 @@ def _slice(start: tuple[int, ...], stop: tuple[int, ...], array: jax.Array) -> j
     return lax.slice(array, start, stop)
 
 
-def joins_by_device(
-    tiles: Sequence[Tile], arriving: Sequence[Box], dtype: Any
-) -> dict[int, tuple[list[int], Callable[[Sequence[jax.Array]], jax.Array]]]:
-    """For each device that gets some of the tiles: which, and how they become what arrives there."""
+def joins_by_device(tiles: Sequence[Tile], arriving: Sequence[Box], dtype: Any) -> Joins:
+    """What becomes of tiles where they arrive."""
     of_device: dict[int, list[int]] = {}
     for k, tile in enumerate(tiles):
         of_device.setdefault(tile.target, []).append(k)

@@ -3,8 +3,8 @@
 In:     what was found of the step as a whole (`meshes.py`).
 Out:    `Accumulated`: the step in microbatches, how many, and what was found of it; or None: nothing better.
 Method: a microbatch holds less, and costs its collectives and its small operations once more. So it is tried where memory
-        binds: nothing fits, or what fits was chosen for that and is slower than it would be without. 2, 4, 8, ..., on
-        the meshes that were best before, until that is no faster.
+        binds: nothing fits, or what fits was chosen for that and is slower than it would be without. 2, 4, 8, ..., from
+        where it may fit, on the meshes that were best before, until that is no faster.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def search_accumulation(
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
     needed = _needed_bytes(whole)
     for count in counts_of(request):
+        if math.isfinite(needed) and needed > count * request.budget_bytes:
+            continue  # a part of the batch needs no smaller part of the memory
         try:
             split = in_microbatches(request.program, request.roles, count, request.options.microbatch_semantics)
         except AutoparError as error:

@@ -17,9 +17,8 @@ from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Sharding
-from autopar.plan.decision import Cost, Recomputed, Stage, Submesh, Value
-from autopar.plan.fingerprint import fingerprints
-from autopar.plan.origin import Origin
+from autopar.plan.decision import Cost, Origin, Recomputed, Stage, Submesh, Value
+from autopar.plan.stale import fingerprints
 from autopar.plan.words import ArgumentRole, machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase

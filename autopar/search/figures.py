@@ -25,7 +25,7 @@ from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.mesh import Cluster, LogicalMesh
-from autopar.plan.figures import Figures
+from autopar.plan.decision import Figures
 from autopar.plan.profile import Crossing
 from autopar.search.request import Request
 from autopar.streams.assemble import StepPlan

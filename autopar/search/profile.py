@@ -13,8 +13,6 @@ from typing import Any
 
 from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import OperationSeconds
-from autopar.intra_op.held import held_values
-from autopar.intra_op.liveness import memory_curve
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import Body, Compute, Instruction, Region, computed, copies_made
 from autopar.ir.program import Program
@@ -54,11 +52,10 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
         seconds[phases[eqn]] += times * seconds_of(eqn)
     # Of branches the longest counts, so that these sum to at least what the step computes.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
-    curve = memory_curve(sharded.body, stage.mesh, held_values(sharded.graph), stage.program.donated)
-    parts = _parts_of_program(planned.program, sharded, phases)
+    curve = _thinned([(float(k), size) for k, size in enumerate(sharded.liveness.curve)])
     return Profile(
         tuple(Work(0, kind, float(time * scale)) for kind, time in seconds.items() if time),
-        (Memory(0, "operations", _thinned([(float(k), size) for k, size in enumerate(curve)]), parts),),
+        (Memory(0, "operations", curve, _parts_of_program(planned.program, sharded, phases)),),
     )
 
 

@@ -34,7 +34,7 @@ from autopar.streams.emit import Emission, emit_instructions, emit_step
 from autopar.streams.instructions import Run
 from autopar.streams.schedules import Schedule, Step, forward_first, num_chunks
 from autopar.streams.simulate import Interval, Simulation
-from autopar.streams.streams import Buffer, Streams, contract_of
+from autopar.streams.streams import Buffer, Streams
 
 ONE_PROGRAM = "none"
 """What stands for the schedule of a step that is one program."""
@@ -105,7 +105,7 @@ class StepPlan:
         return found
 
     def seconds_for(self, goal: Goal) -> float:
-        """What is to be least."""
+        """The seconds that are to be least under a goal."""
         return self.seconds if goal == "step" else self.interval_seconds
 
     @property
@@ -165,7 +165,7 @@ def assemble_step(
     """A step on one mesh, its microbatches in a loop: one stage, whose stream runs one program."""
     stage = fused_stage(fused_program(program, roles), mesh, sharded)
     streams = emit_step(stage)
-    check_streams(streams.instructions, contract_of(streams, 1))
+    check_streams(streams, 1)
     (run,) = streams.instructions[0]
     assert isinstance(run, Run)
     # Within one program memory is as its liveness says, and not as its operands and results do.
@@ -190,7 +190,7 @@ def assemble(
     check_order(order, schedule, tasks, len(stages))
     donated = {v for v, d in zip(cut.program.jaxpr.invars, cut.roles.donated, strict=True) if d}
     streams = emit_instructions(Emission(tasks, stages, order, state, donated))
-    check_streams(streams.instructions, contract_of(streams, cut.split.count))
+    check_streams(streams, cut.split.count)
     of_mesh = place_stages([stage.mesh.num_devices for stage in stages[: len(order)]], cluster)
     first_device = [of_mesh[number % len(order)] for number in range(len(stages))]
     simulation = simulate_streams(streams, stages, first_device, cluster)

@@ -1,7 +1,7 @@
 """The checker: proves of instruction streams that nothing is missing, nothing is used too early or too late, and nothing
 waits for ever.
 
-In:     streams, and what the step begins and ends with.
+In:     `Streams`.
 Out:    nothing, or `StreamError` that names mesh, instruction and buffer.
 Method: every message is sent once and received once by its addressee, with as many buffers; a buffer is written once,
         by its mesh, before it is read and not after it was let go of; the right program gets the right buffers in the
@@ -10,41 +10,14 @@ Method: every message is sent once and received once by its addressee, with as m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 from autopar.inter_op.stage import IN_PLACE, PER_MICROBATCH
-from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
+from autopar.streams.instructions import BufferId, Free, MeshId, Recv, Run, Send, reads, writes
 from autopar.streams.order import StreamError, merged
+from autopar.streams.streams import Streams
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Contract:
-    """What the streams are held to.
-
-    Attributes:
-        given: Per mesh, buffers that are there when the step begins.
-        results: Buffers that must be there at the end.
-        operands: Per program, the values (kind, key) of its operands.
-        made: Per program, those of its results.
-        names: For each buffer its value: (kind, key, microbatch).
-        mesh_of: For each buffer its mesh.
-        runs: Every (program, microbatch) that must run, each once.
-        num_bytes: Of each buffer on one device; (): not told.
-    """
-
-    given: Mapping[MeshId, Sequence[BufferId]]
-    results: Sequence[BufferId]
-    operands: Mapping[str, Sequence[tuple[str, object]]]
-    made: Mapping[str, Sequence[tuple[str, object]]]
-    names: Sequence[tuple[str, object, int]]
-    mesh_of: Sequence[MeshId]
-    runs: Sequence[tuple[str, int]]
-    num_bytes: Sequence[int] = ()
-
-
-def check_streams(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> dict[MeshId, int]:
-    """Check streams against their contract.
+def check_streams(streams: Streams, num_microbatches: int) -> dict[MeshId, int]:
+    """Hold the instructions to what programs and buffers are, which say by themselves what must be done.
 
     Returns:
         Per mesh, the most bytes of buffers that are there at once, of messages from when they are received.
@@ -52,17 +25,17 @@ def check_streams(streams: Mapping[MeshId, Sequence[Instruction]], contract: Con
     Raises:
         StreamError: They would go wrong; names the mesh and the instruction.
     """
-    _check_messages(streams, contract)
-    _check_runs(streams, contract)
-    peaks = {mesh: _check_buffers(mesh, stream, contract) for mesh, stream in streams.items()}
-    merged(streams)
+    _check_messages(streams)
+    _check_runs(streams, num_microbatches)
+    peaks = {mesh: _check_buffers(mesh, streams) for mesh in streams.instructions}
+    merged(streams.instructions)
     return peaks
 
 
-def _check_messages(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> None:
+def _check_messages(streams: Streams) -> None:
     sent: dict[int, tuple[MeshId, Send]] = {}
     received: dict[int, tuple[MeshId, Recv]] = {}
-    for mesh, stream in streams.items():
+    for mesh, stream in streams.instructions.items():
         for instruction in stream:
             match instruction:
                 case Send(message=message):
@@ -85,36 +58,42 @@ def _check_messages(streams: Mapping[MeshId, Sequence[Instruction]], contract: C
             raise StreamError(
                 f"mesh {source}: {send}: message {message} is received by mesh {target} from {recv.peer}."
             )
-        names = [contract.names[b] for b in send.buffers]
-        if names != [contract.names[b] for b in recv.buffers]:
+        names = [streams.names[b] for b in send.buffers]
+        if names != [streams.names[b] for b in recv.buffers]:
             raise StreamError(f"mesh {target}: {recv}: message {message} holds other values.")
 
 
-def _check_runs(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> None:
-    wanted = dict.fromkeys(contract.runs)
+def _check_runs(streams: Streams, num_microbatches: int) -> None:
+    wanted = {
+        (name, k): None
+        for name, plan in streams.programs.items()
+        for k in range(num_microbatches if plan.task.is_in_loop else 1)
+    }
     seen: dict[tuple[str, int], None] = {}
-    for mesh, stream in streams.items():
+    for mesh, stream in streams.instructions.items():
         for instruction in stream:
             if isinstance(instruction, Run):
                 key = instruction.program, instruction.microbatch
                 if key in seen or key not in wanted:
                     raise StreamError(f"mesh {mesh}: {instruction}: runs {'twice' if key in seen else 'uncalled for'}.")
                 seen[key] = None
-                _check_operands(mesh, instruction, contract)
+                _check_operands(mesh, instruction, streams)
     for program, microbatch in wanted:
         if (program, microbatch) not in seen:
             raise StreamError(f"{program} never runs for microbatch {microbatch}.")
 
 
-def _check_operands(mesh: MeshId, run: Run, contract: Contract) -> None:
-    for what, values, buffers in (
-        ("reads", contract.operands[run.program], run.inputs),
-        ("makes", contract.made[run.program], run.outputs),
-    ):
+def _check_operands(mesh: MeshId, run: Run, streams: Streams) -> None:
+    plan = streams.programs[run.program]
+    operands = [(b.kind, b.key) for b in (*plan.inputs, *plan.written_rows)]
+    if plan.needs_number:
+        operands.append(streams.names[streams.numbers[0]][:2])
+    made = [(b.kind, b.key) for b in plan.outputs]
+    for what, values, buffers in (("reads", operands, run.inputs), ("makes", made, run.outputs)):
         if len(values) != len(buffers):
             raise StreamError(f"mesh {mesh}: {run}: {what} {len(buffers)} buffers, the program has {len(values)}.")
         for (kind, key), buffer in zip(values, buffers, strict=True):
-            name = contract.names[buffer]
+            name = streams.names[buffer]
             right = name[0] == kind and name[1] is key
             if not right or (kind in PER_MICROBATCH and name[2] != run.microbatch):
                 raise StreamError(
@@ -122,30 +101,33 @@ def _check_operands(mesh: MeshId, run: Run, contract: Contract) -> None:
                 )
 
 
-def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contract) -> int:
-    num_bytes = contract.num_bytes or [0] * len(contract.names)
-    there = dict.fromkeys(contract.given.get(mesh, ()))
+def _check_buffers(mesh: MeshId, streams: Streams) -> int:
+    num_bytes = [b.value.num_bytes for b in streams.buffers]
+    results, given = [at for at in streams.results if at is not None], streams.given[mesh]
+    there = dict.fromkeys(given)
     written = dict(there)
     gone: dict[BufferId, None] = {}
     newest: dict[tuple[str, object], BufferId] = {}
     now = peak = sum(num_bytes[b] for b in there)
-    for instruction in stream:
+    for instruction in streams.instructions[mesh]:
         for buffer in reads(instruction):
             if buffer in gone:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} was let go of before.")
             if buffer not in there:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not there yet.")
-            kind, key, _ = contract.names[buffer]
+            kind, key, _ = streams.names[buffer]
             if kind in IN_PLACE and newest.get((kind, key), buffer) != buffer:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} was overwritten before.")
         for buffer in writes(instruction):
             if buffer in written:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is written twice.")
-            if contract.mesh_of[buffer] != mesh:
-                raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} belongs to mesh {contract.mesh_of[buffer]}.")
+            if streams.buffers[buffer].mesh != mesh:
+                raise StreamError(
+                    f"mesh {mesh}: {instruction}: b{buffer} belongs to mesh {streams.buffers[buffer].mesh}."
+                )
             written[buffer] = there[buffer] = None
             now += num_bytes[buffer]
-            kind, key, _ = contract.names[buffer]
+            kind, key, _ = streams.names[buffer]
             if kind in IN_PLACE:
                 newest[kind, key] = buffer
         peak = max(peak, now)
@@ -156,10 +138,10 @@ def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contra
                 del there[buffer]
                 gone[buffer] = None
                 now -= num_bytes[buffer]
-    leaked = [b for b in there if b not in contract.results and b not in contract.given.get(mesh, ())]
+    leaked = [b for b in there if b not in results and b not in given]
     if leaked:
         raise StreamError(f"mesh {mesh}: b{leaked[0]} is never let go of.")
-    missing = [b for b in contract.results if contract.mesh_of[b] == mesh and b not in there]
+    missing = [b for b in results if streams.buffers[b].mesh == mesh and b not in there]
     if missing:
         raise StreamError(f"b{missing[0]}, a result of the step, is not on mesh {mesh} at the end.")
     return peak

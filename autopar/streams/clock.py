@@ -146,22 +146,16 @@ def sharing(
 
 def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
     """The streams on the clock of measured times: of each instruction, by (mesh, position), run alone."""
-    of_run = {
-        (i.program, i.microbatch): seconds[mesh, at]
+    taken = {
+        i: seconds[mesh, at]
         for mesh, stream in streams.instructions.items()
         for at, i in enumerate(stream)
-        if isinstance(i, Run)
-    }
-    of_message = {
-        i.message: seconds[mesh, at]
-        for mesh, stream in streams.instructions.items()
-        for at, i in enumerate(stream)
-        if isinstance(i, Send)
+        if isinstance(i, Run | Send)
     }
     simulation = simulate(
         streams.instructions,
-        lambda run: of_run[run.program, run.microbatch],
-        lambda mesh, send: of_message[send.message],
+        lambda run: taken[run],
+        lambda mesh, send: taken[send],
         [b.value.num_bytes for b in streams.buffers],
         lambda run: streams.programs[run.program].working_bytes,
     )
@@ -171,12 +165,10 @@ def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tup
 def recorded(
     streams: Streams, runs: Mapping[tuple[int, int], tuple[float, float]], messages: Mapping[int, tuple[float, float]]
 ) -> Timeline:
-    """A step as it was: when each program ran, and each message was under way.
+    """A step as it was, by any clock, the same for all.
 
-    Args:
-        streams: What the meshes do.
-        runs: When it began and ended, by (mesh, position in its stream); any clock, the same for all.
-        messages: When it was sent and had come, by number.
+    `runs` are when programs began and ended, by (mesh, position in its stream); `messages` when they were sent and had
+    come.
     """
     first = min((begin for begin, _ in (*runs.values(), *messages.values())), default=0.0)
     events = []
@@ -194,12 +186,9 @@ def level_between(
     first_device: Sequence[int], stages: Sequence[StagePlan], source: int, target: int, cluster: Cluster
 ) -> int:
     """The level of the machine at which two stages' meshes are connected."""
-    ends = [
-        end
-        for stage in (source, target)
-        for end in (first_device[stage], first_device[stage] + stages[stage].mesh.num_devices - 1)
-    ]
-    return cluster.level_between(min(ends), max(ends))
+    firsts = [first_device[stage] for stage in (source, target)]
+    lasts = [first_device[stage] + stages[stage].mesh.num_devices - 1 for stage in (source, target)]
+    return cluster.level_between(min(firsts), max(lasts))
 
 
 def timeline_of(streams: Streams, simulation: Simulation) -> Timeline:

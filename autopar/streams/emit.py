@@ -10,12 +10,12 @@ Method: each mesh runs its tasks in the schedule's order. After a task everythin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar._jax import Var
-from autopar.inter_op.stage import PER_MICROBATCH, SENT, Slot
+from autopar.inter_op.stage import PER_MICROBATCH, SENT, Slot, TaskKind
 from autopar.inter_op.stage_plan import Placed, StagePlan, TaskPlan, placed
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.passes import Pass, run_passes
@@ -25,7 +25,7 @@ from autopar.streams.free import free
 from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
 from autopar.streams.overwrite import overwrite
 from autopar.streams.schedules import Step
-from autopar.streams.streams import Buffer, Streams, contract_of
+from autopar.streams.streams import Buffer, Streams
 
 
 def emit_instructions(given: Emission) -> Streams:
@@ -63,7 +63,7 @@ def check_emission(emission: Emission) -> None:
     streams = emission.streams
     if not any(isinstance(i, Free) for stream in streams.instructions.values() for i in stream):
         streams = free(streams)
-    check_streams(streams.instructions, contract_of(streams, emission.tasks.split.count))
+    check_streams(streams, emission.tasks.split.count)
 
 
 EMIT: tuple[Pass[Emission], ...] = (
@@ -146,25 +146,20 @@ class _Emitter:
                         wanted.setdefault(channel, {}).setdefault(name, value)
                         first_read[channel] = min(first_read.get(channel, at), at)
         self.send_arguments(events)
-        numbers: dict[_Channel, int] = {}
+        numbers = {channel: self.message + k for k, channel in enumerate(wanted)}
+        arriving: dict[tuple[MeshId, int], list[_Channel]] = {}
+        for channel, at in first_read.items():
+            arriving.setdefault((self.mesh_of(channel[2]), at), []).append(channel)
+        leaving: dict[tuple[MeshId, int], list[_Channel]] = {}
         for channel in wanted:
-            numbers[channel] = self.message
-            self.message += 1
+            leaving.setdefault(channel[:2], []).append(channel)
         for mesh, own in enumerate(events):
-            arriving: dict[int, list[_Channel]] = {}
-            for channel, at in first_read.items():
-                if self.mesh_of(channel[2]) == mesh:
-                    arriving.setdefault(at, []).append(channel)
-            leaving: dict[int, list[_Channel]] = {}
-            for channel in wanted:
-                if channel[0] == mesh:
-                    leaving.setdefault(channel[1], []).append(channel)
             for at, (plan, microbatch) in enumerate(own):
-                for channel in arriving.get(at, ()):
+                for channel in arriving.get((mesh, at), ()):
                     received = [self.new(value, channel[2], name[2]) for name, value in wanted[channel].items()]
                     self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
                 self.run(plan, microbatch, mesh)
-                for channel in leaving.get(at, ()):
+                for channel in leaving.get((mesh, at), ()):
                     buffers = tuple(self.held[(plan.task.stage, *name)] for name in wanted[channel])
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         self.unread_state()
@@ -182,23 +177,21 @@ class _Emitter:
     def events(self, mesh: MeshId) -> list[_Event]:
         """The runs of a mesh, in order."""
         own = range(mesh, len(self.stages), self.num_meshes)
-        found: list[_Event] = []
-        for stage in own:
-            task = self.stages[stage].task("init")
-            if task is not None:
-                found.append((task, -1))
-        between = [(t.task.round, stage, t) for stage in own for t in self.stages[stage].tasks if t.task.kind == "M"]
-        between.sort(key=lambda m: m[:2])
+        inits = (self.stages[stage].task("init") for stage in own)
+        found: list[_Event] = [(task, -1) for task in inits if task is not None]
+        between = self.joining(own, "M")
         for step in self.order[mesh]:
-            stage = step.chunk * self.num_meshes + mesh
             if step.kind != "F":
-                found += [(t, -1) for _, _, t in between]
-                between = []
-            task = self.stages[stage].task(step.kind)
+                found, between = found + between, []
+            task = self.stages[step.chunk * self.num_meshes + mesh].task(step.kind)
             if task is not None:
                 found.append((task, step.microbatch))
-        updates = [(t.task.round, stage, t) for stage in own for t in self.stages[stage].tasks if t.task.kind == "U"]
-        return found + [(t, -1) for _, _, t in sorted(updates, key=lambda u: u[:2])]
+        return found + self.joining(own, "U")
+
+    def joining(self, own: Iterable[int], kind: TaskKind) -> list[_Event]:
+        """The runs of some stages' tasks that are done once, round by round."""
+        tasks = [t for stage in own for t in self.stages[stage].tasks if t.task.kind == kind]
+        return [(t, -1) for t in sorted(tasks, key=lambda t: t.task.round)]
 
     def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
         return slot.kind, slot.key, microbatch if slot.kind in PER_MICROBATCH else -1

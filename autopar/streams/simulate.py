@@ -22,14 +22,7 @@ from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Re
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Something that takes time.
-
-    Attributes:
-        mesh: Where; of a message the sender.
-        start: Seconds from the beginning of the step.
-        end: Likewise.
-        instruction: The `Run` or `Send`.
-    """
+    """A run, or a message (then `mesh` sends it), and when, in seconds from the beginning of the step."""
 
     mesh: MeshId
     start: float
@@ -60,11 +53,8 @@ class Simulation:
 class Watch:
     """The memory of a mesh while a step goes on.
 
-    Attributes:
-        levels: (time, bytes of buffers from then on).
-        runs: (start, end, bytes at most), of each run.
-        fullest: Buffers alive at the peak.
-        working_bytes: What is there besides them at the peak.
+    `levels` are (time, bytes of buffers from then on), `runs` (start, end, bytes at most); at the peak the `fullest`
+    buffers are alive, and a run works with so many bytes besides.
     """
 
     levels: list[tuple[float, int]] = field(default_factory=list)

@@ -1,16 +1,17 @@
 """A step as instruction streams, one for each mesh, and what every buffer is.
 
 In:     (data only; `emit.py` writes it.)
-Out:    `Streams`; and the `Contract` that they are held to.
+Out:    `Streams`, which `check.py` holds to what it says of programs and buffers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.inter_op.stage import SlotKind
 from autopar.inter_op.stage_plan import Placed, TaskPlan
-from autopar.streams.check import Contract
 from autopar.streams.instructions import BufferId, Instruction, MeshId
 
 
@@ -53,31 +54,15 @@ class Streams:
     programs: Mapping[str, TaskPlan]
     overwritten: Mapping[str, tuple[int, ...]]
 
+    @functools.cached_property
+    def names(self) -> list[tuple[SlotKind, object, int]]:
+        """Of each buffer what it holds: kind and key of the value, of which microbatch."""
+        return [(b.value.kind, b.value.key, b.microbatch) for b in self.buffers]
 
-def contract_of(streams: Streams, num_microbatches: int) -> Contract:
-    """What the streams must keep, told from the programs and not from the streams."""
-    number_key = next((streams.buffers[at].value.key for at in streams.numbers), None)
-
-    def operands(name: str) -> list[tuple[str, object]]:
-        plan = streams.programs[name]
-        found = [(b.kind, b.key) for b in (*plan.inputs, *plan.written_rows)]
-        return found + [("number", number_key)] * plan.needs_number
-
-    given: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
-    for at in (*(at for _, at in streams.arguments), *streams.numbers):
-        given[streams.buffers[at].mesh].append(at)
-    runs = [
-        (name, k)
-        for name, plan in streams.programs.items()
-        for k in range(num_microbatches if plan.task.is_in_loop else 1)
-    ]
-    return Contract(
-        given,
-        [at for at in streams.results if at is not None],
-        {name: operands(name) for name in streams.programs},
-        {name: [(b.kind, b.key) for b in plan.outputs] for name, plan in streams.programs.items()},
-        [(b.value.kind, b.value.key, b.microbatch) for b in streams.buffers],
-        [b.mesh for b in streams.buffers],
-        runs,
-        [b.value.num_bytes for b in streams.buffers],
-    )
+    @property
+    def given(self) -> dict[MeshId, list[BufferId]]:
+        """Of each mesh the buffers that are there when the step begins."""
+        found: dict[MeshId, list[BufferId]] = {mesh: [] for mesh in self.instructions}
+        for at in (*(at for _, at in self.arguments), *self.numbers):
+            found[self.buffers[at].mesh].append(at)
+        return found

@@ -36,11 +36,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """A step on a clock.
-
-    Attributes:
-        events: By start.
-    """
+    """A step on a clock: its events, by start."""
 
     events: tuple[Event, ...]
 
@@ -60,31 +56,17 @@ class Timeline:
 
     def trace(self) -> dict[str, Any]:
         """The Chrome trace as an object: `{"traceEvents": [...]}`, times in microseconds."""
-        found: list[dict[str, Any]] = []
-        for mesh in sorted({e.mesh for e in self.events}):
-            for offset, what in ((0, "runs"), (1, "sends")):
-                found.append(
-                    {
-                        "ph": "M",
-                        "name": "thread_name",
-                        "pid": 0,
-                        "tid": 2 * mesh + offset,
-                        "args": {"name": f"mesh {mesh} {what}"},
-                    }
-                )
-        for e in self.events:
-            found.append(
-                {
-                    "ph": "X",
-                    "name": e.name,
-                    "cat": e.kind,
-                    "pid": 0,
-                    "tid": 2 * e.mesh + (e.kind == "transfer"),
-                    "ts": e.start * 1e6,
-                    "dur": (e.end - e.start) * 1e6,
-                    "args": {"kind": e.kind, "stage": e.stage, "microbatch": e.microbatch, "mesh": e.mesh},
-                }
+        found = [
+            _traced(
+                "M", "thread_name", mesh, is_sending, args={"name": f"mesh {mesh} {'sends' if is_sending else 'runs'}"}
             )
+            for mesh in sorted({e.mesh for e in self.events})
+            for is_sending in (False, True)
+        ]
+        for e in self.events:
+            args = {"kind": e.kind, "stage": e.stage, "microbatch": e.microbatch, "mesh": e.mesh}
+            times = {"ts": e.start * 1e6, "dur": (e.end - e.start) * 1e6}
+            found.append(_traced("X", e.name, e.mesh, e.kind == "transfer", cat=e.kind, **times, args=args))
         return {"traceEvents": found, "displayTimeUnit": "ms"}
 
     def json(self) -> str:
@@ -101,6 +83,11 @@ class Timeline:
 
     def __str__(self) -> str:
         return timetable_text(self.events)
+
+
+def _traced(phase: str, name: str, mesh: int, is_sending: bool, **more: Any) -> dict[str, Any]:
+    """An event as the format has it; a mesh has a thread for its runs and one for what it sends."""
+    return {"ph": phase, "name": name, "pid": 0, "tid": 2 * mesh + is_sending, **more}
 
 
 def timetable_text(events: Sequence[Event]) -> str:

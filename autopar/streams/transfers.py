@@ -11,7 +11,7 @@ Method: where the target holds copies, each copy first gets only a part: the tar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 
 from autopar.mesh import Box, LogicalMesh, Sharding, boxes
@@ -74,29 +74,33 @@ def plan_transfer(
             return TransferPlan(tiles, target, (), True)
     middle = _split_further(shape, target, target_mesh)
     arriving = boxes(shape, middle, target_mesh)
-    holders: dict[Box, list[int]] = {}
-    for device, box in enumerate(held):
-        holders.setdefault(box, []).append(device)
-    load = [0] * len(held)
-    first_with: dict[Box, int] = {}
-    tiles_found, forwards = [], []
-    for device, box in enumerate(arriving):
-        if box in first_with:
-            forwards.append((first_with[box], device))
-            continue
-        first_with[box] = device
-        for part, devices in holders.items():
-            common = intersection(part, box)
-            if common is not None:
-                sender = min(devices, key=lambda d: (load[d], abs(d - device), d))
-                tile = Tile(sender, device, common)
-                load[sender] += tile.num_elements
-                tiles_found.append(tile)
+    firsts = {box: device for device, box in reversed([*enumerate(arriving)])}
+    forwards = [(firsts[box], device) for device, box in enumerate(arriving) if firsts[box] != device]
+    asked = sorted((device, box) for box, device in firsts.items())
+    tiles_found = list(tiles_of(held, asked, [0] * len(held)))
     straight = (
         middle == target and not forwards and len(held) == len(arriving)
         and all(t.source == t.target == k and t.box == held[k] for k, t in enumerate(tiles_found))
     )  # fmt: skip
     return TransferPlan(tuple(tiles_found), middle, tuple(forwards), straight)
+
+
+def tiles_of(held: Sequence[Box], wanted: Iterable[tuple[int, Box]], load: MutableSequence[int]) -> Iterator[Tile]:
+    """What devices that want a box get, of those that hold a part of it: of several the one that has least to send so far.
+
+    `load` are the elements that each sends, which are added to.
+    """
+    holders: dict[Box, list[int]] = {}
+    for device, box in enumerate(held):
+        holders.setdefault(box, []).append(device)
+    for target, box in wanted:
+        for part, devices in holders.items():
+            common = intersection(part, box)
+            if common is not None:
+                sender = min(devices, key=lambda d: (load[d], abs(d - target), d))
+                tile = Tile(sender, target, common)
+                load[sender] += tile.num_elements
+                yield tile
 
 
 def intersection(a: Box, b: Box) -> Box | None:

@@ -152,7 +152,7 @@ def test_on_the_command_line(tmp_path, capsys):
 
 
 def test_no_time_and_no_devices():
-    with pytest.raises(ProfileError, match="more seconds than none"):
+    with pytest.raises(ProfileError, match="`seconds` must be a number, more than 0"):
         autopar.calibrate(jax.devices()[:1], seconds=0)
     with pytest.raises(ClusterError, match="one host is calibrated at a time"):
         autopar.calibrate([])

@@ -82,5 +82,5 @@ def test_where_they_part():
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "two"])
 def test_no_steps(steps):
     compiled, params, batch = compiled_by(autopar.DataParallel())
-    with pytest.raises(AutoparError, match="at least one step"):
+    with pytest.raises(AutoparError, match="`steps` must be a whole number, 1 or more"):
         compiled.measure(params, batch, steps=steps)

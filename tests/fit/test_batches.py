@@ -216,7 +216,7 @@ def test_partial_batches_are_refused_or_kept():
     for remainder, batches in (("error", partial), ("pad", [data(4), data(5)]), ("drop", [data(4), data(5)])):
         with pytest.raises(BatchError, match='another number of rows(?s:.*)remainder="drop"'):
             all_of(Batches(batches, remainder=remainder))
-    with pytest.raises(AutoparError, match="none of 'keep', 'drop', 'pad', 'error'"):
+    with pytest.raises(AutoparError, match="autopar knows 'keep', 'drop', 'pad', 'error'"):
         check_remainder("cut")
 
 

@@ -16,7 +16,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.fit import progress, reports
 from autopar.fit.progress import Bar
-from autopar.fit.values import scalars_of
+from autopar.fit.state import scalars_of
 from autopar.loggers import CSV, TensorBoard
 from autopar.search.figures import amount_of
 

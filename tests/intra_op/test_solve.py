@@ -151,12 +151,13 @@ def test_bounds_hold():
         wanted = brute_force(problem)
         if not wanted.choices:
             continue
-        bounds = Ascent(problem).run(100)
+        ascent = Ascent(problem)
+        bounds = ascent.run(100)
         assert bounds.lower <= wanted.objective + 1e-6 * abs(wanted.objective) + 1e-9, seed
         assert bounds.upper >= wanted.objective - 1e-9, seed
         for node, choice in enumerate(wanted.choices):
             # No choice of the least assignment may be called too expensive.
-            assert bounds.excess[node][choice] <= wanted.objective - bounds.lower + 1e-6, seed
+            assert ascent.excess[node][choice] <= wanted.objective - bounds.lower + 1e-6, seed
         tight += bounds.lower >= wanted.objective - 1e-6
     assert tight > 20
 

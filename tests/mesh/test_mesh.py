@@ -53,7 +53,7 @@ def test_of_several_kinds():
         ("eight h100", "is not hosts x devices and a name"),
         ("8x8", "is not hosts x devices"),
         ("8x8 h1000", "Did you mean h100"),
-        ("0x8 h100", "hosts must be a whole number, 1 or more"),
+        ("0x8 h100", "`hosts` must be a whole number, 1 or more"),
     ],
 )
 def test_of_unreadable(text, wrong):

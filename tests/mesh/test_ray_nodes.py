@@ -63,7 +63,7 @@ def test_stated_rates(nodes):
     nodes(node("10.0.0.1", 2, "MYSTERY"))
     stated = {"device": Device("toy", 1e9), "intra": Link(1e-6, 1e9), "inter": Link(1e-5, 1e8)}
     assert Cluster.ray(**stated).device.name == "toy"
-    with pytest.raises(ClusterError, match="Ray calls 'MYSTERY'(.*\n)*.*pass Cluster.ray"):
+    with pytest.raises(ClusterError, match="'MYSTERY' of platform gpu(.*\n)*.*pass Cluster.ray"):
         Cluster.ray()
 
 

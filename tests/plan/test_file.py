@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -100,6 +102,15 @@ def test_cannot_be_saved(plan, tmp_path):
         plan.save(tmp_path / "absent" / "plan.json")
 
 
+def test_a_pipe_is_written_into(plan, tmp_path):
+    """And not put aside for a file of its name, as `/dev/stdout` would be."""
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as threads:
+        text = threads.submit((tmp_path / "pipe").read_text)
+        plan.save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo() and json.loads(text.result())["name"] == plan.name
+
+
 @pytest.mark.parametrize(
     "change, wrong",
     [
@@ -109,7 +120,7 @@ def test_cannot_be_saved(plan, tmp_path):
         (lambda r: r.pop("cost"), '"cost" is missing'),
         (lambda r: r["cost"].pop("peak_bytes"), '"cost.peak_bytes" is missing'),
         (lambda r: r["cost"].update(step_seconds=None), '"cost.step_seconds" is null, not a number'),
-        (lambda r: r["cost"].update(peak_bytes=[]), "bytes per stage"),
+        (lambda r: r["cost"].update(peak_bytes=[]), "a list of"),
         (lambda r: r.update(stages=[]), "list of stages"),
         (lambda r: r["stages"][0].update(shape=[2, 2]), "num_devices"),
         (lambda r: r["stages"][0].update(axis_names=["x", "x"]), "mesh"),

@@ -9,8 +9,8 @@ import pytest
 
 from autopar import Auto, Cluster, DataParallel, PipelineParallel, compare
 from autopar.markup import picture, tag, text
-from autopar.report.html import document, whole_file, wrapped
-from autopar.report.pair import pair_document
+from autopar.report.html import plan_html, whole_file, wrapped
+from autopar.report.pair import pair_html
 from tests.report.browser import evaluate, find_browser, screenshot
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no browser: apt-get install chromium")
@@ -58,16 +58,16 @@ def plans(make_step, types, plan):
     }
 
 
-def written(tmp_path, text):
+def written(tmp_path, body):
     page = tmp_path / "plan.html"
-    page.write_text(text, encoding="utf-8")
+    page.write_text(whole_file("a page", body), encoding="utf-8")
     return page
 
 
 @pytest.mark.parametrize("width", [1010, 640])
 @pytest.mark.parametrize("which", ["one mesh", "pipeline", "interleaved", "tiny"])
 def test_a_plan(plans, which, width, tmp_path):
-    found = evaluate(written(tmp_path, document(plans[which])), MEASURE, width=width)
+    found = evaluate(written(tmp_path, plan_html(plans[which])), MEASURE, width=width)
     assert found["wrong"] == []
     assert found["loaded"] == 0 and found["texts"] > 8
     assert found["pictures"] == (6 if plans[which].schedule != "none" else 5)
@@ -75,7 +75,7 @@ def test_a_plan(plans, which, width, tmp_path):
 
 def test_two_plans(plans, make_step, types, tmp_path):
     other = make_step(DataParallel(zero=3)).plan(*types())
-    for page in (pair_document(plans["pipeline"], other), pair_document(plans["one mesh"], other)):
+    for page in (pair_html(plans["pipeline"], other), pair_html(plans["one mesh"], other)):
         found = evaluate(written(tmp_path, page), MEASURE)
         assert found["wrong"] == [] and found["pictures"] >= 4
 
@@ -86,19 +86,19 @@ def test_long_names_and_a_budget_that_is_near(plans, tmp_path):
         name="a_step_whose_name_goes_on_" * 8,
         budget_bytes=1.2 * max(plans["pipeline"].cost.peak_bytes),
     )
-    assert evaluate(written(tmp_path, document(long)), MEASURE)["wrong"] == []
+    assert evaluate(written(tmp_path, plan_html(long)), MEASURE)["wrong"] == []
 
 
 def test_what_is_wrong_is_found(tmp_path):
     crowded = picture(20, text(0, 12, "one text"), text(10, 12, "another"), text(900, 12, "beyond the edge"), label="")
-    page = whole_file("wrong", wrapped(tag("section", crowded)))
-    wrong = " ".join(evaluate(written(tmp_path, page), MEASURE)["wrong"])
+    page = written(tmp_path, wrapped(tag("section", crowded)))
+    wrong = " ".join(evaluate(page, MEASURE)["wrong"])
     assert 'text: "one text" over "another"' in wrong and 'out of its picture: "beyond' in wrong
 
 
 def test_the_mouse_and_the_search(plans, tmp_path):
     found = evaluate(
-        written(tmp_path, document(plans["pipeline"])),
+        written(tmp_path, plan_html(plans["pipeline"])),
         """
 const bar = document.querySelector('rect.k-F'), tip = document.querySelector('.tip');
 bar.dispatchEvent(new MouseEvent('mousemove', {bubbles: true, clientX: 50, clientY: 50}));
@@ -116,7 +116,7 @@ return {words, left, all: rows.length};
 
 @pytest.mark.parametrize("flags", [(), ("--force-dark-mode",)], ids=["light", "dark"])
 def test_a_screenshot(plans, flags, tmp_path):
-    page, image = written(tmp_path, document(plans["pipeline"])), tmp_path / "plan.png"
+    page, image = written(tmp_path, plan_html(plans["pipeline"])), tmp_path / "plan.png"
     screenshot(page, image, *flags)
     data = image.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (1010, 1400)

@@ -12,6 +12,7 @@ from autopar import Cluster, DataParallel, Device, Link, PipelineParallel, Plan,
 from autopar.errors import AutoparError
 from autopar.plan.words import seconds_text
 from autopar.report.alternatives import studies
+from autopar.report.compute import operations_of
 
 KERNEL = "state/params/layers/0/kernel"
 
@@ -135,6 +136,17 @@ def test_a_scan_is_looked_into():
         autopar.parallelize(step, cluster=cluster, method=ShardParallel(mesh_shape=(4,))).plan(*types).explain("stack")
     )
     assert "5 times" in text and "dot_general" in text
+
+
+def test_where_compute_goes(small, piped):
+    for plan in (small, piped):
+        operations = operations_of(plan)
+        total = sum(operation.seconds for operation in operations)
+        assert total == pytest.approx(sum(work.seconds for work in plan.profile.work), rel=1e-6)
+        products = [operation for operation in operations if operation.name.startswith("dot_general")]
+        assert all(operation.flops > 0 for operation in products) and any("backward" in o.name for o in products)
+        rows = rows_of(plan.explain("compute"), "Compute in one step")
+        assert rows[0][0] == operations[0].name and rows[0][3] == seconds_text(operations[0].seconds)
 
 
 # Stages

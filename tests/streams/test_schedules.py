@@ -236,7 +236,7 @@ def test_every_microbatch_once(schedule):
 def test_unknown_name():
     for ask in (find_schedule, lambda name: autopar.PipelineParallel(num_stages=2, schedule=name)):
         with pytest.raises(
-            AutoparError, match="unknown schedule(.*\n)*.*'zigzag'(.*\n)*.*'gpipe', '1f1b', .*'inference'"
+            AutoparError, match="there is no such `schedule`(.*\n)*.*'zigzag'(.*\n)*.*'gpipe', '1f1b', .*'inference'"
         ):
             ask("zigzag")
     assert find_schedule("1f1b") is SCHEDULES["1f1b"]

@@ -35,9 +35,7 @@ from autopar.ir.region import in_bodies
 def batch_indices(jaxpr: Jaxpr, constants: Mapping[Var, Constant]) -> Jaxpr:
     """Make batching dims of indices that count.
 
-    Args:
-        jaxpr: Flat program.
-        constants: Values of those of its inputs that are constants.
+    `constants`: values of those of its inputs that are constants.
     """
     return _Walk(KnownValues(jaxpr, constants)).body(jaxpr)
 

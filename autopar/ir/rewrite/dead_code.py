@@ -18,14 +18,9 @@ from autopar.ir.region import Binding, is_region, region_of
 
 
 def remove_dead_code(jaxpr: Jaxpr, keep_inputs: int | None = None) -> Jaxpr:
-    """`jaxpr` without what nothing needs.
+    """A flat program without what nothing needs, over the same variables.
 
-    Args:
-        jaxpr: A flat program.
-        keep_inputs: How many of the first invars stay even if nothing reads them; None: all.
-
-    Returns:
-        The smaller program, over the same variables.
+    `keep_inputs`: how many of the first invars stay even if nothing reads them; None: all.
     """
     eqns, alive = _trim(jaxpr, jaxpr.outvars)
     keep_inputs = len(jaxpr.invars) if keep_inputs is None else keep_inputs
@@ -48,14 +43,14 @@ def _trim(jaxpr: Jaxpr, wanted: Iterable[Atom]) -> tuple[list[JaxprEqn], set[Var
         results = [var in alive for var in eqn.outvars]
         if not any(results) and not eqn.effects:
             continue
-        kept = _region(eqn, results) if is_region(eqn) else _drop_results(eqn, results)
+        kept = eqn
+        if is_region(eqn):
+            kept = _region(eqn, results)
+        elif not all(results):
+            kept = replace_eqn(eqn, outvars=list(map(_dropped, eqn.outvars, results)))
         alive.update(atom for atom in kept.invars if isinstance(atom, Var))
         eqns.append(kept)
     return eqns[::-1], alive
-
-
-def _drop_results(eqn: JaxprEqn, wanted: Sequence[bool]) -> JaxprEqn:
-    return eqn if all(wanted) else replace_eqn(eqn, outvars=list(map(_dropped, eqn.outvars, wanted)))
 
 
 def _dropped(var: Var, wanted: bool) -> Var:

@@ -15,19 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from autopar._jax import (
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    Var,
-    make_jaxpr,
-    new_eqn,
-    new_var,
-    primitives,
-    replace_eqn,
-    resized,
-)
+from jax import lax
+
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, primitives, replace_eqn, resized
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import in_bodies
 from autopar.ir.rules import rule_for
@@ -100,7 +93,7 @@ class _Product:
 
     def _written(self, sides: Sequence[int], number: int, wanted: Sequence[Index]) -> list[JaxprEqn]:
         """The product of these operands, one array in the wanted order, and its result as it was."""
-        eqn, before = self.eqn, list[JaxprEqn]()
+        eqn, made = self.eqn, Equations()
         operands, terms = [], []
         for side in sides:
             operand, term = eqn.invars[side], list(self.terms[side])
@@ -112,40 +105,26 @@ class _Product:
                 order = [term.index(next(own) if index[0] in _OWN else index) for index in term]
             else:
                 order = list(range(len(term)))
-            operands.append(_turned(operand, order, eqn, before))
+            operands.append(made.call_one(partial(lax.transpose, permutation=order), [operand], eqn.source_info))
             terms.append([term[d] for d in order])
         along = [[index for index in wanted if index[0] == name] for name in ("sum", "batch")]
         along[0] = along[0] or [index for index in terms[0] if index[0] == "sum"]
         numbers = tuple(tuple(tuple(term.index(index) for index in which) for term in terms) for which in along)
-        made = [*along[1], *(index for term in terms for index in term if index[0] in _OWN)]
-        back = [made.index(index) for index in self.terms[2]]
-        if sides[0] == 0 and not before and numbers == eqn.params["dimension_numbers"]:
+        left = [*along[1], *(index for term in terms for index in term if index[0] in _OWN)]
+        back = [left.index(index) for index in self.terms[2]]
+        if sides[0] == 0 and not made and numbers == eqn.params["dimension_numbers"]:
             return [eqn]
         params = {**eqn.params, "dimension_numbers": numbers}
         if sides[0] == 1 and isinstance(params["precision"], tuple):
             params["precision"] = params["precision"][::-1]
         (result,) = eqn.outvars
         if back == sorted(back):
-            return [*before, replace_eqn(eqn, invars=operands, params=params)]
-        shape = [result.aval.shape[self.terms[2].index(index)] for index in made]
+            return [*made, replace_eqn(eqn, invars=operands, params=params)]
+        shape = [result.aval.shape[self.terms[2].index(index)] for index in left]
         turned = new_var(resized(result.aval, shape))
-        product = replace_eqn(eqn, invars=operands, outvars=[turned], params=params)
-        return [*before, product, _transpose(turned, result, back, eqn)]
-
-
-def _turned(operand: Atom, order: Sequence[int], eqn: JaxprEqn, before: list[JaxprEqn]) -> Atom:
-    """An operand with its dims in this order; what makes it is added to `before`."""
-    if list(order) == sorted(order):
-        return operand
-    turned = new_var(resized(operand.aval, [operand.aval.shape[d] for d in order]))
-    before.append(_transpose(operand, turned, order, eqn))
-    return turned
-
-
-def _transpose(operand: Atom, result: Var, order: Sequence[int], eqn: JaxprEqn) -> JaxprEqn:
-    """One for a product, at its place in the user's program."""
-    params = {"permutation": tuple(order)}
-    return new_eqn(primitives.transpose_p, [operand], [result], params, source_info=eqn.source_info)
+        made.append(replace_eqn(eqn, invars=operands, outvars=[turned], params=params))
+        made.define(result, partial(lax.transpose, permutation=back), [turned], eqn.source_info)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

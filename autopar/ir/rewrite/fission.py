@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations, renamed
-from autopar.ir.dataflow import feeds_backward, inputs_of, needed, variables
+from autopar.ir.dataflow import ancestors, feeds_backward, inputs_of, makers, needed, read_by, variables
 from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
@@ -97,9 +97,8 @@ def _halves(branch: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
 
 def _read_of(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxpr) -> list[Var]:
     """What the first half makes for the second, and for the branch's results."""
-    made = {var for eqn in first for var in eqn.outvars}
-    read = [*(a for eqn in second for a in inputs_of(eqn)), *variables(branch.outvars)]
-    return [var for var in dict.fromkeys(read) if var in made]
+    made = makers(first)
+    return [var for var in read_by(second, branch.outvars) if var in made]
 
 
 # Results apart.
@@ -115,7 +114,8 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
     for k, branch in enumerate(branches):
         readers: dict[Var, dict[int, None]] = {}
         for number, group in enumerate(groups):
-            for var in branch.numbers_of(branch.body.outvars[at] for at in group):
+            _, numbers = branch.behind(branch.body.outvars[at] for at in group)
+            for var in numbers:
                 readers.setdefault(var, {})[number] = None
         shared = [var for var, of in readers.items() if len(of) > 1 or branch.is_of_arrays(var)]
         operands = [b.outer for b in region.of_role("const") if b.inner[k] is not None]
@@ -143,7 +143,7 @@ class _Branch:
 
     def __init__(self, body: Jaxpr, work: Work):
         self.body, self.given = body, set[Var]()
-        self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+        self.made_by = makers(body.eqns)
         dear: set[Var] = set()
         for eqn in body.eqns:
             if not _is_cheap(eqn, work) or any(var in dear for var in inputs_of(eqn)):
@@ -153,22 +153,10 @@ class _Branch:
 
     def behind(self, results: Iterable[Atom]) -> tuple[dict[JaxprEqn, None], dict[Var, None]]:
         """Equations that results need, up to cheap numbers; and those numbers."""
-        eqns: dict[JaxprEqn, None] = {}
-        numbers: dict[Var, None] = {}
-        waiting = variables(results)
-        while waiting:
-            var = waiting.pop()
-            eqn = self.made_by.get(var)
-            if var in self.numbers:
-                numbers[var] = None
-            elif eqn is not None and eqn not in eqns:
-                eqns[eqn] = None
-                waiting += inputs_of(eqn)
-        return eqns, numbers
-
-    def numbers_of(self, results: Iterable[Atom]) -> dict[Var, None]:
-        """Cheap numbers that results read."""
-        return self.behind(results)[1]
+        made_of = {var: inputs_of(eqn) for var, eqn in self.made_by.items() if var not in self.numbers}
+        found = ancestors(variables(results), lambda var: made_of.get(var, ()))
+        eqns = dict.fromkeys(self.made_by[var] for var in found if var in made_of)
+        return eqns, {var: None for var in found if var in self.numbers}
 
     def is_of_arrays(self, number: Var) -> bool:
         """Whether a number is made of arrays, which would all be where it is read."""

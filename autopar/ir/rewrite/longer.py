@@ -15,18 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal as Choice
 
-from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.tails import Tail
+from autopar.ir.rules.elementwise import passed_through
 from autopar.ir.rules.registry import family_of, rule_for
-from autopar.ir.rules.rule import Factor, ShardingRule, Term, factor_names
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import Factor, ShardingRule, Term
 
 _FAMILIES = ("elementwise", "indexing", "movement", "reductions", "reshape", "scatter")
 """Files of rules whose operations work on arrays of any length."""
 _PLACED = ("sharding_constraint", "layout_constraint", "device_put", "dynamic_update_slice")
 """Those of them that do not, or that speak of the user's own shape."""
 _Kind = Choice["longer", "as it is", "either"]
+_Node = tuple[int, Factor]
+"""A factor of an equation, by its number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +47,8 @@ def is_product(eqn: JaxprEqn) -> bool:
 def find_longer(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> list[Longer]:
     """For each equation of one body, what becomes longer.
 
-    Args:
-        jaxpr: Flat program; bodies of loops and branches are looked at by themselves.
-        lengths: Of a factor of products -> what it is to become.
+    `jaxpr`: flat program; bodies of loops and branches are looked at by themselves.
+    `lengths`: of a factor of products -> what it is to become.
     """
     reach = _Reach(jaxpr)
     for k, eqn in enumerate(jaxpr.eqns):
@@ -88,7 +89,8 @@ class _Reach:
         rule = self.rules[k]
         if rule is None or factor in self.found[k] or not _can_be_longer(self.jaxpr.eqns[k], rule, factor, tail):
             return
-        stands = list(_stands_in(self.jaxpr.eqns[k], rule, factor))
+        eqn = self.jaxpr.eqns[k]
+        stands = [*_stands_in(eqn.invars, rule.operands, factor), *_stands_in(eqn.outvars, rule.results, factor)]
         if any(other in dim for _, _, dim in stands for other in self.found[k]):
             return  # one longer factor in a dim is enough to keep apart
         self.found[k][factor] = tail
@@ -121,102 +123,65 @@ class _Reach:
         rule = self.rules[k]
         return {} if rule is None else rule.sizes
 
-    # What of it pays.
-
     def chosen(self) -> list[Longer]:
-        """Of each equation, the factors that do become longer."""
-        leads = self._leads_to_product()
-        kinds: list[dict[Factor, _Kind]] = [{} for _ in self.jaxpr.eqns]
-        for k, eqn in enumerate(self.jaxpr.eqns):
-            for factor in self.found[k]:
-                kinds[k][factor] = "longer" if is_product(eqn) else self._kind(k, factor, kinds, leads[k][factor])
-        self._decide_either(kinds)
+        """Of each equation, the factors that do become longer: of what could, that which pays."""
+        eqns, (sources, readers) = self.jaxpr.eqns, self._links()
+        leads: dict[_Node, bool] = {}
+        for node in reversed(sources):
+            leads[node] = any(is_product(eqns[reader[0]]) or leads[reader] for reader in readers[node])
+        kinds: dict[_Node, _Kind] = {}
+        for node in sources:
+            given = [kinds[source] if source is not None else "as it is" for source in sources[node]]
+            if is_product(eqns[node[0]]):
+                kinds[node] = "longer"
+            elif all(kind == "either" for kind in given):
+                kinds[node] = "either"
+            else:
+                pays = "longer" in given and (leads[node] or "as it is" not in given)
+                kinds[node] = "longer" if pays else "as it is"
+        for node in reversed(sources):
+            if kinds[node] == "either" and any(kinds[reader] == "longer" for reader in readers[node]):
+                kinds[node] = "longer"
         return [
-            Longer(rule, {f: tail for f, tail in found.items() if of[f] == "longer"})
-            for rule, found, of in zip(self.rules, self.found, kinds, strict=True)
+            Longer(rule, {factor: tail for factor, tail in found.items() if kinds[k, factor] == "longer"})
+            for k, (rule, found) in enumerate(zip(self.rules, self.found, strict=True))
         ]
 
-    def _operands(self, k: int, factor: Factor) -> list[tuple[Var, int]]:
-        eqn, rule = self.jaxpr.eqns[k], self.rules[k]
-        assert rule is not None
-        return [
-            (atom, place)
-            for atom, term in zip(eqn.invars, rule.operands, strict=True)
-            for place, dim in enumerate(term)
-            if factor in dim and isinstance(atom, Var)
-        ]
+    def _links(self) -> tuple[dict[_Node, list[_Node | None]], dict[_Node, list[_Node]]]:
+        """Of each factor that could be longer, those that make and that read the dims in which it stands.
 
-    def _readers_of(self, k: int, factor: Factor) -> Iterator[tuple[int, Factor]]:
-        """Who reads the dims of its results in which a factor stands, and as which factor of theirs."""
-        eqn, rule = self.jaxpr.eqns[k], self.rules[k]
-        assert rule is not None
-        for var, term in zip(eqn.outvars, rule.results, strict=True):
-            for place in (p for p, dim in enumerate(term) if factor in dim):
-                yield from self._read_as(var, place)
-
-    def _read_as(self, var: Var, place: int) -> Iterator[tuple[int, Factor]]:
-        tail = self.places.get(var, {}).get(place)
-        for k in self.readers.get(var, ()) if tail is not None else ():
-            for factor in self.found[k]:
-                if (var, place) in self._operands(k, factor):
-                    yield k, factor
-
-    def _leads_to_product(self) -> list[dict[Factor, bool]]:
-        leads: list[dict[Factor, bool]] = [{} for _ in self.jaxpr.eqns]
-        for k in reversed(range(len(self.jaxpr.eqns))):
-            for factor in self.found[k]:
-                behind = self._readers_of(k, factor)
-                leads[k][factor] = any(is_product(self.jaxpr.eqns[j]) or leads[j][f] for j, f in behind)
-        return leads
-
-    def _kind(self, k: int, factor: Factor, kinds: Sequence[Mapping[Factor, _Kind]], leads: bool) -> _Kind:
-        given = [self._kind_at(var, place, kinds) for var, place in self._operands(k, factor)]
-        if all(kind == "either" for kind in given):
-            return "either"
-        if "longer" not in given or (not leads and "as it is" in given):
-            return "as it is"
-        return "longer"
-
-    def _kind_at(self, var: Var, place: int, kinds: Sequence[Mapping[Factor, _Kind]]) -> _Kind:
-        """Of a dim of a value."""
-        k = self.made_by.get(var)
-        tail = self.places.get(var, {}).get(place)
-        if k is None or tail is None:
-            return "as it is"
-        for term in self._terms(k, var):
-            for factor in term[place]:
-                if factor in kinds[k] and tail == self.found[k][factor].of_dim(term[place], factor, self._sizes(k)):
-                    return kinds[k][factor]
-        return "as it is"
-
-    def _decide_either(self, kinds: list[dict[Factor, _Kind]]) -> None:
-        for k in reversed(range(len(kinds))):
-            for factor, kind in kinds[k].items():
-                if kind == "either":
-                    wanted = any(kinds[j][f] == "longer" for j, f in self._readers_of(k, factor))
-                    kinds[k][factor] = "longer" if wanted else "as it is"
+        None: something that stays as it is makes one.
+        """
+        made_as: dict[tuple[Var, int], _Node] = {}
+        sources: dict[_Node, list[_Node | None]] = {}
+        readers: dict[_Node, list[_Node]] = {}
+        for k, (eqn, rule, found) in enumerate(zip(self.jaxpr.eqns, self.rules, self.found, strict=True)):
+            for factor, tail in found.items():
+                assert rule is not None, "without a rule nothing is longer"
+                node, readers[k, factor] = (k, factor), []
+                stands = _stands_in(eqn.invars, rule.operands, factor)
+                sources[node] = [made_as.get((var, place)) for var, place, _ in stands]
+                for source in dict.fromkeys(sources[node]):
+                    if source is not None:
+                        readers[source].append(node)
+                for var, place, dim in _stands_in(eqn.outvars, rule.results, factor):
+                    if self.places[var][place] == tail.of_dim(dim, factor, rule.sizes):
+                        made_as[var, place] = node
+        return sources, readers
 
 
 def _rule_here(eqn: JaxprEqn) -> ShardingRule | None:
     if kind_of(eqn) == "barrier":
-        return _passing_rule(eqn)
+        return passed_through(eqn)
     known = is_product(eqn) or family_of(eqn.primitive) in _FAMILIES
     return rule_for(eqn) if known and eqn.primitive.name not in _PLACED else None
 
 
-def _passing_rule(eqn: JaxprEqn) -> ShardingRule:
-    """Of a barrier: each operand is a result."""
-    fresh = factor_names()
-    terms = tuple(new_term(atom.aval.shape, fresh) for atom in eqn.invars)
-    sizes: dict[Factor, int] = {}
-    for atom, term in zip(eqn.invars, terms, strict=True):
-        sizes |= sizes_of(term, atom.aval.shape)
-    return ShardingRule(terms, terms, sizes)
-
-
-def _stands_in(eqn: JaxprEqn, rule: ShardingRule, factor: Factor) -> Iterator[tuple[Var, int, tuple[Factor, ...]]]:
-    pairs = (*zip(eqn.invars, rule.operands, strict=True), *zip(eqn.outvars, rule.results, strict=True))
-    for atom, term in pairs:
+def _stands_in(
+    atoms: Sequence[Atom], terms: Sequence[Term], factor: Factor
+) -> Iterator[tuple[Var, int, tuple[Factor, ...]]]:
+    """The dims of variables in which a factor stands."""
+    for atom, term in zip(atoms, terms, strict=True):
         for place, dim in enumerate(term):
             if factor in dim and isinstance(atom, Var):
                 yield atom, place, dim

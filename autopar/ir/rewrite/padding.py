@@ -19,18 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import (
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    SourceInfo,
-    Var,
-    bind_eqn,
-    make_jaxpr,
-    new_var,
-    replace_eqn,
-)
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, SourceInfo, Var, bind_eqn, make_jaxpr, new_var, replace_eqn
 from autopar.ir.build import Equations
 from autopar.ir.region import in_bodies, kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -44,9 +33,7 @@ from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term
 def pad_dims(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
     """The program with longer dims where its products have these lengths; over the same inputs.
 
-    Args:
-        jaxpr: Flat program.
-        lengths: Of a factor of products -> what it becomes.
+    `lengths`: of a factor of products -> what it becomes.
     """
     return remove_dead_code(_pad_body(jaxpr, lengths))
 

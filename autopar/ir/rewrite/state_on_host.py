@@ -16,7 +16,7 @@ import jax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, in_host_memory, make_jaxpr, new_var
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import feeds_backward, inputs_of, variables, with_makers
+from autopar.ir.dataflow import feeds_backward, inputs_of, makers, variables, with_makers
 
 
 def only_for_update(jaxpr: Jaxpr) -> list[bool]:
@@ -30,32 +30,23 @@ def only_for_update(jaxpr: Jaxpr) -> list[bool]:
 def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int]) -> Jaxpr:
     """The program with some of its state in the host's memory.
 
-    Args:
-        jaxpr: Flat program.
-        inputs: Which of its inputs lie there.
-        aliases: Result -> input whose new value it is.
+    `inputs`: which of its inputs lie there. `aliases`: result -> input whose new value it is.
     """
     there = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
     leaving = {k: jaxpr.outvars[k] for k, at in aliases.items() if jaxpr.invars[at] in there}
     eqns = _by_parameter(jaxpr, [a for k, a in enumerate(jaxpr.outvars) if k not in leaving])
-    fetched: list[JaxprEqn] = []
-    brought: set[Var] = set()
-    for eqn in eqns:
-        for var in dict.fromkeys(inputs_of(eqn)):
-            if var in there and var not in brought:
-                brought.add(var)
-                fetched.append(_copy(there[var], var, jax.memory.Space.Device, eqn))
-        fetched.append(eqn)
     sent: dict[Atom, Var] = {}
     for atom in leaving.values():
         sent.setdefault(atom, there[atom] if atom in there else new_var(in_host_memory(atom.aval)))
-    made = {var for eqn in fetched for var in eqn.outvars}
+    made, brought = makers(eqns), set[Var]()
     written = [_copy(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in there]
-    for eqn in fetched:
+    for eqn in eqns:
+        for var in inputs_of(eqn):
+            if var in there and var not in brought:
+                brought.add(var)
+                written.append(_copy(there[var], var, jax.memory.Space.Device, eqn))
         written.append(eqn)
-        for var in eqn.outvars:
-            if var in sent and var not in there:
-                written.append(_copy(var, sent[var], jax.memory.Space.Host, eqn))
+        written += [_copy(var, sent[var], jax.memory.Space.Host, eqn) for var in eqn.outvars if var in sent]
     outvars = [sent[atom] if k in leaving else atom for k, atom in enumerate(jaxpr.outvars)]
     return make_jaxpr([there.get(var, var) for var in jaxpr.invars], outvars, written)
 
@@ -73,7 +64,7 @@ def _by_parameter(jaxpr: Jaxpr, results: Iterable[Atom]) -> list[JaxprEqn]:
     if not any(head) or any(eqn.effects for eqn in tail):
         return list(jaxpr.eqns)
     position = {eqn: k for k, eqn in enumerate(tail)}
-    maker = {var: eqn for eqn in tail for var in eqn.outvars}
+    maker = makers(tail)
     done: dict[JaxprEqn, None] = {}
     for atom in variables(itertools.chain(results, jaxpr.outvars)):
         done |= dict.fromkeys(with_makers((), [atom], maker, position, done))

@@ -12,6 +12,8 @@ Method: at the first step of these dims zeros are stored (`pl.when(pl.program_id
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal as Kind
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,6 @@ def dims_added_up(
     """Dims of the grid, as the kernel counts them, over which all results that do not move with them are sums.
 
     Args:
-        body: Of the kernel.
         grid: Lengths of these dims.
         shared: For each result, by its position among the body's arguments, the dims (longer than 1) that it does not
             move with.
@@ -44,6 +45,30 @@ def dims_added_up(
     return frozenset().union(*(found.shared[var] for var in sums)) - others - found.asked
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Of a dim: which step it is, how many there are, or which is the last."""
+
+    kind: Kind["index", "count", "last"]
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """Whether it is the first, or the last, step of these dims."""
+
+    kind: Kind["first", "last"]
+    dims: Dims
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What was added up in a buffer: as this step finds it, with its own part, or behind that; spent, it has no use left."""
+
+    kind: Kind["old", "new", "total", "spent"]
+    buffer: Var
+
+
 class _Body:
     """What is known of a body's values, equation by equation.
 
@@ -53,8 +78,7 @@ class _Body:
         copied: Results that are copies of a scratch buffer, made at the last step of which dims; of none: at every step.
         spoiled: Results and scratch of which something else is done.
         asked: Dims whose index is asked for something else.
-
-    A number that depends on what was added up so far (loaded, or one step further) has one use, and is spent then.
+        known: What values are. One that depends on what was added up so far has one use.
     """
 
     def __init__(self, grid: Sequence[int | None], shared: Mapping[Var, Dims], scratch: Sequence[Var]):
@@ -64,15 +88,7 @@ class _Body:
         self.copied: dict[Var, tuple[Var, Dims]] = {}
         self.spoiled: set[Var] = set()
         self.asked: Dims = frozenset()
-        self._index: dict[Var, int] = {}
-        self._count: dict[Var, int] = {}
-        self._last: dict[Var, int] = {}
-        self._is_first: dict[Var, Dims] = {}
-        self._is_last: dict[Var, Dims] = {}
-        self._loaded: dict[Var, Var] = {}
-        self._more: dict[Var, Var] = {}
-        self._total: dict[Var, Var] = {}
-        self._spent: dict[Var, Var] = {}
+        self.known: dict[Atom, _Number | _Flag | _Held] = {}
 
     def adds_up(self, result: Var, dims: Dims) -> bool:
         """Whether a result is the sum of what the steps of these dims add."""
@@ -93,93 +109,84 @@ class _Body:
         )
 
     def visit(self, eqn: JaxprEqn) -> None:
-        if not self._understood(eqn):
+        meaning = self._meaning(eqn)
+        if meaning is not None:
+            self.known[eqn.outvars[0]] = meaning
+        elif not self._is_part_of_sum(eqn):
             for atom in eqn.invars:
                 self._used_otherwise(atom)
             inside = (inner for body in bodies_in(eqn) for inner in all_equations(body))
-            self.asked |= {
-                e.params["axis"] for e in (eqn, *inside) if e.primitive.name in ("program_id", "num_programs")
-            }
+            self.asked |= {e.params["axis"] for e in inside if e.primitive.name in ("program_id", "num_programs")}
 
-    def _understood(self, eqn: JaxprEqn) -> bool:
-        """Whether it does one of the things that a sum is made by."""
-        inputs = [atom if isinstance(atom, Var) else None for atom in eqn.invars]
-        match eqn.primitive.name, inputs:
+    def _operands(self, eqn: JaxprEqn) -> list[_Number | _Flag | _Held | Literal | None]:
+        """What is known of the operands; numbers that stand in the program as they are."""
+        return [self.known.get(atom) if isinstance(atom, Var) else atom for atom in eqn.invars]
+
+    def _meaning(self, eqn: JaxprEqn) -> _Number | _Flag | _Held | None:
+        """What a sum is made by, of what an equation makes; None: it makes nothing of the kind."""
+        operands = self._operands(eqn)
+        totals = [value.buffer if isinstance(value, _Held) and value.kind == "total" else None for value in operands]
+        match eqn.primitive.name, operands:
             case "program_id", _:
-                self._index[eqn.outvars[0]] = eqn.params["axis"]
-                return True
+                return _Number("index", eqn.params["axis"])
             case "num_programs", _:
-                self._count[eqn.outvars[0]] = eqn.params["axis"]
-                return True
-            case "sub", [Var() as count, None] if count in self._count and _is_number(eqn.invars[1], 1):
-                self._last[eqn.outvars[0]] = self._count[count]
-                return True
-            case "eq", [Var() as index, None] if index in self._index and _is_zero(eqn.invars[1]):
-                self._is_first[eqn.outvars[0]] = self._steps(self._index[index])
-                return True
-            case "eq", [Var() as index, None] if index in self._index and self._is_last_of(index, eqn.invars[1]):
-                self._is_last[eqn.outvars[0]] = self._steps(self._index[index])
-                return True
-            case "eq", [Var() as index, Var() as last] if index in self._index and last in self._last:
-                if self._index[index] != self._last[last]:
-                    return False
-                self._is_last[eqn.outvars[0]] = self._steps(self._index[index])
-                return True
-            case "and", [Var() as one, Var() as other] if one in self._is_first and other in self._is_first:
-                self._is_first[eqn.outvars[0]] = self._is_first[one] | self._is_first[other]
-                return True
-            case "and", [Var() as one, Var() as other] if one in self._is_last and other in self._is_last:
-                self._is_last[eqn.outvars[0]] = self._is_last[one] | self._is_last[other]
-                return True
-            case "convert_element_type", [Var() as flag] if flag in self._is_first:
-                self._is_first[eqn.outvars[0]] = self._is_first[flag]
-                return True
-            case "convert_element_type", [Var() as flag] if flag in self._is_last:
-                self._is_last[eqn.outvars[0]] = self._is_last[flag]
-                return True
-            case "cond", [Var() as flag, *_] if flag in self._is_first:
-                return self._zeros(eqn, self._is_first[flag])
-            case "cond", [Var() as flag, *_] if flag in self._is_last:
-                return self._copies_last(eqn, self._is_last[flag])
-            case "get", [Var() as buffer] if buffer in self.scratch and self.writes[buffer]:
-                self._total[eqn.outvars[0]] = buffer
-                return _is_whole(eqn.outvars[0], buffer)
-            case _ if keeps_sums(eqn, [atom in self._total for atom in inputs]):
-                totals = dict.fromkeys(self._total[atom] for atom in inputs if atom is not None)
-                self._total[eqn.outvars[0]] = next(iter(totals))
-                return len(totals) == 1
-            case "swap", [Var() as result, Var() as new] if new in self._total and result in self.shared:
-                return _is_whole(new, result) and self._is_copied(result, self._total[new], frozenset(), eqn)
-            case "get", [Var() as result] if result in self.writes and _is_whole(eqn.outvars[0], result):
-                self._loaded[eqn.outvars[0]] = result
-                return True
-            case "add", [one, other] if (one in self._loaded) != (other in self._loaded):
-                old, new = (one, eqn.invars[1]) if one in self._loaded else (other, eqn.invars[0])
-                assert old is not None
-                self._used_otherwise(new)
-                self._more[eqn.outvars[0]] = self._spent[old] = self._loaded.pop(old)
-                return True
-            case "swap", [Var() as result, Var() as new] if self._more.get(new) is result and _is_whole(new, result):
-                self._spent[new] = self._more.pop(new)
-                return self._is_added(result, eqn)
-            case "addupdate", [Var() as result, new, *_] if result in self.writes and _is_whole(eqn.invars[1], result):
+                return _Number("count", eqn.params["axis"])
+            case "sub", [_Number("count", dim), one] if _is_number(one, 1):
+                return _Number("last", dim)
+            case "eq", [_Number("index", dim), zero] if _is_number(zero, 0):
+                return _Flag("first", self._steps(dim))
+            case "eq", [_Number("index", dim), last] if last == _Number("last", dim) or self._is_last(dim, last):
+                return _Flag("last", self._steps(dim))
+            case "and", [_Flag(kind, one), _Flag(same, other)] if kind == same:
+                return _Flag(kind, one | other)
+            case "convert_element_type", [_Flag() as flag]:
+                return flag
+            case "get", [None] if (buffer := eqn.invars[0]) in self.writes and _is_whole(eqn.outvars[0], buffer):
+                return _Held("total" if buffer in self.scratch and self.writes[buffer] else "old", buffer)
+            case _ if keeps_sums(eqn, [buffer is not None for buffer in totals]):
+                (buffer, *others) = dict.fromkeys(buffer for buffer in totals if buffer is not None)
+                return _Held("total", buffer) if not others else None
+            case "add", ([_Held("old", buffer), _] | [_, _Held("old", buffer)]):
+                at = operands.index(_Held("old", buffer))
+                added = operands[1 - at]
+                if isinstance(added, _Held) and added.kind == "old":
+                    return None
+                self._used_otherwise(eqn.invars[1 - at])
+                self.known[eqn.invars[at]] = _Held("spent", buffer)
+                return _Held("new", buffer)
+        return None
+
+    def _is_part_of_sum(self, eqn: JaxprEqn) -> bool:
+        """Whether it stores what belongs to a sum, and nothing else."""
+        buffer = eqn.invars[0] if eqn.invars else None
+        match eqn.primitive.name, self._operands(eqn):
+            case "cond", [_Flag("first", dims), *_]:
+                return self._zeros(eqn, dims)
+            case "cond", [_Flag("last", dims), *_]:
+                return self._copies_last(eqn, dims)
+            case "swap", [None, _Held("total", scratch)] if buffer in self.shared:
+                return _is_whole(eqn.invars[1], buffer) and self._is_copied(buffer, scratch, frozenset(), eqn)
+            case "swap", [None, _Held("new", added)] if added is buffer and _is_whole(eqn.invars[1], buffer):
+                self.known[eqn.invars[1]] = _Held("spent", buffer)
+                return self._is_added(buffer, eqn)
+            case "addupdate", [None, *_] if buffer in self.writes and _is_whole(eqn.invars[1], buffer):
                 self._used_otherwise(eqn.invars[1])
-                return self._is_added(result, eqn)
+                return self._is_added(buffer, eqn)
         return False
 
     def _steps(self, dim: int) -> Dims:
         """The dim, if it has more steps than one."""
         return frozenset() if self.grid[dim] == 1 else frozenset({dim})
 
-    def _is_last_of(self, index: Var, number: Atom) -> bool:
-        length = self.grid[self._index[index]]
+    def _is_last(self, dim: int, number: object) -> bool:
+        length = self.grid[dim]
         return length is not None and _is_number(number, length - 1)
 
     def _is_copied(self, result: Var, scratch: Var, last: Dims, eqn: JaxprEqn) -> bool:
         if result in self.copied:
             return False
         self.copied[result] = scratch, last
-        self._spent.update((var, result) for var in eqn.outvars)
+        self.known.update(dict.fromkeys(eqn.outvars, _Held("spent", result)))
         return True
 
     def _copies_last(self, eqn: JaxprEqn, last: Dims) -> bool:
@@ -206,7 +213,7 @@ class _Body:
 
     def _is_added(self, result: Var, eqn: JaxprEqn) -> bool:
         self.writes[result] += 1
-        self._spent.update((var, result) for var in eqn.outvars)  # what was there before
+        self.known.update(dict.fromkeys(eqn.outvars, _Held("spent", result)))  # what was there before
         return True
 
     def _zeros(self, eqn: JaxprEqn, dims: Dims) -> bool:
@@ -227,13 +234,13 @@ class _Body:
             return
         if atom in self.writes:
             self.spoiled.add(atom)
-        for values in (self._loaded, self._more, self._total, self._spent):
-            if atom in values:
-                self.spoiled.add(values[atom])
-        for flags in (self._is_first, self._is_last):
-            self.asked |= flags.get(atom, frozenset())
-        for numbers in (self._index, self._count, self._last):
-            self.asked |= {numbers[atom]} if atom in numbers else frozenset()
+        match self.known.get(atom):
+            case _Held(buffer=buffer):
+                self.spoiled.add(buffer)
+            case _Flag(dims=dims):
+                self.asked |= dims
+            case _Number(dim=dim):
+                self.asked |= {dim}
 
 
 def _stores_of_zeros(branch: Jaxpr) -> Iterator[int | None]:
@@ -241,7 +248,7 @@ def _stores_of_zeros(branch: Jaxpr) -> Iterator[int | None]:
     zeros: set[Atom] = set()
 
     def are_zeros(atom: Atom) -> bool:
-        return _is_zero(atom) if isinstance(atom, Literal) else atom in zeros
+        return _is_number(atom, 0) if isinstance(atom, Literal) else atom in zeros
 
     for eqn in branch.eqns:
         match eqn.primitive.name:
@@ -255,11 +262,7 @@ def _stores_of_zeros(branch: Jaxpr) -> Iterator[int | None]:
                 yield None
 
 
-def _is_zero(atom: Atom) -> bool:
-    return _is_number(atom, 0)
-
-
-def _is_number(atom: Atom, number: int) -> bool:
+def _is_number(atom: object, number: int) -> bool:
     return isinstance(atom, Literal) and bool(atom.val == number)
 
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from autopar._jax import JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups
+from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
+from autopar.ir.rules.terms import factors_of, rule_of
 from autopar.ir.rules.window import Window, WindowFactors
 
 _GROUP = "g0"
@@ -54,16 +54,17 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
     lhs = _place(lhs_spec, [lhs_batch, lhs_features, *(dim.operand for dim in spatial)])
     rhs = _place(rhs_spec, [(*group, *outputs), inputs, *(dim.window for dim in spatial)])
     out = _place(out_spec, [batch, (*group, *outputs), *(dim.result for dim in spatial)])
-    used = {factor for dim in (*lhs, *rhs, *out) for factor in dim}
+    used = factors_of(lhs, rhs, out)
     products = math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
     dtype = eqn.outvars[0].aval.dtype
-    return ShardingRule(
-        (lhs, rhs),
-        (out,),
+    return rule_of(
+        eqn,
+        [lhs, rhs],
+        [out],
+        [(0,), (1,)],
         {factor: size for factor, size in sizes.items() if factor in used},
         summed=(*inputs, *(factor for dim in spatial for factor in dim.reduced)),
         whole=tuple(factor for dim in spatial for factor in dim.whole if factor in used),
-        linear=linear_groups(eqn, (0,), (1,)),
         flops=(8.0 if jnp.issubdtype(dtype, jnp.complexfloating) else 2.0) * products,
         local=_local_convolution,
     )
@@ -98,4 +99,4 @@ def _local_convolution(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Seq
     for count in ("feature_group_count", "batch_group_count"):
         if params[count] > 1:
             params[count] //= shard.num_shards(_GROUP)
-    return [eqn.primitive.bind(*operands, **params)]
+    return bind_eqn(eqn, *operands, params=params)

@@ -8,17 +8,15 @@ Method: all dims split freely. Linear operations carry partial sums (`linearity.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from autopar._jax import JaxprEqn, bind_eqn, copies_to_or_from_host, find_primitives, on_host
-from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term, factor_names, num_elements
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import LocalProgram, Shard, ShardingRule, factor_names, num_elements
+from autopar.ir.rules.terms import new_term, rule_of
 
 _NONLINEAR = find_primitives(
     *"abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma erf erf_inv".split(),
@@ -44,32 +42,32 @@ _ANNOTATIONS = find_primitives(
 def elementwise(eqn: JaxprEqn) -> ShardingRule:
     """Nothing passes partial sums."""
     operations = _OPERATIONS.get(eqn.primitive.name, 1)
-    return _elementwise(eqn, flops=float(operations * num_elements(eqn.outvars[0].aval.shape)))
+    return _elementwise(eqn, operations=operations)
 
 
 @register(*_LINEAR_IN_ALL_TOGETHER)
 def sum_like(eqn: JaxprEqn) -> ShardingRule:
     """f(x, y) + f(u, v) = f(x + u, y + v): partial sums in all operands give partial sums."""
-    return _elementwise(eqn, (tuple(range(len(eqn.invars))),))
+    return _elementwise(eqn, [tuple(range(len(eqn.invars)))])
 
 
 @register(*find_primitives("mul"))
 def product(eqn: JaxprEqn) -> ShardingRule:
     """Linear in either factor, the other held fixed."""
-    return _elementwise(eqn, ((0,), (1,)))
+    return _elementwise(eqn, [(0,), (1,)])
 
 
 @register(*find_primitives("div"))
 def quotient(eqn: JaxprEqn) -> ShardingRule:
     """Linear in the numerator; integers are rounded, so theirs is not."""
     is_integer = np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
-    return _elementwise(eqn, () if is_integer else ((0,),))
+    return _elementwise(eqn, [] if is_integer else [(0,)])
 
 
 @register(*_COPIES)
 def copy(eqn: JaxprEqn) -> ShardingRule:
     """The operand again, perhaps in another dtype; no arithmetic."""
-    return dataclasses.replace(_elementwise(eqn, ((0,),), flops=0.0), moves=True)
+    return _elementwise(eqn, [(0,)], operations=0, moves=True)
 
 
 @register(*_ANNOTATIONS)
@@ -78,16 +76,14 @@ def annotation(eqn: JaxprEqn) -> ShardingRule:
 
     But to the host's memory and back each device copies its share.
     """
-    operands: list[Term] = []
-    sizes: dict[Factor, int] = {}
+    return passed_through(eqn, _copied if copies_to_or_from_host(eqn) else _identity)
+
+
+def passed_through(eqn: JaxprEqn, local: LocalProgram | None = None) -> ShardingRule:
+    """Each operand is a result."""
     fresh = factor_names()
-    for var in eqn.invars:
-        term = new_term(var.aval.shape, fresh)
-        operands.append(term)
-        sizes |= sizes_of(term, var.aval.shape)
-    linear = linear_groups(eqn, tuple(range(len(operands))))
-    local = _copied if copies_to_or_from_host(eqn) else _identity
-    return ShardingRule(tuple(operands), tuple(operands), sizes, linear=linear, moves=True, local=local)
+    terms = [new_term(var.aval.shape, fresh) for var in eqn.invars]
+    return rule_of(eqn, terms, terms, [tuple(range(len(terms)))], moves=True, local=local)
 
 
 def _identity(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -99,17 +95,14 @@ def _copied(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.A
     return bind_eqn(eqn, *operands, params={**eqn.params, "devices": spaces, "srcs": (None,) * len(spaces)})
 
 
-def _elementwise(eqn: JaxprEqn, groups: Sequence[tuple[int, ...]] = (), flops: float | None = None) -> ShardingRule:
+def _elementwise(
+    eqn: JaxprEqn, linear: Sequence[tuple[int, ...]] = (), operations: int = 1, moves: bool = False
+) -> ShardingRule:
+    """With so many operations for each element."""
     shape = eqn.outvars[0].aval.shape
-    result = new_term(shape, factor_names())
+    result = new_term(shape)
     operands = []
     for var in eqn.invars:
         dims = zip(result[len(shape) - len(var.aval.shape) :], var.aval.shape, strict=True)
         operands.append(tuple(() if size == 1 else dim for dim, size in dims))
-    return ShardingRule(
-        tuple(operands),
-        (result,) * len(eqn.outvars),
-        sizes_of(result, shape),
-        linear=linear_groups(eqn, *groups),
-        flops=float(num_elements(shape)) if flops is None else flops,
-    )
+    return rule_of(eqn, operands, [result], linear, moves=moves, flops=float(operations * num_elements(shape)))

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from autopar._jax import Atom, Constant, Function, Jaxpr, JaxprEqn, Literal, Params, Var, open_jaxpr
+from autopar._jax import Atom, ClosedJaxpr, Constant, Function, Jaxpr, JaxprEqn, Literal, Params, Var, open_jaxpr
 
 MAX_STEPS = 2**20
 """More steps than this that one block number depends on are not looked at."""
@@ -36,7 +35,7 @@ class BlockNumbers:
     numbers: np.ndarray | None
 
 
-def block_numbers(index_map: Any, grid: Sequence[int | None]) -> list[BlockNumbers]:
+def block_numbers(index_map: Jaxpr | ClosedJaxpr, grid: Sequence[int | None]) -> list[BlockNumbers]:
     """What an index map says of each dim of its array; a grid dim of None is as long as a value says."""
     jaxpr, consts = open_jaxpr(index_map)
     indices = [_index(dim, grid) for dim in range(len(grid))]

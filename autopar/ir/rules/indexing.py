@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups, may_be_partial
-from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed
+from autopar.ir.rules.linearity import may_be_partial
+from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed, slice_terms
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, factor_names, num_elements
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import Shard, ShardingRule, num_elements
+from autopar.ir.rules.terms import rule_of
 
 
 @register(*find_primitives("gather"))
@@ -35,14 +35,15 @@ def gather(eqn: JaxprEqn) -> ShardingRule:
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
         return _gather_here(eqn, terms, shard, *operands)
 
-    return ShardingRule(
-        (terms.table, terms.indices),
-        (terms.slices,),
+    return rule_of(
+        eqn,
+        [terms.table, terms.indices],
+        [terms.slices],
+        [(0,)] if _fill_adds_up(eqn) else (),
         terms.sizes,
         summed=searched if adds_up else (),
         picked=searched,
         whole=terms.whole if adds_up else (*searched, *terms.whole),
-        linear=linear_groups(eqn, (0,)) if _fill_adds_up(eqn) else (),
         moves=eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP,  # every device fills
         local=local,
     )
@@ -95,23 +96,9 @@ def _joint(columns: Mapping[int, jax.Array], like: jax.Array) -> jax.Array:
 def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
     """`ab,,->1b {sum a}` for `x[i]`; a dim of which several elements are taken, but not all, is whole."""
     shape, slices = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    fresh = factor_names()
-    operand = new_term(shape, fresh)
-    sizes = sizes_of(operand, shape)
+    operand, result, single, whole = slice_terms(shape, slices)
     adds_up = may_be_partial(eqn.invars[0].aval.dtype)
-    result: list[Dim] = []
-    summed: list[Factor] = []
-    whole: list[Factor] = []
-    for dim, size, taken in zip(operand, shape, slices, strict=True):
-        if taken == size:
-            result.append(dim)
-            continue
-        result.append(() if taken == 1 else (next(fresh),))
-        sizes |= dict.fromkeys(result[-1], taken)
-        if taken == 1 and adds_up:
-            summed += dim
-        else:
-            whole += [*dim, *result[-1]]
+    summed = single if adds_up else ()
 
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
         array, *starts = operands
@@ -122,14 +109,5 @@ def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
         (found,) = bind_eqn(eqn, array, *begin, params=params)
         return [jnp.where(mine, found, jnp.zeros_like(found))]
 
-    return ShardingRule(
-        (operand, *((),) * (len(eqn.invars) - 1)),
-        (tuple(result),),
-        sizes,
-        summed=tuple(summed),
-        picked=tuple(summed),
-        whole=tuple(whole),
-        linear=linear_groups(eqn, (0,)),
-        moves=True,
-        local=local,
-    )
+    whole = whole if adds_up else (*single, *whole)
+    return rule_of(eqn, [operand], [result], [(0,)], summed=summed, picked=summed, whole=whole, moves=True, local=local)

@@ -8,13 +8,13 @@ Method: JAX keeps indices as a tree of slices and arrays of numbers, whose leave
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, new_var, open_jaxpr, replace_eqn
+from autopar._jax import Atom, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Var, new_var, open_jaxpr, replace_eqn
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Access:
         return self.sizes == self.shape and len(self.others) == (self.stored is not None)
 
 
-def is_buffer(atom: Any) -> bool:
+def is_buffer(atom: object) -> bool:
     """Whether an atom is a buffer rather than a value."""
     return isinstance(atom, Var) and "Ref" in type(atom.aval).__name__
 
@@ -74,7 +74,7 @@ def access_of(eqn: JaxprEqn) -> Access | None:
     return Access(buffer, shape, tuple(starts), tuple(sizes), _present(others), stored, reads)
 
 
-def _present(atoms: Any) -> tuple[Atom, ...]:
+def _present(atoms: Iterable[Atom | None]) -> tuple[Atom, ...]:
     return tuple(atom for atom in atoms if atom is not None)
 
 
@@ -108,7 +108,7 @@ def on_shorter_buffers(body: Jaxpr, lengths_of: Mapping[int, Mapping[int, int]])
     return _retyped(body, new)
 
 
-def _retyped(body: Jaxpr, types: Mapping[Var, Any]) -> Jaxpr:
+def _retyped(body: Jaxpr, types: Mapping[Var, Aval]) -> Jaxpr:
     """A body some of whose arguments have other types."""
     new = {var: new_var(types[var]) for var in body.invars if var in types}
     return body.replace(invars=[new.get(var, var) for var in body.invars], eqns=[_on_others(e, new) for e in body.eqns])
@@ -122,7 +122,7 @@ def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
     if _parts(eqn) is not None:
         return _access_of_others(eqn, buffer_for)
 
-    def inner(closed: Any, operands: Sequence[Atom]) -> Any:
+    def inner(closed: Jaxpr | ClosedJaxpr, operands: Sequence[Atom]) -> Jaxpr | ClosedJaxpr:
         body, _ = open_jaxpr(closed)
         types = {var: atom.aval for var, atom in zip(body.invars, operands, strict=True) if is_buffer(atom)}
         body = _retyped(body, types)
@@ -135,7 +135,7 @@ def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
     return replace_eqn(eqn, invars=invars, params={**eqn.params, **params})
 
 
-def resized_buffer(aval: Any, lengths: Mapping[int, int]) -> Any:
+def resized_buffer(aval: Aval, lengths: Mapping[int, int]) -> Aval:
     """The type of a buffer with other lengths along some dims."""
     shape = tuple(lengths.get(dim, size) for dim, size in enumerate(aval.shape))
     return aval.update(inner_aval=aval.inner_aval.update(shape=shape))

@@ -9,11 +9,10 @@ Method: a step is a trip of such a loop (`kernel_loops.py`), its number the trip
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bodies_in, open_jaxpr, scan_counts
+from autopar._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, all_equations, bodies_in, open_jaxpr, scan_counts
 from autopar.ir.rules.kernel_access import Access, is_buffer
 from autopar.ir.rules.kernel_loops import FREE, BlockLoop, NotUnderstoodError, Trip, Value, Walk, varies
 
@@ -24,11 +23,7 @@ _MAX_VISITS = 2**14
 def steps_over_blocks(body: Jaxpr, dim: int, length: int, results: Sequence[int]) -> BlockLoop | None:
     """The steps of a dim of the grid, as the kernel counts it, as a loop over blocks.
 
-    Args:
-        body: Of the kernel.
-        dim: Which.
-        length: How many steps.
-        results: Positions of results among the body's arguments. One that is walked nowhere must move with the grid.
+    `results`: positions of results among the body's arguments. One that is walked nowhere must move with the grid.
     """
     walk = Walk(length, [body.invars[at] for at in results])
     try:
@@ -79,7 +74,7 @@ class _Step(Trip):
         """As of a loop; a result that is walked nowhere moves with the grid, and its block is the step's own."""
         return super().may_touch(access, walks, is_result) if walks else is_result or access.reads
 
-    def _inside(self, closed: Any, operands: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+    def _inside(self, closed: Jaxpr | ClosedJaxpr, operands: Sequence[Atom], values: Sequence[Value]) -> list[Value]:
         """Through a program that is called with these; what it returns."""
         body, consts = open_jaxpr(closed)
         if consts or len(operands) != len(body.invars):

@@ -20,11 +20,21 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.grouped_product import grouped_product_p
-from autopar.ir.rules.linearity import linear_groups, may_be_partial
+from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.locate import signed
 from autopar.ir.rules.registry import register, register_named
-from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names, infer_sizes, num_elements
-from autopar.ir.rules.terms import drop_units, factors_of, new_term
+from autopar.ir.rules.rule import (
+    Dim,
+    Factor,
+    LocalProgram,
+    Shard,
+    ShardingRule,
+    Term,
+    factor_names,
+    infer_sizes,
+    num_elements,
+)
+from autopar.ir.rules.terms import drop_units, factors_of, new_term, rule_of
 
 
 @register(*find_primitives("dot_general"))
@@ -69,14 +79,15 @@ def _product(
         flops *= 4
     *kept, out = drop_units([*operands, out], all_sizes)
     sizes = {factor: size for factor, size in all_sizes.items() if size != 1}
-    return ShardingRule(
-        tuple(kept),
-        (out,),
+    return rule_of(
+        eqn,
+        kept,
+        [out],
+        [(0,), (1,)],
         sizes,
         summed=tuple(factor for factor in summed if factor in sizes),
         reduced={factor: "max" for factor in maxed if factor in sizes},
         whole=tuple(factor for factor in whole if factor in sizes),
-        linear=linear_groups(eqn, (0,), (1,)),
         flops=flops,
     )
 
@@ -207,76 +218,59 @@ def decomposition(eqn: JaxprEqn) -> ShardingRule:
     """`abc->abd,ae,... {whole b c d e ...}`: leading dims are a batch, shared by all operands and results."""
     matrix_dims, matrix_flops = _DECOMPOSITIONS[eqn.primitive.name]
     shape = eqn.invars[0].aval.shape
-    num_batch_dims = len(shape) - matrix_dims
-    fresh = factor_names()
-    batch = new_term(shape[:num_batch_dims], fresh)
-    terms = [(*batch, *new_term(var.aval.shape[num_batch_dims:], fresh)) for var in (*eqn.invars, *eqn.outvars)]
-    whole = tuple(dim[0] for term in terms for dim in term[num_batch_dims:] if dim)
-    sizes = infer_sizes(terms, [var.aval.shape for var in (*eqn.invars, *eqn.outvars)], str(eqn.primitive))
     m, n = shape[-2:] if matrix_dims == 2 else (1, shape[-1])
-    return ShardingRule(
-        tuple(terms[: len(eqn.invars)]),
-        tuple(terms[len(eqn.invars) :]),
-        sizes,
-        whole=whole,
-        flops=num_elements(shape[:num_batch_dims]) * matrix_flops(m, n),
-    )
+    return _of_each(eqn, len(eqn.invars), matrix_dims, matrix_flops(m, n))
+
+
+def _of_each(
+    eqn: JaxprEqn,
+    num_arrays: int,
+    num_dims: int,
+    flops: float,
+    linear: Sequence[tuple[int, ...]] = (),
+    local: LocalProgram | None = None,
+) -> ShardingRule:
+    """What is done to the last dims of the first operands: leading dims are a batch, shared by all operands and results.
+
+    `num_dims` are the last dims of the first operand; `flops` those of one of the batch.
+    """
+    shape = eqn.invars[0].aval.shape
+    lead, fresh = len(shape) - num_dims, factor_names()
+    batch = new_term(shape[:lead], fresh)
+    arrays = (*eqn.invars[:num_arrays], *eqn.outvars)
+    terms = [(*batch, *new_term(var.aval.shape[lead:], fresh)) for var in arrays]
+    whole = tuple(factor for term in terms for factor in factors_of(term[lead:]))
+    operands, results = terms[:num_arrays], terms[num_arrays:]
+    return rule_of(eqn, operands, results, linear, whole=whole, flops=num_elements(shape[:lead]) * flops, local=local)
 
 
 @register(*find_primitives("triangular_solve"))
 def triangular_solve(eqn: JaxprEqn) -> ShardingRule:
     """a[.., m, m] x = b[.., m, n], or x a = b[.., n, m]: the right-hand sides n split too, and it is linear in b."""
-    *batch_shape, size, _ = eqn.invars[0].aval.shape
-    fresh = factor_names()
-    batch = new_term(batch_shape, fresh)
-    row, column = ((),) * 2 if size == 1 else ((next(fresh),), (next(fresh),))
-    sides = eqn.invars[1].aval.shape[-1 if eqn.params["left_side"] else -2]
-    side: Dim = () if sides == 1 else (next(fresh),)
-    b = (*batch, row, side) if eqn.params["left_side"] else (*batch, side, row)
-    terms = [(*batch, row, column), b, b]
-    return ShardingRule(
-        tuple(terms[:2]),
-        (b,),
-        infer_sizes(terms, [var.aval.shape for var in (*eqn.invars, *eqn.outvars)], "triangular_solve"),
-        whole=(*row, *column),
-        linear=linear_groups(eqn, (1,)),
-        flops=float(num_elements(batch_shape) * size * size * sides),
-    )
+    fresh, on_left = factor_names(), eqn.params["left_side"]
+    *batch, row, column = new_term(eqn.invars[0].aval.shape, fresh)
+    sides = eqn.invars[1].aval.shape[-1 if on_left else -2]
+    (side,) = new_term([sides], fresh)
+    b = (*batch, row, side) if on_left else (*batch, side, row)
+    flops = float(num_elements(eqn.invars[0].aval.shape) * sides)
+    return rule_of(eqn, [(*batch, row, column), b], [b], [(1,)], whole=(*row, *column), flops=flops)
 
 
 @register(*find_primitives("tridiagonal_solve"))
 def tridiagonal_solve(eqn: JaxprEqn) -> ShardingRule:
     """Three diagonals [.., m] and right-hand sides b[.., m, n]: batch and n split, linear in b."""
-    *batch_shape, size, sides = eqn.invars[3].aval.shape
-    fresh = factor_names()
-    batch = new_term(batch_shape, fresh)
-    row: Dim = () if size == 1 else (next(fresh),)
-    b = (*batch, row, () if sides == 1 else (next(fresh),))
-    sizes = infer_sizes([b], [eqn.invars[3].aval.shape], "tridiagonal_solve")
-    flops = 8.0 * num_elements(eqn.invars[3].aval.shape)
-    return ShardingRule(
-        ((*batch, row),) * 3 + (b,), (b,), sizes, whole=row, linear=linear_groups(eqn, (3,)), flops=flops
-    )
+    shape = eqn.invars[3].aval.shape
+    b = new_term(shape)
+    return rule_of(eqn, [*(b[:-1],) * 3, b], [b], [(3,)], whole=b[-2], flops=8.0 * num_elements(shape))
 
 
 @register(*find_primitives("fft"))
 def fft(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ac {whole b c}`: the transformed dims, the last ones, are whole. Linear; 5 n log2 n FLOPs."""
-    shape, lengths = eqn.invars[0].aval.shape, eqn.params["fft_lengths"]
-    num_batch_dims = len(shape) - len(lengths)
-    fresh = factor_names()
-    batch = new_term(shape[:num_batch_dims], fresh)
-    terms = [(*batch, *new_term(var.aval.shape[num_batch_dims:], fresh)) for var in (eqn.invars[0], eqn.outvars[0])]
+    lengths = eqn.params["fft_lengths"]
     points = num_elements(lengths)
-    return ShardingRule(
-        (terms[0],),
-        (terms[1],),
-        infer_sizes(terms, [shape, eqn.outvars[0].aval.shape], "fft"),
-        whole=tuple(dim[0] for term in terms for dim in term[num_batch_dims:] if dim),
-        linear=linear_groups(eqn, (0,)),
-        flops=num_elements(shape[:num_batch_dims]) * 5.0 * points * max(1.0, math.log2(max(points, 1))),
-        local=_transform,
-    )
+    flops = 5.0 * points * max(1.0, math.log2(max(points, 1)))
+    return _of_each(eqn, 1, len(lengths), flops, [(0,)], _transform)
 
 
 def _transform(eqn: JaxprEqn, shard: Shard, operand: jax.Array) -> list[jax.Array]:

@@ -24,9 +24,7 @@ from autopar._jax import Atom, JaxprEqn, Literal
 def linear_groups(eqn: JaxprEqn, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Those `groups` of operands whose partial sums give partial sums of every result.
 
-    Args:
-        eqn: The equation.
-        groups: For each, operand numbers: the operation is linear in these operands together, the others held fixed.
+    `groups`: for each, operand numbers: the operation is linear in these operands together, the others held fixed.
     """
     results = [var.aval.dtype for var in eqn.outvars]
     return tuple(

@@ -12,7 +12,7 @@ Method: JAX's modes are about global indices, so an index is clamped, or found o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.ir.rules.rule import Dim, Factor, Shard, Term, factor_names
+from autopar.ir.rules.terms import new_term
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,6 @@ def index_terms(
         table: Shape of what is read from, or written into.
         indices: Shape of the indices; the last dim is the vector of coordinates.
         taken: Length of a slice along each dim of the table.
-        numbers: As JAX's.
     """
     fresh = factor_names()
     sizes: dict[Factor, int] = {}
@@ -84,7 +84,9 @@ def index_terms(
         rows.append(row)
         if d not in numbers.collapsed_slice_dims:
             windows.append(window)
-    slices = _interleave(iter(windows), iter(at), len(windows) + len(at), numbers.offset_dims)
+    of_window, of_position = iter(windows), iter(at)
+    ndim = len(windows) + len(at)
+    slices = tuple(next(of_window if d in numbers.offset_dims else of_position) for d in range(ndim))
     vector = new(indices[-1])
     positions = [factor for d, dim in enumerate(at) if d not in batch_of.values() for factor in dim]
     return IndexTerms(
@@ -92,8 +94,17 @@ def index_terms(
     )
 
 
-def _interleave(windows: Iterator[Dim], positions: Iterator[Dim], ndim: int, offset_dims: Sequence[int]) -> Term:
-    return tuple(next(windows if d in offset_dims else positions) for d in range(ndim))
+def slice_terms(
+    table: Sequence[int], taken: Sequence[int]
+) -> tuple[Term, Term, tuple[Factor, ...], tuple[Factor, ...]]:
+    """Terms of a table and of one slice of it; factors of which the slice has a single element, and those not to be split."""
+    fresh = factor_names()
+    rows = new_term(table, fresh)
+    lengths = list(zip(rows, table, taken, strict=True))
+    slices = [dim if length == size else new_term([length], fresh)[0] for dim, size, length in lengths]
+    single = [factor for dim, size, length in lengths if length == 1 != size for factor in dim]
+    cut = [(*dim, *own) for (dim, size, length), own in zip(lengths, slices, strict=True) if 1 != length != size]
+    return rows, tuple(slices), tuple(single), tuple(factor for factors in cut for factor in factors)
 
 
 def signed(index: jax.Array) -> jax.Array:
@@ -113,10 +124,7 @@ def clamp(index: jax.Array, last: int) -> jax.Array:
 def locate(index: jax.Array, factor: Factor, shard: Shard) -> tuple[jax.Array, jax.Array]:
     """Local index, and whether this device answers it.
 
-    Args:
-        index: Global, signed; may be out of range.
-        factor: Of the indexed dim.
-        shard: Where this device stands.
+    `index`: global, signed; may be out of range.
 
     Returns:
         The local index (-1 where the global one is out of range), and a mask of the same shape; over all devices along
@@ -138,8 +146,6 @@ def locate_slice(
         starts: A scalar for each dim; they are clamped, so that the slice is inside.
         taken: Length of the slice along each dim.
         shape: Global shape of the table.
-        table: Its factors.
-        shard: Where this device stands.
     """
     begin, mine = [], jnp.asarray(True)
     for start, length, size, dim in zip(starts, taken, shape, table, strict=True):

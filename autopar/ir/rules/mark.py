@@ -7,16 +7,15 @@ Method: an identity of its own, which differentiation and batching pass through.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.interpreters import ad, batching, mlir
 
 from autopar._jax import JaxprEqn, Primitive
-from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import ShardingRule, factor_names
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import ShardingRule
+from autopar.ir.rules.terms import new_term, rule_of
 
 Tree = TypeVar("Tree")
 
@@ -33,17 +32,15 @@ def mark_stage(x: Tree) -> Tree:
 
     Obeyed by `PipelineParallel()`, which then cuts one stage more than there are marks. Elsewhere it is an identity.
 
-    Args:
-        x: What passes from one stage to the next: an array or a pytree; the mark is put on its last array.
+    `x`: what passes from one stage to the next: an array or a pytree; the mark is put on its last array.
     """
     leaves, tree = jax.tree.flatten(x)
-    marked: list[Any] = [*leaves[:-1], *(mark_stage_p.bind(leaf) for leaf in leaves[-1:])]
+    marked = [*leaves[:-1], *(mark_stage_p.bind(leaf) for leaf in leaves[-1:])]
     return jax.tree.unflatten(tree, marked)
 
 
 @register(mark_stage_p)
 def mark(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ab`, a copy."""
-    shape = eqn.outvars[0].aval.shape
-    term = new_term(shape, factor_names())
-    return ShardingRule((term,), (term,), sizes_of(term, shape), linear=linear_groups(eqn, (0,)), flops=0.0)
+    term = new_term(eqn.outvars[0].aval.shape)
+    return rule_of(eqn, [term], [term], [(0,)])

@@ -9,67 +9,56 @@ Method: a broadcast dim is a factor of the result alone, so a device makes just 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar._jax import Atom, JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups
+from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, LocalProgram, Shard, ShardingRule, Term, factor_names, num_elements
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.terms import new_term, rule_of
 
 
 @register(*find_primitives("broadcast_in_dim"))
 def broadcast_in_dim(eqn: JaxprEqn) -> ShardingRule:
     """`b->ab`; a dim of length 1 that is stretched is `1`: `1b->ab`."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    result = new_term(target, factor_names())
+    result = new_term(target)
     places = eqn.params["broadcast_dimensions"]
     operand = tuple(() if size == 1 else result[place] for size, place in zip(source, places, strict=True))
 
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
         return [lax.broadcast_in_dim(array, _local_shape(result, shard), places)]
 
-    dynamic = ((),) * (len(eqn.invars) - 1)
-    return ShardingRule(
-        (operand, *dynamic),
-        (result,),
-        sizes_of(result, target),
-        linear=linear_groups(eqn, (0,)),
-        moves=True,
-        local=local,
-    )
+    return rule_of(eqn, [operand], [result], [(0,)], moves=True, local=local)
 
 
 @register(*find_primitives("transpose"))
 def transpose(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ba`."""
-    shape = eqn.invars[0].aval.shape
-    operand = new_term(shape, factor_names())
-    result = tuple(operand[d] for d in eqn.params["permutation"])
-    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)), moves=True)
+    operand = new_term(eqn.invars[0].aval.shape)
+    return rule_of(eqn, [operand], [tuple(operand[d] for d in eqn.params["permutation"])], [(0,)], moves=True)
 
 
 @register(*find_primitives("squeeze"))
 def squeeze(eqn: JaxprEqn) -> ShardingRule:
     """`a1b->ab`."""
-    shape = eqn.invars[0].aval.shape
-    operand = new_term(shape, factor_names())
-    result = tuple(dim for d, dim in enumerate(operand) if d not in eqn.params["dimensions"])
-    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)), moves=True)
+    operand = new_term(eqn.invars[0].aval.shape)
+    return rule_of(eqn, [operand], [_without(operand, eqn.params["dimensions"])], [(0,)], moves=True)
 
 
 @register(*find_primitives("expand_dims"))
 def expand_dims(eqn: JaxprEqn) -> ShardingRule:
     """`ab->a1b`."""
-    shape = eqn.outvars[0].aval.shape
-    result = new_term(shape, factor_names())
-    operand = tuple(dim for d, dim in enumerate(result) if d not in eqn.params["dimensions"])
-    return ShardingRule((operand,), (result,), sizes_of(result, shape), linear=linear_groups(eqn, (0,)), moves=True)
+    result = new_term(eqn.outvars[0].aval.shape)
+    return rule_of(eqn, [_without(result, eqn.params["dimensions"])], [result], [(0,)], moves=True)
+
+
+def _without(term: Term, dims: Sequence[int]) -> Term:
+    return tuple(dim for d, dim in enumerate(term) if d not in dims)
 
 
 @register(*find_primitives("select_n"))
@@ -79,14 +68,8 @@ def select_n(eqn: JaxprEqn) -> ShardingRule:
     term = new_term(shape, factor_names())
     predicate = term if eqn.invars[0].aval.shape else ()
     cases = tuple(range(1, len(eqn.invars)))
-    return ShardingRule(
-        (predicate, *(term,) * len(cases)),
-        (term,),
-        sizes_of(term, shape),
-        linear=linear_groups(eqn, cases),
-        moves=True,
-        flops=float(num_elements(shape)),
-    )
+    operands = [predicate, *(term,) * len(cases)]
+    return rule_of(eqn, operands, [term], [cases], moves=True, flops=float(num_elements(shape)))
 
 
 @register(*find_primitives("slice"))
@@ -115,12 +98,9 @@ def pad(eqn: JaxprEqn) -> ShardingRule:
 @register(*find_primitives("rev"))
 def rev(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ab {whole b}`: a dim that is reversed is whole."""
-    shape = eqn.invars[0].aval.shape
-    term = new_term(shape, factor_names())
-    whole = tuple(term[d][0] for d in eqn.params["dimensions"] if term[d])
-    return ShardingRule(
-        (term,), (term,), sizes_of(term, shape), whole=whole, linear=linear_groups(eqn, (0,)), moves=True
-    )
+    term = new_term(eqn.invars[0].aval.shape)
+    whole = tuple(factor for d in eqn.params["dimensions"] for factor in term[d])
+    return rule_of(eqn, [term], [term], [(0,)], whole=whole, moves=True)
 
 
 @register(*find_primitives("concatenate"))
@@ -167,30 +147,28 @@ def tile(eqn: JaxprEqn) -> ShardingRule:
         ]
         return [jnp.tile(array, counts)]
 
-    return ShardingRule(
-        (tuple(operand),), (tuple(result),), sizes, linear=linear_groups(eqn, (0,)), moves=True, local=local
-    )
+    return rule_of(eqn, [tuple(operand)], [tuple(result)], [(0,)], sizes, moves=True, local=local)
 
 
 @register(*find_primitives("iota"))
 def iota(eqn: JaxprEqn) -> ShardingRule:
     """`->ab`: each device counts from where its part begins."""
     shape, along = eqn.outvars[0].aval.shape, eqn.params["dimension"]
-    result = new_term(shape, factor_names())
+    result = new_term(shape)
 
     def local(eqn: JaxprEqn, shard: Shard, *_: jax.Array) -> Sequence[jax.Array]:
         dtype = eqn.params["dtype"]
         count = lax.broadcasted_iota(dtype, _local_shape(result, shard), along)
         return [count + _offset(shard, result[along]).astype(dtype) if result[along] else count]
 
-    return ShardingRule(((),) * len(eqn.invars), (result,), sizes_of(result, shape), local=local)
+    return rule_of(eqn, [], [result], local=local)
 
 
 @register(*find_primitives("iota_2x32_shape"))
 def iota_2x32_shape(eqn: JaxprEqn) -> ShardingRule:
     """`->ab,ab`: position in row-major order, as high and low words; the counters of random bits."""
     shape = eqn.outvars[0].aval.shape
-    result = new_term(shape, factor_names())
+    result = new_term(shape)
     small = num_elements(shape) <= 1 << 32
 
     def local(eqn: JaxprEqn, shard: Shard) -> Sequence[jax.Array]:
@@ -202,17 +180,16 @@ def iota_2x32_shape(eqn: JaxprEqn) -> ShardingRule:
         return [jnp.zeros_like(low), low]
 
     whole = () if small else tuple(dim[0] for dim in result if dim)
-    return ShardingRule((), (result, result), sizes_of(result, shape), whole=whole, local=local if small else None)
+    return rule_of(eqn, [], [result], whole=whole, local=local if small else None)
 
 
 @register(*find_primitives("bitcast_convert_type"))
 def bitcast_convert_type(eqn: JaxprEqn) -> ShardingRule:
     """`a->a`; between widths a last dim comes or goes: `a->ab {whole b}`."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    longer = max(source, target, key=len)
-    term = new_term(longer, factor_names())
+    term = new_term(max(source, target, key=len))
     whole = term[-1] if len(source) != len(target) else ()
-    return ShardingRule((term[: len(source)],), (term[: len(target)],), sizes_of(term, longer), whole=whole)
+    return rule_of(eqn, [term[: len(source)]], [term[: len(target)]], whole=whole)
 
 
 def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: LocalProgram | None) -> ShardingRule:
@@ -224,19 +201,22 @@ def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: LocalProgram | None) ->
         dim if keep else () if size == 1 else (next(fresh),)
         for dim, size, keep in zip(operand, target, kept, strict=True)
     )
-    sizes = {**sizes_of(operand, source), **sizes_of(result, target)}
     whole = tuple(
-        dim[0] for term in (operand, result) for dim, keep in zip(term, kept, strict=True) if dim and not keep
+        f for term in (operand, result) for dim, keep in zip(term, kept, strict=True) if not keep for f in dim
     )
-    return ShardingRule(
-        (operand, *((),) * (len(eqn.invars) - 1)),
-        (result,),
-        sizes,
-        whole=whole,
-        linear=linear_groups(eqn, tuple(range(len(eqn.invars)))),
-        moves=True,
-        local=local,
-    )
+    return _moving(eqn, [operand], [result], whole, local)
+
+
+def _moving(
+    eqn: JaxprEqn,
+    operands: Sequence[Term],
+    results: Sequence[Term],
+    whole: Sequence[Factor],
+    local: LocalProgram | None = None,
+) -> ShardingRule:
+    """A rule linear in all operands together."""
+    together = tuple(range(len(eqn.invars)))
+    return rule_of(eqn, operands, results, [together], whole=tuple(whole), moves=True, local=local)
 
 
 def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
@@ -244,33 +224,20 @@ def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
     fresh = factor_names()
     shape = [1 if d == along else size for d, size in enumerate(eqn.invars[0].aval.shape)]
     shared = new_term(shape, fresh)
-    sizes = sizes_of(shared, shape)
-    whole: list[Factor] = []
-
-    def terms(variables: Sequence[Atom]) -> Iterator[Term]:
-        for var in variables:
-            own: Dim = () if var.aval.shape[along] == 1 else (next(fresh),)
-            sizes.update(dict.fromkeys(own, var.aval.shape[along]))
-            whole.extend(own)
-            yield (*shared[:along], own, *shared[along + 1 :])
-
-    operands, results = tuple(terms(eqn.invars)), tuple(terms(eqn.outvars))
-    linear = linear_groups(eqn, tuple(range(len(operands))))
-    return ShardingRule(operands, results, sizes, whole=tuple(whole), linear=linear, moves=True)
+    own = new_term([var.aval.shape[along] for var in (*eqn.invars, *eqn.outvars)], fresh)
+    terms = [(*shared[:along], dim, *shared[along + 1 :]) for dim in own]
+    count = len(eqn.invars)
+    return _moving(eqn, terms[:count], terms[count:], [factor for dim in own for factor in dim])
 
 
 def _stacked(eqn: JaxprEqn, shape: Sequence[int], along: int) -> ShardingRule:
     """Arrays without dim `along`, and the stack of them that has it."""
-    stacked = new_term(shape, factor_names())
-    part = (*stacked[:along], *stacked[along + 1 :])
-    return ShardingRule(
-        tuple(stacked if len(v.aval.shape) == len(shape) else part for v in eqn.invars),
-        tuple(stacked if len(v.aval.shape) == len(shape) else part for v in eqn.outvars),
-        sizes_of(stacked, shape),
-        whole=stacked[along],
-        linear=linear_groups(eqn, tuple(range(len(eqn.invars)))),
-        moves=True,
+    stacked = new_term(shape)
+    part = _without(stacked, (along,))
+    operands, results = (
+        [stacked if len(v.aval.shape) == len(shape) else part for v in side] for side in (eqn.invars, eqn.outvars)
     )
+    return _moving(eqn, operands, results, stacked[along])
 
 
 def _local_shape(term: Term, shard: Shard) -> tuple[int, ...]:

@@ -11,23 +11,16 @@ import math
 from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import ShardingRule, factor_names, num_elements
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.terms import new_term, rule_of
 
 
 @register(*find_primitives("sort"))
 def sort(eqn: JaxprEqn) -> ShardingRule:
     """`ab,ab->ab,ab {whole b}`."""
     shape = eqn.invars[0].aval.shape
-    term = new_term(shape, factor_names())
-    count = len(eqn.invars)
-    length = shape[eqn.params["dimension"]]
-    return ShardingRule(
-        (term,) * count,
-        (term,) * count,
-        sizes_of(term, shape),
-        whole=term[eqn.params["dimension"]],
-        flops=count * num_elements(shape) * math.log2(max(length, 2)),
-    )
+    term, along, count = new_term(shape), eqn.params["dimension"], len(eqn.invars)
+    flops = count * num_elements(shape) * math.log2(max(shape[along], 2))
+    return rule_of(eqn, [term] * count, [term], whole=term[along], flops=flops)
 
 
 @register(*find_primitives("top_k", "approx_top_k"))
@@ -39,10 +32,4 @@ def top_k(eqn: JaxprEqn) -> ShardingRule:
     operand = new_term(source, fresh)
     own = () if target[along] == 1 else (next(fresh),)
     result = (*operand[:along], own, *operand[along + 1 :])
-    return ShardingRule(
-        (operand,),
-        (result, result),
-        {**sizes_of(operand, source), **sizes_of(result, target)},
-        whole=(*operand[along], *own),
-        flops=float(num_elements(source)),
-    )
+    return rule_of(eqn, [operand], [result], whole=(*operand[along], *own), flops=float(num_elements(source)))

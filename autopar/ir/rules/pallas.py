@@ -71,10 +71,20 @@ def _not_understood(eqn: JaxprEqn) -> str | None:
 
 
 class _Kernel:
-    """One kernel while its rule is read: terms of its arrays, and why grid dims are whole."""
+    """One kernel while its rule is read: terms of its arrays, and why grid dims are whole.
+
+    Attributes:
+        results: Positions of results among the body's arguments.
+        scratch: The same of buffers that outlive a step.
+        overwrites: Operands whose memory results take.
+    """
 
     def __init__(self, eqn: JaxprEqn):
         self.eqn, self.mapping = eqn, eqn.params["grid_mapping"]
+        self.body, _ = open_jaxpr(eqn.params["jaxpr"])
+        self.overwrites = eqn.params.get("input_output_aliases") or ()
+        scratch = len(self.body.invars) - len(self.mapping.scratch_avals)
+        self.results, self.scratch = range(scratch - len(eqn.outvars), scratch), range(scratch, len(self.body.invars))
         self.grid: tuple[int | None, ...] = tuple(n if isinstance(n, int) else None for n in self.mapping.grid)
         self.whole: dict[int, str] = {}
         self.sizes: dict[Factor, int] = {}
@@ -130,28 +140,20 @@ class _Kernel:
 
     def _loops(self) -> list[BlockLoop]:
         """Loops in the body over blocks of what every step has all of."""
-        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
-        if self.eqn.params.get("input_output_aliases"):
-            return []
-        return [loop for loop in loops_over_blocks(body, self._results_of(body)) if None not in self._walked(loop)]
+        found = [] if self.overwrites else loops_over_blocks(self.body, self.results)
+        return [loop for loop in found if None not in self._walked(loop)]
 
     def _steps(self) -> dict[int, BlockLoop]:
         """Grid dims by whose number the body finds blocks of what every step has all of."""
-        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
-        asked = dict.fromkeys(_asked_for(body))
+        asked = dict.fromkeys(_asked_for(self.body))
         found: dict[int, BlockLoop] = {}
         for own, dim in enumerate(self._user_dims):
             length = self.grid[dim]
-            if own in asked and len(self.lengths[dim]) == 1 and length and not self.eqn.params["input_output_aliases"]:
-                loop = steps_over_blocks(body, own, length, self._results_of(body))
+            if own in asked and len(self.lengths[dim]) == 1 and length and not self.overwrites:
+                loop = steps_over_blocks(self.body, own, length, self.results)
                 if loop is not None and None not in self._walked(loop):
                     found[dim] = loop
         return found
-
-    def _results_of(self, body: Jaxpr) -> range:
-        """Positions of results among the body's arguments."""
-        behind = len(body.invars) - len(self.mapping.scratch_avals)
-        return range(behind - len(self.eqn.outvars), behind)
 
     def _walked(self, loop: BlockLoop) -> list[tuple[int, int] | None]:
         """(Array, dim) of what a loop goes over; None: of no array, or of one of which a step has but a part."""
@@ -159,19 +161,17 @@ class _Kernel:
 
     def _added_up(self, results: Sequence[Term]) -> set[int]:
         """Grid dims over whose steps those results are sums that do not move with them."""
-        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
-        if self.eqn.params.get("input_output_aliases"):
+        if self.overwrites:
             return set()  # more may go from step to step than the sum
-        behind = len(body.invars) - len(self.mapping.scratch_avals)
         shared = {}
-        for k, (term, var) in enumerate(zip(results, self.eqn.outvars, strict=True)):
+        for at, term, var in zip(self.results, results, self.eqn.outvars, strict=True):
             still = [d for d in self._user_dims if self.grid[d] != 1 and not self._moves(term, d)]
             if still and not may_be_partial(var.aval.dtype):
                 return set()
-            shared[behind - len(results) + k] = frozenset(map(self._user_dims.index, still))
+            shared[at] = frozenset(map(self._user_dims.index, still))
         grid = [self.grid[dim] for dim in self._user_dims]
         shared = {at: dims for at, dims in shared.items() if dims}
-        return {self._user_dims[dim] for dim in dims_added_up(body, grid, shared, range(behind, len(body.invars)))}
+        return {self._user_dims[dim] for dim in dims_added_up(self.body, grid, shared, self.scratch)}
 
     def _moves(self, term: Term, grid_dim: int) -> bool:
         factor = self.factor_of[grid_dim, len(self.lengths[grid_dim]) - 1]
@@ -179,8 +179,7 @@ class _Kernel:
 
     def _keep_what_is_asked_for(self, sums: set[int]) -> None:
         """Grid dims whose index the kernel reads, by `program_id` or a name; with scratch also those within them."""
-        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
-        asked = {self._user_dims[dim] for dim in _asked_for(body) if dim < len(self._user_dims)}
+        asked = {self._user_dims[dim] for dim in _asked_for(self.body) if dim < len(self._user_dims)}
         asked -= sums | self.steps.keys()
         if self.mapping.grid_names is not None:
             asked |= {dim for dim, name in enumerate(self.mapping.grid_names) if name is not None}
@@ -211,10 +210,11 @@ class _Kernel:
     def _term(self, k: int) -> Term:
         """The dims of an array: of each the factors that walk its blocks and one inside a block."""
         each, numbers = self.mapping.block_mappings[k], self.maps[k]
+        unknown = BlockNumbers(frozenset(range(len(self.grid))), None)
         dims: list[Dim] = []
         for position, size in enumerate(each.array_aval.shape):
             block = _block_size(each.block_shape[position])
-            number = numbers[position] if len(numbers) == len(each.block_shape) else BlockNumbers(_all(self.grid), None)
+            number = numbers[position] if len(numbers) == len(each.block_shape) else unknown
             taken = {factor for dim in dims for factor in dim}
             loops = [factor for factor, loop in self.loops.items() if (k, position) in self._walked(loop)]
             if loops:
@@ -249,7 +249,7 @@ class _Kernel:
     def _keep_what_is_overwritten(self, operands: Sequence[Term], results: Sequence[Term]) -> None:
         """An operand whose memory a result takes must lie as the result does."""
         num_dynamic = sum(length is None for length in self.grid)
-        for operand, result in self.eqn.params.get("input_output_aliases") or ():
+        for operand, result in self.overwrites:
             pair = [_without(term, self.never) for term in (operands[operand + num_dynamic], results[result])]
             moving = {factor for term in pair for dim in term for factor in dim}
             if pair[0] != pair[1]:
@@ -260,10 +260,6 @@ class _Kernel:
 
 def _without(term: Term, factors: Sequence[Factor]) -> Term:
     return tuple(tuple(factor for factor in dim if factor not in factors) for dim in term)
-
-
-def _all(grid: Sequence[Any]) -> frozenset[int]:
-    return frozenset(range(len(grid)))
 
 
 def _block_size(block: Any) -> int | None:
@@ -310,13 +306,9 @@ def _on_part(
     """The kernel over the steps of one device.
 
     Args:
-        eqn: The kernel.
-        shard: Which part.
-        operands: Of the part.
         steps: The major factor of each grid dim.
         sums: Grid dims whose steps are added up, by the number that the kernel knows them by.
         loops: Loops in the body, by the factor that they go over.
-        results: Their terms.
     """
     mapping = eqn.params["grid_mapping"]
     counts = [shard.num_shards(steps[dim]) for dim in range(len(mapping.grid))]

@@ -9,15 +9,15 @@ Method: sums stay partial; max, min and the logical and, or are all-reduced as s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from autopar._jax import JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups, may_be_extreme, may_be_partial
+from autopar.ir.rules.linearity import may_be_extreme, may_be_partial
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import ShardingRule, factor_names, num_elements
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import Factor, ShardingRule, Term, num_elements
+from autopar.ir.rules.terms import new_term, rule_of
 
 
 def _is_boolean(dtype: np.dtype) -> bool:
@@ -34,62 +34,54 @@ _PARTS: dict[str, tuple[str, Callable[[np.dtype], bool]]] = {
 """What a reduction of parts is a part of, and of which dtypes; other reductions are not done in parts."""
 
 
-def parts_make(eqn: JaxprEqn) -> str:
-    """What a reduction of parts of a dim makes, or one of windows: part of a `"sum"`, `"max"` or `"min"`; else `"whole"`."""
-    name = eqn.primitive.name.removeprefix("reduce_").removeprefix("window_")
-    kind, fits = _PARTS.get(name, ("whole", may_be_partial))
-    return kind if fits(eqn.outvars[0].aval.dtype) else "whole"
-
-
 @register(*find_primitives("argmax", "argmin", "reduce_prod", "reduce_xor", *(f"reduce_{name}" for name in _PARTS)))
 def reduce_axes(eqn: JaxprEqn) -> ShardingRule:
     """`ab->a {sum b}`, `{max b}`, `{min b}` or `{whole b}`."""
-    kind = parts_make(eqn)
-    shape = eqn.invars[0].aval.shape
-    operand = new_term(shape, factor_names())
-    result = tuple(dim for d, dim in enumerate(operand) if d not in eqn.params["axes"])
-    gone = tuple(dim[0] for d, dim in enumerate(operand) if d in eqn.params["axes"] and dim)
-    return ShardingRule(
-        (operand,),
-        (result,),
-        sizes_of(operand, shape),
-        summed=gone if kind == "sum" else (),
+    operand = new_term(eqn.invars[0].aval.shape)
+    result, gone = _parted(operand, eqn.params["axes"])
+    return reduction(eqn, [operand], result, gone)
+
+
+def reduction(
+    eqn: JaxprEqn,
+    operands: Sequence[Term],
+    result: Term,
+    gone: Sequence[Factor],
+    sizes: Mapping[Factor, int] | None = None,
+) -> ShardingRule:
+    """The rule of arrays of which these factors are reduced: in parts, if what parts make can be joined."""
+    name = eqn.primitive.name.removeprefix("reduce_").removeprefix("window_")
+    kind, fits = _PARTS.get(name, ("whole", may_be_partial))
+    kind = kind if fits(eqn.outvars[0].aval.dtype) else "whole"
+    return rule_of(
+        eqn,
+        operands,
+        [result],
+        [(0,)] if kind == "sum" else (),
+        sizes,
+        summed=tuple(gone) if kind == "sum" else (),
         reduced=dict.fromkeys(gone, kind) if kind in ("max", "min") else {},
-        whole=gone if kind == "whole" else (),
-        linear=linear_groups(eqn, (0,)) if kind == "sum" else (),
-        flops=float(num_elements(shape)),
+        whole=tuple(gone) if kind == "whole" else (),
+        flops=float(len(operands) * num_elements(eqn.invars[0].aval.shape)),
     )
+
+
+def _parted(term: Term, dims: Sequence[int]) -> tuple[Term, tuple[Factor, ...]]:
+    """A term without these dims, and their factors."""
+    return tuple(dim for d, dim in enumerate(term) if d not in dims), tuple(f for d in dims for f in term[d])
 
 
 @register(*find_primitives("reduce"))
 def reduce(eqn: JaxprEqn) -> ShardingRule:
     """n arrays and n initial scalars by any computation: `ab,ab,,->a,a {whole b}`."""
-    arrays = len(eqn.outvars)
-    shape = eqn.invars[0].aval.shape
-    operand = new_term(shape, factor_names())
-    dimensions = eqn.params["dimensions"]
-    result = tuple(dim for d, dim in enumerate(operand) if d not in dimensions)
-    whole = tuple(operand[d][0] for d in dimensions if operand[d])
-    return ShardingRule(
-        (operand,) * arrays + ((),) * arrays,
-        (result,) * arrays,
-        sizes_of(operand, shape),
-        whole=whole,
-        flops=float(arrays * num_elements(shape)),
-    )
+    operand = new_term(eqn.invars[0].aval.shape)
+    result, gone = _parted(operand, eqn.params["dimensions"])
+    return reduction(eqn, [operand] * len(eqn.outvars), result, gone)
 
 
 @register(*find_primitives("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"))
 def cumulative(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ab {whole b}`; the sum is linear."""
     shape = eqn.invars[0].aval.shape
-    operand = new_term(shape, factor_names())
-    is_sum = eqn.primitive.name == "cumsum"
-    return ShardingRule(
-        (operand,),
-        (operand,),
-        sizes_of(operand, shape),
-        whole=operand[eqn.params["axis"]],
-        linear=linear_groups(eqn, (0,)) if is_sum else (),
-        flops=float(num_elements(shape)),
-    )
+    term, linear = new_term(shape), [(0,)] if eqn.primitive.name == "cumsum" else ()
+    return rule_of(eqn, [term], [term], linear, whole=term[eqn.params["axis"]], flops=float(num_elements(shape)))

@@ -15,9 +15,9 @@ import jax
 from jax import lax
 
 from autopar._jax import JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Factor, Shard, ShardingRule, factor_names
+from autopar.ir.rules.terms import rule_of
 
 
 @register(*find_primitives("reshape"))
@@ -32,16 +32,7 @@ def reshape(eqn: JaxprEqn) -> ShardingRule:
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
         return [lax.reshape(array, [shard.local_dim(dim) for dim in result], eqn.params["dimensions"])]
 
-    dynamic = ((),) * (len(eqn.invars) - 1)
-    return ShardingRule(
-        (tuple(operand), *dynamic),
-        (tuple(result),),
-        sizes,
-        whole=whole,
-        linear=linear_groups(eqn, (0,)),
-        moves=True,
-        local=local,
-    )
+    return rule_of(eqn, [tuple(operand)], [tuple(result)], [(0,)], sizes, whole=whole, moves=True, local=local)
 
 
 def factor_shapes(

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups, may_be_partial
-from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed
+from autopar.ir.rules.linearity import may_be_partial
+from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed, slice_terms
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, factor_names, num_elements
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import Shard, ShardingRule, num_elements
+from autopar.ir.rules.terms import rule_of
 
 
 @register(*find_primitives("scatter-add", "scatter-sub"))
@@ -69,13 +69,14 @@ def _scatter(eqn: JaxprEqn, *linear: tuple[int, ...], adds: bool = False, flops_
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
         return _scatter_here(eqn, terms, taken, shard, *operands)
 
-    return ShardingRule(
-        (terms.table, terms.indices, terms.slices),
-        (terms.table,),
+    return rule_of(
+        eqn,
+        [terms.table, terms.indices, terms.slices],
+        [terms.table],
+        linear,
         terms.sizes,
         summed=terms.positions if adds else (),
         whole=terms.whole if adds else (*terms.positions, *terms.whole),
-        linear=linear_groups(eqn, *linear),
         joined=dict.fromkeys(terms.positions, (0,)) if adds else {},
         flops=float(flops_per_update * num_elements(updates.shape)),
         local=local,
@@ -153,19 +154,7 @@ def _write_once(
 def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
     """`ab,1b,,->ab`; a dim of which several elements are written, but not all, is whole."""
     shape, taken = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    fresh = factor_names()
-    operand = new_term(shape, fresh)
-    sizes = sizes_of(operand, shape)
-    update: list[Dim] = []
-    single: list[Factor] = []
-    whole: list[Factor] = []
-    for dim, size, written in zip(operand, shape, taken, strict=True):
-        update.append(dim if written == size else () if written == 1 else (next(fresh),))
-        sizes |= dict.fromkeys(update[-1], written)
-        if written == 1 != size:
-            single += dim
-        elif written != size:
-            whole += [*dim, *update[-1]]
+    operand, update, single, whole = slice_terms(shape, taken)
 
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
         array, new, *starts = operands
@@ -176,12 +165,4 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
         new = jnp.where(mine, new, lax.dynamic_slice(array, begin, new.shape))
         return bind_eqn(eqn, array, new, *begin)
 
-    return ShardingRule(
-        (operand, tuple(update), *((),) * (len(eqn.invars) - 2)),
-        (operand,),
-        sizes,
-        whole=tuple(whole),
-        linear=linear_groups(eqn, (0, 1)),
-        moves=True,
-        local=local,
-    )
+    return rule_of(eqn, [operand, update], [operand], [(0, 1)], whole=whole, moves=True, local=local)

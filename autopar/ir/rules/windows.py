@@ -8,39 +8,44 @@ Method: each dim by itself (`window.py`).
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
 
-from autopar._jax import JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups
-from autopar.ir.rules.reductions import parts_make
+from autopar._jax import JaxprEqn, bind_eqn, find_primitives
+from autopar.ir.rules.reductions import reduction
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Shard, ShardingRule, Term, factor_names, num_elements
+from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term, factor_names, num_elements
+from autopar.ir.rules.terms import factors_of, rule_of
 from autopar.ir.rules.window import Window, WindowFactors
 
 
 @register(*find_primitives("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"))
 def reduce_window(eqn: JaxprEqn) -> ShardingRule:
     """A dim that one window covers is reduced as in `reductions.py`; n arrays and n initial scalars by any computation."""
-    kind = parts_make(eqn)
     dims = _window_factors(eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+    operand, result, sizes = _terms(dims)
+    rule = reduction(eqn, [operand] * len(eqn.outvars), result, [f for dim in dims for f in dim.reduced], sizes)
+    whole = [factor for dim in dims for factor in dim.whole if factor in sizes]
+    flops = float(len(eqn.outvars) * num_elements(eqn.outvars[0].aval.shape))
+    flops *= num_elements(eqn.params["window_dimensions"])
+
+    def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+        """A window along a split factor is shorter by as much."""
+        lengths = zip(dims, eqn.params["window_dimensions"], strict=True)
+        shorter = tuple(length // math.prod(map(shard.num_shards, dim.reduced)) for dim, length in lengths)
+        return bind_eqn(eqn, *operands, params={**eqn.params, "window_dimensions": shorter})
+
+    return dataclasses.replace(rule, whole=(*whole, *rule.whole), flops=flops, local=local)
+
+
+def _terms(dims: Sequence[WindowFactors]) -> tuple[Term, Term, dict[Factor, int]]:
+    """Of what windows go over, and of an element for each window; lengths of the factors in them."""
     operand, result = tuple(dim.operand for dim in dims), tuple(dim.result for dim in dims)
-    whole = [factor for dim in dims for factor in dim.whole if factor in (*dim.operand, *dim.result)]
-    reduced = [factor for dim in dims for factor in dim.reduced]
-    used = {factor for dim in (*operand, *result) for factor in dim}
-    arrays = len(eqn.outvars)
-    return ShardingRule(
-        (operand,) * arrays + ((),) * (len(eqn.invars) - arrays),
-        (result,) * arrays,
-        {factor: size for dim in dims for factor, size in dim.sizes.items() if factor in used},
-        summed=tuple(reduced) if kind == "sum" else (),
-        reduced=dict.fromkeys(reduced, kind) if kind in ("max", "min") else {},
-        whole=(*whole, *reduced) if kind == "whole" else tuple(whole),
-        linear=linear_groups(eqn, (0,)) if kind == "sum" else (),
-        flops=float(arrays * num_elements(eqn.outvars[0].aval.shape) * num_elements(eqn.params["window_dimensions"])),
-        local=_local_reduce_window,
-    )
+    used = factors_of(operand, result)
+    return operand, result, {f: size for dim in dims for f, size in dim.sizes.items() if f in used}
 
 
 def _window_factors(eqn: JaxprEqn, shape: Sequence[int], places: Sequence[int]) -> list[WindowFactors]:
@@ -60,18 +65,6 @@ def _window_factors(eqn: JaxprEqn, shape: Sequence[int], places: Sequence[int]) 
             strict=True,
         )
     ]
-
-
-def _local_reduce_window(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-    """A window along a split factor is shorter by as much."""
-    dims = _window_factors(eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
-    lengths = []
-    for dim, length in zip(dims, eqn.params["window_dimensions"], strict=True):
-        for factor in dim.reduced:
-            length //= shard.num_shards(factor)
-        lengths.append(length)
-    results = eqn.primitive.bind(*operands, **{**eqn.params, "window_dimensions": tuple(lengths)})
-    return results if eqn.primitive.multiple_results else [results]
 
 
 @register(*find_primitives("select_and_scatter_add", "select_and_gather_add"))
@@ -94,17 +87,12 @@ def select_and_scatter(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _selection(eqn: JaxprEqn, dims: Sequence[WindowFactors], moved: int, operand: int) -> ShardingRule:
-    long, short = tuple(dim.operand for dim in dims), tuple(dim.result for dim in dims)
+    long, short, sizes = _terms(dims)
     operands: list[Term] = [()] * len(eqn.invars)
     operands[operand] = long
     operands[moved] = long if eqn.invars[moved].aval.shape == eqn.invars[operand].aval.shape else short
     result = long if eqn.outvars[0].aval.shape == eqn.invars[operand].aval.shape else short
-    used = {factor for dim in (*long, *short) for factor in dim}
-    return ShardingRule(
-        tuple(operands),
-        (result,),
-        {factor: size for dim in dims for factor, size in dim.sizes.items() if factor in used},
-        whole=tuple(f for dim in dims for f in (*dim.whole, *dim.reduced) if f in used),
-        linear=linear_groups(eqn, (moved,)) if operand == 1 else (),
-        flops=float(num_elements(eqn.invars[operand].aval.shape)),
-    )
+    linear = [(moved,)] if operand == 1 else ()
+    whole = tuple(f for dim in dims for f in (*dim.whole, *dim.reduced) if f in sizes)
+    flops = float(num_elements(eqn.invars[operand].aval.shape))
+    return rule_of(eqn, operands, [result], linear, sizes, whole=whole, flops=flops)

@@ -27,15 +27,7 @@ from autopar.ir.trace.flatten import flatten
 
 
 def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
-    """One program that works through its microbatches in turn.
-
-    Args:
-        jaxpr: The step that was split.
-        split: Its phases.
-
-    Returns:
-        A flat program over new variables, inputs and outputs as the step's.
-    """
+    """A flat program that works through the microbatches of a step in turn, with its inputs and outputs."""
     assert not split.between, "one loop has no place between its forward and its backward passes"
     count, (number, *inside) = split.count, split.loop.invars
     consts = dict(zip(inside[: len(split.invariants)], split.invariants, strict=True))
@@ -68,11 +60,7 @@ def first_value(aval: Aval | jax.ShapeDtypeStruct, placement: Placement) -> jax.
 def joined(placement: Placement, so_far: jax.Array, part: jax.Array, count: int) -> jax.Array:
     """The accumulator after one more microbatch.
 
-    Args:
-        placement: How parts make the whole.
-        so_far: The accumulator, of `accumulator_type`.
-        part: What this microbatch made.
-        count: Number of microbatches.
+    `placement`: how parts make the whole.
     """
     match placement:
         case Partial("sum"):
@@ -160,9 +148,6 @@ def accumulating_scan(
     """Make a scan of equations on one microbatch.
 
     Args:
-        count: Number of microbatches.
-        number: The variable for the number of a microbatch.
-        eqns: Of the body.
         consts: Variables of the body that are the same for all, and what they are outside.
         stacks: Variables of the body that are a microbatch's own, and the stacks of them.
         results: What comes of the loop, and what one microbatch makes of it.

@@ -20,7 +20,7 @@ from autopar._jax import JaxprEqn, Params, bind_eqn
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Dim, Factor, Shard
 from autopar.ir.split.placement import REPLICATED, Placement, Split
-from autopar.ir.split.strategy import AxisStrategy, NoPositionError, part_of, shard_program, split_along
+from autopar.ir.split.strategy import AxisStrategy, has_program, part_of, split_along
 
 BLOCK = "block"
 """What stands for a factor where whole blocks are moved."""
@@ -31,11 +31,7 @@ def block_strategies(
 ) -> list[AxisStrategy]:
     """Strategies for an operation on values that are split in blocks.
 
-    Args:
-        eqn: The operation.
-        rule: Its rule.
-        count: Number of shards.
-        placements: Of its operands, then of its results, as far as they are known; None: not known.
+    `placements`: of its operands, then of its results, as far as they are known; None: not known.
     """
     found: dict[AxisStrategy, None] = {}
     known = rule.splittable()
@@ -65,11 +61,9 @@ def _place(rule: ShardingRule, dim: Dim, blocks: int, count: int) -> tuple[Facto
 def _along(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, blocks: int, count: int) -> list[AxisStrategy]:
     """The strategy along a factor, unless the operation asks where along it a shard stands."""
     strategy = split_along(rule, factor, blocks)
-    try:
-        shard_program(eqn, rule, strategy, count)
-    except NoPositionError:
-        return [] if eqn.invars else [_made_whole(strategy)]
-    return [strategy]
+    if has_program(eqn, rule, strategy, count):
+        return [strategy]
+    return [] if eqn.invars else [_made_whole(strategy)]
 
 
 def _made_whole(strategy: AxisStrategy) -> AxisStrategy:
@@ -115,14 +109,6 @@ class _Move:
     params: Params
 
 
-def _concatenate(params: Params, dim: int, count: int) -> _Move:
-    return _Move((), {})
-
-
-def _splits(params: Params, dim: int, count: int) -> _Move:
-    return _Move((), {"sizes": tuple(size // count for size in params["sizes"])})
-
-
 def _slice(params: Params, dim: int, count: int) -> _Move | None:
     starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
     if strides is not None and strides[dim] != 1:
@@ -144,8 +130,8 @@ def _divided(sizes: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
 
 
 _MOVES: dict[str, Callable[[Params, int, int], _Move | None]] = {
-    "concatenate": _concatenate,
+    "concatenate": lambda params, dim, count: _Move((), {}),
     "pad": _pad,
     "slice": _slice,
-    "split": _splits,
+    "split": lambda params, dim, count: _Move((), {"sizes": tuple(size // count for size in params["sizes"])}),
 }

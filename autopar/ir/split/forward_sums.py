@@ -10,43 +10,32 @@ Method: equations are equal if they do the same with equal operands. A backward 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
-from autopar._jax import (
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    bind_eqn,
-    new_eqn,
-    new_var,
-    primitives,
-)
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, eval_jaxpr, make_jaxpr, new_eqn, new_var, primitives
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, known_as, needed, reading, variables
+from autopar.ir.dataflow import inputs_of, known_as, makers, needed, read_by, reading, variables
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import with_equations
+from autopar.ir.signature import ValueNumbers
 from autopar.ir.source import is_backward
 from autopar.ir.split.carries import sum_carries
 from autopar.ir.trace.inline_calls import is_recomputed
-from autopar.ir.value_numbers import ValueNumbers
 
 IsSum = Callable[[Var], bool]
 
 
 def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
     """The program with such sums where they can be joined; itself, if they are."""
-    eqns = [e for eqn in jaxpr.eqns for e in (_ends_behind(region_of(eqn), is_sum) if _is_forward(eqn) else [eqn])]
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        is_forward = kind_of(eqn) == "scan" and not is_backward(eqn)
+        eqns += _ends_behind(region_of(eqn), is_sum) if is_forward else [eqn]
     return with_equations(jaxpr, _Twins(is_sum).replaced(eqns))
-
-
-def _is_forward(eqn: JaxprEqn) -> bool:
-    return kind_of(eqn) == "scan" and not is_backward(eqn)
 
 
 # What scans make of sums.
@@ -77,7 +66,7 @@ def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
     stack_of: dict[Var, Atom] = {b.var: b.outer for b in scan.xs if b.outer is not None}
     stack_of |= {b.value: b.result for b in scan.ys if isinstance(b.value, Var) and b.result and b.value not in made}
     new: list[Binding] = []
-    for var in dict.fromkeys(a for eqn in moved for a in inputs_of(eqn)):
+    for var in read_by(moved):
         if var not in made and var not in stack_of and var not in entering and is_sum(var):
             stack_of[var] = scan.new_stack(var)
             new.append(rows_out(var, stack_of[var]))
@@ -93,20 +82,15 @@ def _behind(
     """The moved equations for all trips at once, and the scan's results that are made of them."""
     begins = {b.var: b.outer for b in scan.carries}
     consts = {b.var: b.outer for b in scan.consts}
-    made = {var for eqn in moved for var in eqn.outvars}
-    read = [var for var in dict.fromkeys(a for eqn in moved for a in inputs_of(eqn)) if var not in made]
-    read = [var for var in read if var not in begins]
-
-    def of_a_trip(*rows: jax.Array) -> list[jax.Array]:
-        value: dict[Var, jax.Array] = dict(zip(read, rows, strict=True))
-        for eqn in moved:
-            operands = [
-                jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else value.get(a) for a in eqn.invars
-            ]
-            parts = [x for x in operands if x is not None]  # a sum over the trips is left to the end
-            results = parts if len(parts) < len(operands) else bind_eqn(eqn, *parts)
-            value.update(zip(eqn.outvars, results, strict=True))
-        return [value[b.value] for b in behind]  # type: ignore[index]
+    added: dict[Var, Atom] = {}  # a sum over the trips is left to the end
+    for eqn in moved:
+        others = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in begins]
+        if len(others) < len(eqn.invars):
+            added[eqn.outvars[0]] = others[0]
+    inside = [reading(eqn, added) for eqn in moved if eqn.outvars[0] not in added]
+    leaving, made = [known_as(b.value, added) for b in behind], makers(inside)
+    read = [var for var in read_by(inside, leaving) if var not in made]
+    of_a_trip = functools.partial(eval_jaxpr, make_jaxpr(read, leaving, inside), ())
 
     def of_all(*arrays: jax.Array) -> list[jax.Array]:
         stacks, first = arrays[: len(read)], iter(arrays[len(read) :])
@@ -120,9 +104,9 @@ def _behind(
     sums = [begins[b.var] for b in behind if b.role == "carry"]
     eqns, source = Equations(), moved[0].source_info
     results = eqns.call(of_all, [*operands, *sums], source)  # type: ignore[list-item]
-    for made, b in zip(results, behind, strict=True):
+    for result, b in zip(results, behind, strict=True):
         if b.result is not None:
-            eqns.append(new_eqn(primitives.copy_p, [made], [b.result], {}, source_info=source))
+            eqns.append(new_eqn(primitives.copy_p, [result], [b.result], {}, source_info=source))
     return eqns
 
 
@@ -186,7 +170,7 @@ class _Twins:
                 continue
             rows = _names_of_rows(other, scan)
             numbers = ValueNumbers(self.names_of_consts(scan) | rows, dict(other.numbers.known))
-            here = {var for eqn in body.eqns for var in eqn.outvars}
+            here = makers(body.eqns)
             for eqn in body.eqns if rows else ():
                 for var, old in self.visit(eqn, numbers, scan.eqn).items():
                     if old in here or var in swapped:  # made twice in this body; known from another scan

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
-from autopar.ir.dataflow import inputs_of
+from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.ir.dataflow import inputs_of, makers, read_by
 from autopar.ir.split.placement import REPLICATED, Partial, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
@@ -31,9 +31,8 @@ class Hoist:
 
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):
         """`cost` is the work of each equation; `late` fills with what is made after the loop."""
-        self.eqns, self.solution, self.cost, self.late = jaxpr.eqns, solution, cost, late
-        self.number = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
-        self.origin = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self.solution, self.late, self.maker = solution, late, makers(jaxpr.eqns)
+        self.cost = dict(zip(jaxpr.eqns, cost, strict=True))
         self.limit = TUNING.hoisted_work * sum(cost)
         self.gathered: Cause | None = None
         self._rearranged: dict[Var, int] = {}
@@ -42,14 +41,13 @@ class Hoist:
         """Compute operands up front, of the whole batch, if that is cheap; whether any was.
 
         Args:
-            eqn: The equation.
             may_take_own: Whether a microbatch may take its own value for a sum over all samples. Where it may, such a sum is
                 taken whole only if parameters have no part in it, as in a mask's denominator, and single samples never are.
         """
         with_own = [var for var in inputs_of(eqn) if may_take_own(var)]
         for kind in (Partial, Split):
             # What reads all samples does so in every turn, or of all of them at once.
-            own = self.cost[self.number[eqn]] if kind is Split else 0.0
+            own = self.cost[eqn] if kind is Split else 0.0
             cones = {var: self._cone([var], own) for var in inputs_of(eqn) if isinstance(self.solution.of(var), kind)}
             cheap = {var: cone for var, cone in cones.items() if cone is not None}
             if any(var not in cheap or self._reads_parameters(cheap[var]) for var in with_own):
@@ -65,16 +63,14 @@ class Hoist:
 
     def _reads_parameters(self, cone: Iterable[JaxprEqn]) -> bool:
         """Whether arrays of numbers that are no samples have a part in what these equations make."""
-        inputs = {a for eqn in cone for a in inputs_of(eqn) if a not in self.origin}
+        inputs = (a for a in read_by(cone) if a not in self.maker)
         numbers = (a for a in inputs if a.aval.ndim and jnp.issubdtype(a.aval.dtype, jnp.floating))
         return any(self.solution.made_as(a) == REPLICATED for a in numbers)
 
     def rearrange(self, eqn: JaxprEqn, all_split: bool = False) -> bool:
         """Do an equation up front that has nothing but samples of, and split its results anew; whether that is cheap.
 
-        Args:
-            eqn: The equation.
-            all_split: Only if every result can be split.
+        `all_split`: only if every result can be split.
         """
         solution = self.solution
         samples = {var: p for var in inputs_of(eqn) if (p := solution.of(var)) != REPLICATED}
@@ -83,7 +79,7 @@ class Hoist:
             return False
         if all_split and not all(self._divides(var, dims[0]) for var in eqn.outvars):
             return False
-        cone = self._cone(samples, self.cost[self.number[eqn]])
+        cone = self._cone(samples, self.cost[eqn])
         if cone is None:
             return False
         self.gathered = self.gathered or Cause(eqn, next(iter(samples)))
@@ -111,19 +107,16 @@ class Hoist:
 
     def _cone(self, wanted: Iterable[Var], cost: float = 0.0) -> list[JaxprEqn] | None:
         """Equations that make values from the step's inputs; None: they and `cost` are too much work."""
-        found: dict[int, None] = {}
-        total, waiting = cost, list(wanted)
-        while waiting:
-            at = self.origin.get(waiting.pop())
-            if at is None or at in found:
+        found: dict[JaxprEqn, None] = {}
+        waiting = list(wanted)
+        while waiting and cost <= self.limit:
+            eqn = self.maker.get(waiting.pop())
+            if eqn is None or eqn in found:
                 continue
-            eqn = self.eqns[at]
-            found[at] = None
+            found[eqn] = None
             if self.solution.phase[eqn] != "before" and eqn not in self.solution.early:
-                total += self.cost[at]
-            if total > self.limit or any(not isinstance(a, Literal) and a in self.late for a in eqn.invars):
-                return None
+                cost += self.cost[eqn]
             waiting += inputs_of(eqn)
-        if total > self.limit:
-            return None
-        return [self.eqns[at] for at in sorted(found)]
+            if any(a in self.late for a in inputs_of(eqn)):
+                return None
+        return [*found] if cost <= self.limit else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives
-from autopar.ir.dataflow import inputs_of, reading
+from autopar.ir.dataflow import ancestors, inputs_of, makers, reading
 from autopar.ir.source import is_backward
 from autopar.ir.split.placement import Split
 from autopar.ir.split.solution import LoopSolution
@@ -25,9 +25,7 @@ from autopar.ir.trace.inline_calls import is_recomputed
 def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
     """The program whose backward pass reads copies of some values, and these copies; itself, if it reads none of them.
 
-    Args:
-        jaxpr: Flat program.
-        wanted: Values of it; those that the backward pass makes itself stay as they are.
+    `wanted`: values of it; those that the backward pass makes itself stay as they are.
     """
     behind = made_behind(jaxpr)
     forward = {var: None for var in wanted if var not in behind}
@@ -53,18 +51,11 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
 def samples_behind(jaxpr: Jaxpr, sums: Sequence[Var], solution: LoopSolution) -> list[Var]:
     """What single samples have, of the forward pass or the batch, and the backward pass makes sums of.
 
-    Args:
-        jaxpr: Flat program.
-        sums: Values that the backward pass makes.
-        solution: How its values are placed.
+    `sums`: values that the backward pass makes.
     """
-    behind, maker = made_behind(jaxpr), {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    seen = dict.fromkeys(var for var in sums if var in behind)
-    waiting = list(seen)
-    while waiting:
-        more = [a for a in inputs_of(maker[waiting.pop()]) if a not in seen]
-        seen.update(dict.fromkeys(more))
-        waiting += [a for a in more if a in behind]
+    behind, maker = made_behind(jaxpr), makers(jaxpr.eqns)
+    made_of = {var: inputs_of(maker[var]) for var in behind}
+    seen = ancestors([var for var in sums if var in behind], lambda var: made_of.get(var, ()))
     return [var for var in seen if var not in behind and isinstance(solution.of(var), Split)]
 
 

@@ -16,8 +16,8 @@ from autopar._jax import Jaxpr, JaxprEqn
 from autopar.ir.dataflow import feeds_backward, inputs_of, variables
 from autopar.ir.region import is_region, kind_of, region_of, trip_count
 from autopar.ir.split.demand import Demand, Uses
-from autopar.ir.split.layer_rows import part_padded, part_read
-from autopar.ir.split.placement import REPLICATED, Placement, Split, Unrolled
+from autopar.ir.split.layer_rows import touched_part
+from autopar.ir.split.placement import REPLICATED, Axis, Placement, Split
 from autopar.ir.split.solution import Solution
 from autopar.ir.split.solver import Solver, StuckError
 from autopar.ir.work import Work
@@ -38,7 +38,7 @@ class LayerPlacements:
     ):
         self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
         self.stacked = dict(stacked or {})
-        self.solution = Solution(Unrolled(count, length if length % count else 0))
+        self.solution = Solution(Axis(count, length if length % count else 0))
         self.solution.made.update((jaxpr.invars[k], Split(dim)) for k, dim in self.stacked.items())
         self.solver = Solver(self.solution)
         self.regions: dict[JaxprEqn, None] = {}
@@ -94,7 +94,8 @@ class LayerPlacements:
         split_out: dict[int, int] = {}
         for k, var in enumerate(invars):
             wants = uses.get(var, {})
-            dim = self.stacked.get(k, _only_dim(wants))
+            only = next(iter(wants), None) if len(wants) == 1 else None
+            dim = self.stacked.get(k, only.dim if isinstance(only, Split) and only.blocks == 1 else None)
             if not wants or dim is None:
                 continue
             out = replaced_by.get(k)
@@ -123,7 +124,7 @@ class _LayerDemand(Demand):
         layers, solution = self.layers, self.solution
         slices: list[tuple[JaxprEqn, int]] = []
         for eqn in reversed(layers.jaxpr.eqns):  # all readers of what it makes have been asked by then
-            part = part_read(eqn, layers.length, layers.count)
+            part = touched_part(eqn, layers.length, layers.count) if eqn.primitive.name == "slice" else None
             if part is not None and eqn not in solution.strategy_of:
                 slices.append((eqn, part))  # as the others read it
             else:
@@ -140,22 +141,13 @@ class _LayerDemand(Demand):
             return [Split(0) if b.role == "xs" else REPLICATED for b in region_of(eqn).bindings if b.outer is not None]
         if is_region(eqn) and kind_of(eqn) != "barrier" and eqn not in layers.regions:
             return [REPLICATED] * len(eqn.invars)
-        part = part_padded(eqn, layers.length, layers.count)
+        part = touched_part(eqn, layers.length, layers.count) if eqn.primitive.name == "pad" else None
         wants = super().wants(eqn, uses)
         if part is not None and eqn not in self.solution.strategy_of:
             if list(uses.get(eqn.outvars[0], ())) == [Split(0)]:
                 layers.part_of[eqn] = part
                 self.solution.made[eqn.outvars[0]] = Split(0)
         return wants
-
-
-def _only_dim(wants: Mapping[Placement, None]) -> int | None:
-    """The dim that all readers read in parts; None: there is no such."""
-    match list(wants):
-        case [Split(dim, 1)]:
-            return dim
-        case _:
-            return None
 
 
 def work_of_passes(jaxpr: Jaxpr) -> tuple[list[float], float]:

@@ -16,29 +16,23 @@ from autopar._jax import JaxprEqn
 from autopar.ir.split.placement import share_of
 
 
-def part_read(eqn: JaxprEqn, length: int, count: int) -> int | None:
-    """The one of `count` parts of a stack of `length` layers from which a slice reads; None: it is no such slice."""
-    if eqn.primitive.name != "slice" or eqn.invars[0].aval.shape[0] != length:
-        return None
-    return _one_part(eqn.params["start_indices"][0], eqn.params["limit_indices"][0], length, count)
+def touched_part(eqn: JaxprEqn, length: int, count: int) -> int | None:
+    """The one of `count` parts of a stack of so many layers that a slice reads, or in which a padded value stands.
 
-
-def part_padded(eqn: JaxprEqn, length: int, count: int) -> int | None:
-    """The one of `count` parts of a stack of `length` layers in which a padded value stands; None: it is no such pad."""
-    if eqn.primitive.name != "pad" or eqn.outvars[0].aval.ndim == 0 or eqn.outvars[0].aval.shape[0] != length:
-        return None
-    low, high, interior = eqn.params["padding_config"][0]
-    if low < 0 or high < 0 or interior:
-        return None
-    return _one_part(low, length - high, length, count)
-
-
-def _one_part(start: int, limit: int, length: int, count: int) -> int | None:
-    for part in range(count):
-        first, end = _rows(part, count, length)
-        if first <= start < end:
-            return part if start < limit <= end else None
-    return None
+    None: it is no such slice or pad, or touches several parts.
+    """
+    match eqn.primitive.name:
+        case "slice" if eqn.invars[0].aval.shape[0] == length:
+            start, limit = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
+        case "pad" if eqn.outvars[0].aval.shape[:1] == (length,):
+            start, high, interior = eqn.params["padding_config"][0]
+            limit = length - high
+            if min(start, high) < 0 or interior:
+                return None
+        case _:
+            return None
+    layers = [_rows(part, count, length) for part in range(count)]
+    return next((part for part, (first, end) in enumerate(layers) if first <= start < limit <= end), None)
 
 
 def _rows(part: int, count: int, length: int) -> tuple[int, int]:

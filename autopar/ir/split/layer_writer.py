@@ -18,9 +18,10 @@ from autopar._jax import Atom, JaxprEqn, Literal, SourceInfo, Var, make_jaxpr, n
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Region, kind_of, region_of
+from autopar.ir.split.accumulate import joined
 from autopar.ir.split.layer_placements import LayerPlacements
 from autopar.ir.split.layer_rows import part_of_padded, slice_of_part
-from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, local_aval
+from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, share_of
 from autopar.ir.split.strategy import join_parts
 from autopar.ir.split.writer import Programs, ShardWriter
 
@@ -41,7 +42,7 @@ class LayerWriter:
         if dim is None:
             self.whole[var] = made = new_var(var.aval)
             return [made]
-        parts = [new_var(local_aval(var.aval, Split(dim), part.share)) for part in self.parts]
+        parts = [part.local(var.aval, Split(dim)) for part in self.parts]
         self.define(var, Split(dim), parts)
         return parts
 
@@ -67,11 +68,10 @@ class LayerWriter:
                 return parts[0]
             case Split():
                 return self.eqns.call_one(lambda *xs: join_parts(xs, placement), parts, source)
-            case Partial(kind):
-                join = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
+            case Partial():
                 so_far = parts[0]
                 for part in parts[1:]:
-                    so_far = self.eqns.call_one(lambda a, b: join(a, b), [so_far, part], source)
+                    so_far = self.eqns.call_one(lambda a, b: joined(placement, a, b, 1), [so_far, part], source)
                 return so_far
 
     def in_parts(self, atom: Atom, want: Placement, source: SourceInfo | None = None) -> list[Atom]:
@@ -126,7 +126,7 @@ class LayerWriter:
         xs = [self.in_parts(b.outer, Split(0), source) for b in scan.xs]
         for k in reversed(range(count)) if scan.eqn.params["reverse"] else range(count):
             operands = [*consts, *carries, *(x[k] for x in xs)]
-            made = self.parts[k].trips(scan, operands, self.parts[k].share.of(scan.trips))
+            made = self.parts[k].trips(scan, operands)
             carries = made[: len(carries)]
             for b, stack in zip(scan.ys, made[len(carries) :], strict=True):
                 self.parts[k].define(b.result, Split(0), stack)
@@ -136,15 +136,13 @@ class LayerWriter:
 class _Part(ShardWriter):
     """One part; what is whole it has from all of them."""
 
-    def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
-        kind = shaped(jax.ShapeDtypeStruct((), jnp.int32))
-        super().__init__(programs, Literal(np.int32(number), kind), program.eqns)
-        self.program, self.rows = program, rows
+    is_top = True
 
-    @property
-    def is_top(self) -> bool:
-        """What is whole is made once for all parts."""
-        return True
+    def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
+        axis, kind = programs.solution.axis, shaped(jax.ShapeDtypeStruct((), jnp.int32))
+        share = share_of(number, axis.count, axis.units)
+        super().__init__(programs, Literal(np.int32(share.first), kind), share.size, program.eqns)
+        self.program, self.rows = program, rows
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value that is not in such parts."""

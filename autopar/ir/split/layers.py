@@ -72,11 +72,7 @@ def layer_count(
 ) -> int:
     """Length of the scans over layers: of those that do a good part of the work and have stacks of weights for themselves.
 
-    Args:
-        jaxpr: Flat program.
-        weights: Inputs that may hold layers: a scan over chunks of samples, or over time, has none that it reads in parts.
-        aliases: as of `split_layers`.
-        stacked: as of `split_layers`.
+    `weights`: inputs that may hold layers: a scan over chunks of samples, or over time, has none that it reads in parts.
 
     Returns:
         Where there are several, that of the scans that do most; 0: there is none.
@@ -101,7 +97,6 @@ def split_layers(
     """Take the scans of `length` layers apart.
 
     Args:
-        jaxpr: Flat program.
         length: Which scans: those with so many trips over stacked values.
         count: Number of parts, as even as can be; at most `length`, if that is not 0.
         aliases: Output -> input whose new value it is: both become parts, or neither.

@@ -8,44 +8,44 @@ Method: backwards through what is linear in sums; a sum that `remat` computes ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar._jax import Jaxpr, Var
-from autopar.ir.dataflow import variables
+from autopar.ir.dataflow import ancestors, makers, variables
 from autopar.ir.region import kind_of
+from autopar.ir.signature import ValueNumbers
 from autopar.ir.split.placement import SUM
 from autopar.ir.split.solution import Solution
-from autopar.ir.value_numbers import ValueNumbers
 
 
 def sums_behind(jaxpr: Jaxpr, solution: Solution, var: Var) -> list[Var]:
     """The sums over samples that a value is linear in, or the value itself; and those that are computed alike.
 
-    Args:
-        jaxpr: The step.
-        solution: Of its equations, up to the one that waits for the value.
-        var: The value, a sum or an extreme of all samples; of a body, or of the step itself.
+    `solution`: of its equations, up to the one that waits for the value.
+    `var`: the value, a sum or an extreme of all samples; of a body, or of the step itself.
     """
-    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    roots: dict[Var, None] = {}
-    waiting = [var]
-    while waiting:
-        var = waiting.pop()
-        eqn = made_by.get(var)
-        strategy = solution.strategy_of.get(eqn)
+    made_by = makers(jaxpr.eqns)
+
+    def terms(value: Var) -> list[Var] | None:
+        """What it is linear in; None: it is such a sum itself."""
+        eqn = made_by.get(value)
         if eqn is not None and kind_of(eqn) == "barrier":
-            waiting.append(eqn.invars[eqn.outvars.index(var)])
-        elif eqn is not None and strategy is not None and strategy.factor is None:
-            pairs = zip(eqn.invars, strategy.operands, strict=True)
-            waiting += variables(a for a, want in pairs if want == SUM and solution.of(a) == SUM)
-        else:
-            roots[var] = None
-    return _with_twins(jaxpr, roots)
+            return variables([eqn.invars[eqn.outvars.index(value)]])
+        strategy = None if eqn is None else solution.strategy_of.get(eqn)
+        if eqn is None or strategy is None or strategy.factor is not None:
+            return None
+        pairs = zip(eqn.invars, strategy.operands, strict=True)
+        return variables(a for a, want in pairs if want == SUM and solution.of(a) == SUM)
+
+    behind = ancestors([var], lambda value: terms(value) or ())
+    return _with_twins(jaxpr, [value for value in behind if terms(value) is None])
 
 
-def _with_twins(jaxpr: Jaxpr, wanted: dict[Var, None]) -> list[Var]:
+def _with_twins(jaxpr: Jaxpr, wanted: Sequence[Var]) -> list[Var]:
     """The wanted values, and all that are equal to one of them."""
     numbers = ValueNumbers()
     for eqn in jaxpr.eqns:
         numbers.visit(eqn)
     meant = set(map(numbers.of, wanted))
-    made = [var for eqn in jaxpr.eqns for var in eqn.outvars if var not in wanted and numbers.of(var) in meant]
+    made = [var for var in makers(jaxpr.eqns) if var not in wanted and numbers.of(var) in meant]
     return [*wanted, *made]

@@ -19,14 +19,15 @@ import jax.numpy as jnp
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
 from autopar.errors import BatchError, MicrobatchError
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.dataflow import feeds_backward, inputs_of, makers, needed, read_by, variables
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.rewrite.views import views_of_arguments
+from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
+from autopar.ir.source import is_backward
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import samples_behind, with_joins
 from autopar.ir.split.phases import find_phases
-from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
+from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.split.writer import Programs, ShardWriter
@@ -72,7 +73,7 @@ class Microbatches:
     def read_outside(self, eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
         """Variables of the step that equations of the loop read, whole or in pieces, in order."""
         outer_of = dict(zip(self.loop.invars[1:], (*self.invariants, *self.pieces), strict=True))
-        return dict.fromkeys(outer_of[a] for eqn in eqns for a in inputs_of(eqn) if a in outer_of)
+        return {outer_of[var]: None for var in read_by(eqns) if var in outer_of}
 
 
 def split_at_joins(
@@ -81,7 +82,6 @@ def split_at_joins(
     """Split a step into phases for stages: each adds up its part of a gradient, and all forward passes may be done first.
 
     Args:
-        jaxpr: Flat program.
         count: Number of microbatches, at least 2.
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
@@ -115,6 +115,27 @@ def split_at_joins(
             raise first or error from None
 
 
+def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
+    """The same phases of a step whose only microbatch is the whole batch: what needs gradients and is no gradient comes after.
+
+    A step without a backward pass is all loop.
+    """
+    solution = LoopSolution(Axis(1))
+    solution.made.update((jaxpr.invars[k], Split(0)) for k in batch)
+    behind: dict[Var, None] = {}
+    for eqn, matters in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
+        operands = inputs_of(eqn)
+        solution.phase[eqn] = "before"
+        if not matters and any(a in behind for a in operands):
+            solution.phase[eqn] = "after"
+            behind.update(dict.fromkeys(eqn.outvars))
+        elif any(a in solution.made for a in operands):
+            solution.phase[eqn] = "loop"
+            solution.made.update(dict.fromkeys(eqn.outvars, BY_EACH))
+            behind.update(dict.fromkeys(eqn.outvars if is_backward(eqn) else ()))
+    return write_phases(jaxpr, solution)
+
+
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:
     """The phases of a program, once it is known how each equation is done."""
     return _Loop(jaxpr, solution).write()
@@ -124,8 +145,7 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
     """A checker of the phases of a program: each is a flat program over what the phases before it make."""
 
     def check(split: Microbatches) -> None:
-        made = [var for eqn in split.before for var in eqn.outvars]
-        joint = [var for eqn in split.between for var in eqn.outvars]
+        made, joint = [*makers(split.before)], [*makers(split.between)]
         check_program(make_jaxpr(jaxpr.invars, made, split.before))
         check_program(split.loop)
         there = dict.fromkeys([*jaxpr.invars, *made, *joint])
@@ -172,33 +192,33 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
 class _Loop(ShardWriter):
     """Writes one microbatch: what is made outside of the loop is read whole, or the microbatch's part of it."""
 
+    is_top = True
+
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution):
         super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
         self.jaxpr, self.phases, self.first = jaxpr, solution, number
         self.inputs = set(jaxpr.invars)
-        self.views = views_of_arguments(jaxpr)
+        numbers = arrays_of_numbers(jaxpr) if solution.count == 1 else {}
+        self.views = {**views_of_arguments(jaxpr), **numbers}
         self.invariants: dict[Var, Var] = {}
         self.pieces: dict[Var, Var] = {}
 
-    @property
-    def is_top(self) -> bool:
-        """What is whole is made before the loop."""
-        return True
-
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value of the step that the loop does not make."""
-        if want == Split(0) == self.solution.made_as(var) and var in self.inputs:
-            return self.pieces.setdefault(var, new_var(local_aval(var.aval, want, self.solution.count)))
+        is_piece = want == Split(0) or self.solution.count == 1
+        if is_piece and self.solution.made_as(var) == Split(0) and var in self.inputs:
+            return self.pieces.setdefault(var, self.local(var.aval, Split(0)))
         whole = self.view(var) or self.invariants.setdefault(var, new_var(var.aval))
         return self.converted(var, whole, want, source)
 
     def view(self, var: Var) -> Var | None:
-        """An argument in another shape, made here; None: it is none."""
+        """An argument in another shape, or numbers in that of an array, made here; None: it is neither."""
         eqn = self.views.get(var)
         if eqn is None or var in self.invariants:
             return None
         made = new_var(var.aval)
-        self.eqns.append(replace_eqn(eqn, invars=[self.value(eqn.invars[0], REPLICATED)], outvars=[made]))
+        operands = [self.value(atom, REPLICATED) for atom in eqn.invars]
+        self.eqns.append(replace_eqn(eqn, invars=operands, outvars=[made]))
         return made
 
     def write(self) -> Microbatches:
@@ -214,19 +234,18 @@ class _Loop(ShardWriter):
                 late.append(eqn)
         between = needed(late, self.invariants, effects=False)
         after = needed(late, variables(self.jaxpr.outvars))
-        elsewhere = {var for eqn in (*before, *late) for var in eqn.outvars} | self.inputs
-        read = variables([*(a for eqn in (*between, *after) for a in eqn.invars), *self.jaxpr.outvars])
-        results = [Result(var, self.joined(var)) for var in dict.fromkeys(read) if var not in elsewhere]
+        elsewhere = makers((*before, *late)).keys() | self.inputs
+        read = read_by((*between, *after), self.jaxpr.outvars)
+        results = [Result(var, self.joined(var)) for var in read if var not in elsewhere]
         outvars = [self.value(r.var, r.placement) for r in results]
         outer = {**self.invariants, **self.pieces}
         loop = remove_dead_code(make_jaxpr([self.first, *outer.values()], outvars, self.eqns))
-        used = {*(a for eqn in loop.eqns for a in inputs_of(eqn)), *variables(loop.outvars)}
+        used = read_by(loop.eqns, loop.outvars)
         invariants, pieces = (
             {var: inside for var, inside in group.items() if inside in used} for group in (self.invariants, self.pieces)
         )
         loop = make_jaxpr([self.first, *invariants.values(), *pieces.values()], loop.outvars, loop.eqns)
-        early = [*invariants, *pieces, *(a for eqn in between for a in inputs_of(eqn))]
-        before, after = for_the_loop(self.jaxpr, before, after, early)
+        before, after = for_the_loop(self.jaxpr, before, after, [*invariants, *pieces, *read_by(between)])
         return Microbatches(
             self.solution.count,
             tuple(before),
@@ -259,13 +278,10 @@ def for_the_loop(
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Before the loop only what it needs; what could also come later comes with the update."""
     kept = needed([eqn for eqn in before if eqn.outvars], wanted)
-    early = {eqn for eqn in kept}
-    late = {eqn for eqn in (*before, *after)} - early
+    late = {*before, *after}.difference(kept)
     later = [eqn for eqn in jaxpr.eqns if eqn in late]
-    made = {var for eqn in later for var in eqn.outvars}
     # A part of a barrier is an equation of its own, not one of the step's.
-    listed = {eqn for eqn in jaxpr.eqns}
-    extra = [eqn for eqn in before if eqn not in listed and eqn not in early]
-    assert not any(var in made for eqn in extra for var in eqn.outvars), "a part of a barrier is made twice"
-    atoms = [*jaxpr.outvars, *(a for eqn in after for a in eqn.invars)]
-    return kept, needed([*extra, *later], variables(atoms))
+    own = late.difference(jaxpr.eqns)
+    extra = [eqn for eqn in before if eqn in own]
+    assert makers(later).keys().isdisjoint(makers(extra)), "a part of a barrier is made twice"
+    return kept, needed([*extra, *later], read_by(after, jaxpr.outvars))

@@ -30,7 +30,7 @@ from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.joins import made_behind
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.ordered import Ordering
-from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
@@ -50,7 +50,6 @@ def find_phases(
     """Decide how a program is worked through in `count` microbatches.
 
     Args:
-        jaxpr: Flat program.
         count: Number of microbatches, at least 2; it divides the batch.
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, let each microbatch take its own.
@@ -106,9 +105,7 @@ def _phases(
 def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
     """Leading dims, of `groups`, that the step goes through row by row.
 
-    Args:
-        jaxpr: Flat program.
-        groups: Leading dim -> positions of the inputs that have it.
+    `groups`: leading dim -> positions of the inputs that have it.
 
     A layer of a stack, a row of a frozen weight are no samples: other rows wait for what comes of them.
     """
@@ -129,7 +126,7 @@ class _Phases:
         self.jaxpr, self.per_microbatch, self.joins = jaxpr, per_microbatch, joins or ()
         self.behind = None if joins is None else made_behind(jaxpr)
         self.between: dict[Var, None] = {}
-        self.solution = LoopSolution(Loop(count))
+        self.solution = LoopSolution(Axis(count))
         self.solver = Solver(self.solution, self.take_own)
         self.late: dict[Var, Cause] = {}
         self.first_reader: dict[Var, int] = {}
@@ -310,10 +307,7 @@ class _LoopDemand(Demand):
 def _sink(jaxpr: Jaxpr, solution: LoopSolution, apart: bool) -> None:
     """What is done on sums alone, and does not make them smaller, is done once, after the loop.
 
-    Args:
-        jaxpr: The step.
-        solution: Changed.
-        apart: Sums are added up one by one and joined after the loop, though that keeps more of them.
+    `apart`: sums are added up one by one and joined after the loop, though that keeps more of them.
     """
     needed: dict[Var, bool] = {}
     for eqn in reversed(jaxpr.eqns):

@@ -1,8 +1,8 @@
 """How a value lies on one axis: replicated, split along a dim, or a partial result.
 
 In:     (types only.)
-Out:    `Placement`, and `Axis`: the loop over microbatches, or the parts of a scan that all stand in the program. (A mesh
-        axis is the third kind: `intra_op/strategies.py` reads the same strategies for it, and writes collectives.)
+Out:    `Placement`, and `Axis`: the loop over microbatches, or the parts of a scan that all stand in the program. (For a mesh
+        axis `intra_op/strategies.py` reads the same strategies, and writes collectives.)
 Method: what a mesh axis is in space, the loop is in time and the parts are in the program: what one shard of a value is
         does not depend on it. What does is which number a shard has (a device asks for it, the loop counts, of a part it
         is known), and whether shards can be put together again where they are made.
@@ -110,24 +110,13 @@ REPLICATED, BY_EACH, OWN, SUM = Replicated(), Replicated("each"), Replicated("ow
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
-    """Shards are done one after the other, by one program that is given their number: microbatches."""
-
-    count: int
-
-    @property
-    def units(self) -> int:
-        """What lengths that are split must be multiples of."""
-        return self.count
-
-
-@dataclass(frozen=True, slots=True)
-class Unrolled:
-    """Shards stand in the program side by side, each with its number written in: parts of a scan over layers.
+class Axis:
+    """The shards of a program: microbatches, done one after the other by one program that is given their number; or parts of a
+    scan over layers, which stand in the program side by side, each with its number written in.
 
     Attributes:
         count: How many.
-        length: How many layers they are together, if `count` does not divide them; 0: parts are equal.
+        length: How many layers parts are together, if `count` does not divide them; 0: shards are equal.
     """
 
     count: int
@@ -135,44 +124,35 @@ class Unrolled:
 
     @property
     def units(self) -> int:
-        """What lengths that are split must be multiples of: parts are of whole units, as even as these allow."""
+        """What lengths that are split must be multiples of: shards are of whole units, as even as these allow."""
         return self.length or self.count
 
-
-Axis: TypeAlias = Loop | Unrolled
+    @property
+    def is_even(self) -> bool:
+        """Whether shards are equal: one unit each."""
+        return self.units == self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one shard has of a length: so many of its equal units, behind the first so many."""
+    """What one shard has of a length in equal units: so many of them, behind the first so many."""
 
     first: int
     size: int
-    units: int
-
-    def of(self, length: int) -> int:
-        """How much of a length."""
-        return length // self.units * self.size
-
-    def start(self, length: int) -> int:
-        """Where in a length it begins."""
-        return length // self.units * self.first
 
 
-def share_of(number: int, count: int, units: int = 0) -> Share:
-    """What the number-th of `count` shards has: of `units` units as even a part as can be; by default one of `count`.
+def share_of(number: int, count: int, units: int) -> Share:
+    """What the number-th of `count` shards has: of `units` units as even a part as can be.
 
     The last is never longer than another: behind the last layers comes what makes the loss.
     """
-    units = units or count
     first, end = -(-number * units // count), -(-(number + 1) * units // count)
-    return Share(first, end - first, units)
+    return Share(first, end - first)
 
 
-def local_aval(aval: Aval, placement: Placement, share: Share | int) -> Aval:
-    """Type of one shard of a value; the shard's share of what is split, or in how many equal ones."""
+def local_aval(aval: Aval, placement: Placement, units: int, size: int = 1) -> Aval:
+    """Type of one shard of a value, which has `size` units of what is split in so many."""
     shape = list(aval.shape)
     if isinstance(placement, Split):
-        size = shape[placement.dim]
-        shape[placement.dim] = share.of(size) if isinstance(share, Share) else size // share
+        shape[placement.dim] = shape[placement.dim] // units * size
     return resized(aval, shape)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import is_region, region_of
+from autopar.ir.dataflow import ancestors, inputs_of
+from autopar.ir.region import equations_within, is_region, region_of
 from autopar.ir.source import source_line
 from autopar.ir.split.placement import SUM, Partial, Placement, Split
 from autopar.ir.split.solution import LoopSolution
@@ -28,12 +28,8 @@ def _what(placement: Placement) -> str:
 def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, can_stand_in: bool) -> MicrobatchError:
     """The error.
 
-    Args:
-        jaxpr: The step.
-        solution: Its placements, as far as they are known.
-        cause: Why `eqn`, on which samples wait, cannot run.
-        eqn: Which.
-        can_stand_in: Whether a microbatch's own value could be taken for the operand that is needed.
+    `cause`: why `eqn`, on which samples wait, cannot run.
+    `can_stand_in`: whether a microbatch's own value could be taken for the operand that is needed.
     """
     placement, count = solution.of(cause.operand), solution.count
     waits = "itself" if eqn is cause.eqn else _named(eqn)
@@ -99,32 +95,20 @@ def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | Non
     """The equation by which samples become one sum, of which the value is made, in whichever body it stands."""
     maker: dict[Var, JaxprEqn] = {}
     beyond: dict[Var, Atom | None] = {}  # of values at the border of a region, what they are on its other side
-    bodies = [jaxpr]
-    while bodies:
-        for eqn in bodies.pop().eqns:
-            maker.update(dict.fromkeys(eqn.outvars, eqn))
-            if is_region(eqn):
-                region = region_of(eqn)
-                bodies += region.bodies
-                for b in region.bindings:
-                    beyond.update(dict.fromkeys(b.variables, b.outer))
-                    if b.result is not None:
-                        beyond[b.result] = b.values[-1] if b.values else b.outer
-    waiting: list[Atom | None] = [value]
-    seen: dict[Var, None] = {}
-    while waiting:
-        at = waiting.pop()
-        if not isinstance(at, Var) or at in seen or (at not in beyond and at not in maker):
-            continue
-        seen[at] = None
-        if at in beyond:
-            waiting.append(beyond[at])
-            continue
-        sums = [a for a in inputs_of(maker[at]) if isinstance(solution.of(a), Partial)]
-        if not sums:
-            return maker[at]
-        waiting += sums
-    return None
+    for eqn, _ in equations_within(jaxpr):
+        maker.update(dict.fromkeys(eqn.outvars, eqn))
+        for b in region_of(eqn).bindings if is_region(eqn) else ():
+            beyond.update(dict.fromkeys(b.variables, b.outer))
+            if b.result is not None:
+                beyond[b.result] = b.values[-1] if b.values else b.outer
+
+    def made_of(var: Var) -> list[Var]:
+        if var in beyond:
+            return [a for a in (beyond[var],) if isinstance(a, Var)]
+        return [a for a in inputs_of(maker[var]) if isinstance(solution.of(a), Partial)] if var in maker else []
+
+    behind = [var for var in ancestors([value], made_of) if var in maker and var not in beyond]
+    return next((maker[var] for var in behind if not made_of(var)), None)
 
 
 def _goes_by_trips(cause: Cause) -> bool:

@@ -14,14 +14,16 @@ Method: the program is cut at the values that samples wait for: a program that m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, new_var, replace_eqn
 from autopar.debug import check_behind
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.dataflow import inputs_of, needed, read_by, variables
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
@@ -30,6 +32,9 @@ from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.work import Work
 from autopar.tuning import TUNING
+
+Decide: TypeAlias = Callable[[Jaxpr], LoopSolution]
+"""How a program is worked through; it raises as `find_phases` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def accumulate_in_rounds(
         MicrobatchError: Too much would be done more than once.
     """
     check_divides(jaxpr, count, batch, name)
-    rounds = _best_rounds(jaxpr, count, batch, per_microbatch)
+    rounds = _best_rounds(jaxpr, partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch))
     made: dict[Var, Atom] = {var: var for var in jaxpr.invars}
     eqns = Equations()
     for each in rounds:
@@ -74,44 +79,42 @@ def accumulate_in_rounds(
     return make_jaxpr(jaxpr.invars, outvars, eqns)
 
 
-def _best_rounds(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool) -> list[_Round]:
+def _best_rounds(jaxpr: Jaxpr, decide: Decide) -> list[_Round]:
     """Of the program as it is; or with its sums where they can be joined; or with what samples have brought together."""
     try:
-        return _rounds(jaxpr, count, batch, per_microbatch)
+        return _rounds(jaxpr, decide)
     except MicrobatchError as error:
-        brought = _with_forward_sums(jaxpr, count, batch, per_microbatch)
+        brought = _with_forward_sums(jaxpr, decide)
         others = [(jaxpr, True)] if brought is jaxpr else [(brought, False), (jaxpr, True)]
         for program, by_rows in others:
             with contextlib.suppress(MicrobatchError):
-                return _rounds(program, count, batch, per_microbatch, by_rows)
+                return _rounds(program, decide, by_rows)
         raise error from None
 
 
-def _with_forward_sums(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool) -> Jaxpr:
+def _with_forward_sums(jaxpr: Jaxpr, decide: Decide) -> Jaxpr:
     """The program with its sums where they can be joined, as far as samples wait for them."""
     while True:
         try:
-            find_phases(jaxpr, count, batch, per_microbatch)
+            decide(jaxpr)
+            return jaxpr
         except MicrobatchError:
             return jaxpr
         except SamplesWaitError as waits:
             better = with_forward_sums(jaxpr, waits.is_sum)
-            if better is not jaxpr:
-                jaxpr = better
-                continue
-        return jaxpr
+            if better is jaxpr:
+                return jaxpr
+            jaxpr = better
 
 
-def _rounds(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool, by_rows: bool = False
-) -> list[_Round]:
+def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]:
     """In order; the results of the last are the program's. Cut at sums that samples wait for, or at what these have."""
     rounds, at = [_Round(jaxpr)], 0
     first: SamplesWaitError | None = None
     while at < len(rounds):
         current = rounds[at].jaxpr
         try:
-            rounds[at] = replace(rounds[at], solution=find_phases(current, count, batch, per_microbatch))
+            rounds[at] = replace(rounds[at], solution=decide(current))
             at += 1
         except SamplesWaitError as waits:
             first = first or waits
@@ -143,7 +146,7 @@ def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
         else eqn
         for eqn in later
     ]
-    read = dict.fromkeys([*(a for eqn in later for a in inputs_of(eqn)), *variables(jaxpr.outvars)])
+    read = read_by(later, jaxpr.outvars)
     return [
         make_jaxpr(jaxpr.invars, list(values), earlier),
         make_jaxpr([*jaxpr.invars, *(var for var in values if var in read)], jaxpr.outvars, later),

@@ -16,8 +16,8 @@ from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.blocks import block_strategies
 from autopar.ir.split.ordered import Ordering
-from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Share, Split, share_of
-from autopar.ir.split.strategy import AxisStrategy, NoPositionError, shard_program, strategies
+from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Split, share_of
+from autopar.ir.split.strategy import AxisStrategy, has_program, strategies
 
 
 @dataclass(eq=False, slots=True)
@@ -44,15 +44,6 @@ class Solution:
     def count(self) -> int:
         """Number of shards."""
         return self.axis.count
-
-    @property
-    def is_even(self) -> bool:
-        """Whether shards are equal."""
-        return self.axis.units == self.axis.count
-
-    def share(self, number: int = 0) -> Share:
-        """What a shard has of what is split."""
-        return share_of(number, self.axis.count, self.axis.units)
 
     def of(self, atom: Atom | None) -> Placement:
         """The placement in which a reader finds a value."""
@@ -127,9 +118,7 @@ class Strategies:
     def of(self, eqn: JaxprEqn, placements: Sequence[Placement | None]) -> list[AxisStrategy]:
         """The strategies of a plain equation.
 
-        Args:
-            eqn: The equation.
-            placements: Of its operands, then of its results, as far as they are known: they may be split in blocks.
+        `placements`: of its operands, then of its results, as far as they are known: they may be split in blocks.
         """
         in_order = None if self.ordering is None else self.ordering.strategies(eqn, placements)
         if in_order is not None:
@@ -138,28 +127,14 @@ class Strategies:
         if signature is None:
             signature = self.signatures[eqn] = equation_signature(eqn)
         if signature not in self.plain:
-            found = strategies(rule_for(eqn), self.axis.units)
-            self.plain[signature] = found if self.is_even else [s for s in found if self.fits(eqn, s)]
-        if not self.is_even:
+            rule, units = rule_for(eqn), self.axis.units
+            size = share_of(0, self.axis.count, units).size
+            found = strategies(rule, units)
+            self.plain[signature] = [s for s in found if size == 1 or has_program(eqn, rule, s, units, size)]
+        if not self.axis.is_even:
             return self.plain[signature]
         known = tuple(p if isinstance(p, Split) else None for p in placements)
         if (signature, known) not in self.in_blocks:
             found = block_strategies(eqn, rule_for(eqn), self.axis.count, known) if any(known) else []
             self.in_blocks[signature, known] = found
         return self.plain[signature] + self.in_blocks[signature, known]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether shards are equal."""
-        return self.axis.units == self.axis.count
-
-    def fits(self, eqn: JaxprEqn, strategy: AxisStrategy) -> bool:
-        """Whether shards that are not equal can do an operation so."""
-        rule = rule_for(eqn)
-        if strategy.factor is None or (strategy.local or rule.local) is None:
-            return True
-        try:
-            shard_program(eqn, rule, strategy, share_of(0, self.axis.count, self.axis.units))
-        except (NoPositionError, KeyError):  # it asks for the axis itself
-            return False
-        return True

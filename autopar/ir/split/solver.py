@@ -61,9 +61,7 @@ class Solver:
     def equation(self, eqn: JaxprEqn, inside: bool) -> list[Placement]:
         """Placements of an equation's results.
 
-        Args:
-            eqn: The equation; its operands' placements are known.
-            inside: Whether it stands in a body.
+        `eqn`: the equation; its operands' placements are known. `inside`: whether it stands in a body.
 
         Raises:
             StuckError: It fits no strategy.

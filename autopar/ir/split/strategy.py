@@ -24,7 +24,7 @@ from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
 from autopar.ir.build import flat_function
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Factor, LocalProgram, Shard, Term
-from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Share, Split, local_aval
+from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Split, local_aval
 
 AXIS = "axis"
 
@@ -87,14 +87,38 @@ class NoPositionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbered(Shard):
-    """Where a shard stands, as a device stands on a mesh."""
+class _Part(Shard):
+    """Where a shard stands, as a device stands on a mesh: what it has of the factor that is split, in equal units.
 
-    number: jax.Array | int = 0
+    Attributes:
+        first: Its first unit: its number, where it has one.
+        size: How many it has.
+        units: How many there are.
+        blocks: Of how many blocks of the factor it has a part each.
+    """
+
+    first: jax.Array | int = 0
+    size: int = 1
+    units: int = 1
     blocks: int = 1
 
+    def num_shards(self, factor: Factor) -> int:
+        """1 for a factor that is not split.
+
+        Raises:
+            NoPositionError: Shards are not equal.
+        """
+        if not self.axes_of.get(factor):
+            return 1
+        if self.size > 1:
+            raise NoPositionError(factor)
+        return self.units
+
+    def local_size(self, factor: Factor) -> int:
+        return self.sizes[factor] // self.units * self.size if self.axes_of.get(factor) else self.sizes[factor]
+
     def index(self, factor: Factor) -> jax.Array | int:
-        """The number of the shard; 0 for a factor that is not split.
+        """The first unit of the shard; 0 for a factor that is not split.
 
         Raises:
             NoPositionError: The shard has its part of each of several blocks.
@@ -103,44 +127,16 @@ class _Numbered(Shard):
             return 0
         if self.blocks > 1:
             raise NoPositionError(factor)
-        return self.number
-
-
-@dataclass(frozen=True, slots=True)
-class _Sharing(_Numbered):
-    """The same where shards are not equal: this one has a share of the factor that is split."""
-
-    share: Share = Share(0, 1, 1)
-
-    def num_shards(self, factor: Factor) -> int:
-        """1 for a factor that is not split.
-
-        Raises:
-            NoPositionError: It is split, in shards that are not equal.
-        """
-        if self.axes_of.get(factor):
-            raise NoPositionError(factor)
-        return 1
-
-    def local_size(self, factor: Factor) -> int:
-        return self.share.of(self.sizes[factor]) if self.axes_of.get(factor) else self.sizes[factor]
+        return self.first
 
     def offset(self, factor: Factor) -> jax.Array | int:
-        if not self.axes_of.get(factor):
-            return 0
-        if self.blocks > 1:
-            raise NoPositionError(factor)
-        return self.share.start(self.sizes[factor])
+        return self.index(factor) * (self.sizes[factor] // self.units)
 
 
-def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, share: Share | int) -> Jaxpr:
-    """The flat program of one shard: (its number, int32; local operands) to results.
+def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units: int, size: int = 1) -> Jaxpr:
+    """The flat program of one shard: (its first unit, int32; local operands) to results.
 
-    Args:
-        eqn: The operation.
-        rule: Its rule.
-        strategy: How it is done.
-        share: How many shards there are; or, where they are not equal, which share this one has.
+    `units`: in how many equal units what is split is. `size`: how many of them the shard has.
 
     Raises:
         NoPositionError: The operation depends on places along what is split in blocks, or on how many equal shards there
@@ -148,44 +144,43 @@ def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, sha
     """
     local = strategy.local or rule.local
 
-    def program(number: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
+    def program(first: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
+        if local is None:
+            return bind_eqn(eqn, *operands)
         axes = {strategy.factor: (AXIS,)} if strategy.factor is not None else {}
-        if isinstance(share, Share):
-            shard: Shard = _Sharing(axes, {}, rule.sizes, number, strategy.blocks, share)
-        else:
-            shard = _Numbered(axes, {AXIS: share}, rule.sizes, number, strategy.blocks)
-        return bind_eqn(eqn, *operands) if local is None else list(local(eqn, shard, *operands))
+        axis_sizes = {AXIS: units} if size == 1 else {}
+        return list(local(eqn, _Part(axes, axis_sizes, rule.sizes, first, size, units, strategy.blocks), *operands))
 
-    avals = [local_aval(a.aval, want, share) for a, want in zip(eqn.invars, strategy.operands, strict=True)]
+    avals = [local_aval(a.aval, want, units, size) for a, want in zip(eqn.invars, strategy.operands, strict=True)]
     return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), *avals)
+
+
+def has_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units: int, size: int = 1) -> bool:
+    """Whether a shard can do an operation so: not if it asks for what a shard like this does not have."""
+    if strategy.factor is None or (strategy.local or rule.local) is None:
+        return True
+    try:
+        shard_program(eqn, rule, strategy, units, size)
+    except (NoPositionError, KeyError):  # a `KeyError`: it asks for the axis itself
+        return False
+    return True
 
 
 # From one placement to another.
 
 
-def share_in(whole: jax.Array, placement: Split, share: Share) -> jax.Array:
-    """What of a whole value a shard has."""
-    rows = whole.shape[placement.dim] // placement.blocks
-    return _part(whole, placement, share.start(rows), share.of(rows))
-
-
-def part_of(whole: jax.Array, placement: Split, number: jax.Array | int, count: int) -> jax.Array:
-    """What of a whole value the number-th of `count` equal shards has."""
-    size = whole.shape[placement.dim] // (placement.blocks * count)
-    return _part(whole, placement, number * size, size)
-
-
-def _part(whole: jax.Array, placement: Split, first: jax.Array | int, size: int) -> jax.Array:
-    """So many rows of each block of a dim, from one on."""
+def part_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: int, size: int = 1) -> jax.Array:
+    """What of a whole value the shard has that has `size` of so many equal units, from the first on."""
     dim, blocks = placement.dim, placement.blocks
     before, behind, rows = whole.shape[:dim], whole.shape[dim + 1 :], whole.shape[dim] // blocks
     if blocks > 1:
         whole, dim = jnp.reshape(whole, (*before, blocks, rows, *behind)), dim + 1
-    if isinstance(first, int):
-        part = jax.lax.slice_in_dim(whole, first, first + size, axis=dim)
+    begin, length = first * (rows // units), size * (rows // units)
+    if isinstance(begin, int):
+        part = jax.lax.slice_in_dim(whole, begin, begin + length, axis=dim)
     else:
-        part = jax.lax.dynamic_slice_in_dim(whole, first, size, dim)
-    return part if blocks == 1 else jnp.reshape(part, (*before, blocks * size, *behind))
+        part = jax.lax.dynamic_slice_in_dim(whole, begin, length, dim)
+    return part if blocks == 1 else jnp.reshape(part, (*before, blocks * length, *behind))
 
 
 def join_parts(parts: Sequence[jax.Array], placement: Split) -> jax.Array:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import ancestors, inputs_of
+from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.placement import Partial, Split
 from autopar.ir.split.solution import LoopSolution
@@ -38,7 +38,7 @@ class SamplesWaitError(Exception):
         self.rows = tuple(waiting.rows)
         roots = [root for var in waiting.sums for root in sums_behind(waiting.jaxpr, waiting.solution, var)]
         summing = [waiting.maker[root] for root in roots if root in waiting.maker]
-        added_up = [a for eqn in summing for a in inputs_of(eqn) if a in waiting.maker]
+        added_up = (var for var in read_by(summing) if var in waiting.maker)
         self.summed = tuple(var for var in added_up if isinstance(waiting.solution.of(var), Split))
         solution = self.solution = waiting.solution
         self.incomplete = tuple(v for v in waiting.maker if isinstance(solution.of(v), Partial) or v in waiting.late)
@@ -54,7 +54,7 @@ class Waiting:
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, late: Mapping[Var, Cause]):
         """`late` is what would be made after the loop; it grows while equations are added."""
         self.jaxpr, self.solution, self.late = jaxpr, solution, late
-        self.maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.maker = makers(jaxpr.eqns)
         self.error: MicrobatchError | None = None
         self.sums: dict[Var, None] = {}
         self.samples: dict[Var, None] = {}

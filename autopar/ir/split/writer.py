@@ -16,6 +16,7 @@ from jax import lax
 
 from autopar._jax import (
     Atom,
+    Aval,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -29,9 +30,9 @@ from autopar.ir.build import Equations
 from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Replicated, Share, Split, local_aval
+from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
 from autopar.ir.split.solution import Solution
-from autopar.ir.split.strategy import mask_program, scale_program, shard_program, share_in, slice_program
+from autopar.ir.split.strategy import mask_program, part_of, scale_program, shard_program, slice_program
 
 
 class Programs:
@@ -41,13 +42,12 @@ class Programs:
         self.solution = solution
         self.known: dict[object, Jaxpr] = {}
 
-    def of(self, eqn: JaxprEqn, share: Share) -> Jaxpr:
-        """(Number of the shard, local operands) to local results."""
+    def of(self, eqn: JaxprEqn, size: int) -> Jaxpr:
+        """(First unit of the shard, local operands) to local results, of a shard of so many units."""
         strategy = self.solution.strategy_of[eqn]
-        shards = self.solution.count if self.solution.is_even else share
-        key = equation_signature(eqn), strategy, shards
+        key = equation_signature(eqn), strategy, size
         if key not in self.known:
-            self.known[key] = shard_program(eqn, rule_for(eqn), strategy, shards)
+            self.known[key] = shard_program(eqn, rule_for(eqn), strategy, self.solution.axis.units, size)
         return self.known[key]
 
 
@@ -55,16 +55,18 @@ class ShardWriter:
     """Writes one body, as one shard does it.
 
     Attributes:
-        number: Of the shard, int32.
-        share: What the shard has of what is split.
+        number: Of the shard, int32: the first unit that it has of what is split.
+        size: How many units it has.
         values: For each value and placement, the atom that the shard has for it.
         eqns: Written so far.
         rows: Of stacks of a single row that a trip made, the row.
+        is_top: Whether what is whole is made elsewhere.
     """
 
-    def __init__(self, programs: Programs, number: Atom, eqns: Equations | None = None):
-        self.programs, self.solution, self.number = programs, programs.solution, number
-        self.share = self.solution.share(int(number.val) if isinstance(number, Literal) else 0)
+    is_top = False
+
+    def __init__(self, programs: Programs, number: Atom, size: int = 1, eqns: Equations | None = None):
+        self.programs, self.solution, self.number, self.size = programs, programs.solution, number, size
         self.values: dict[tuple[Var, Placement], Atom] = {}
         self.eqns = Equations() if eqns is None else eqns
         self.rows: dict[Atom, Atom] = {}
@@ -99,21 +101,21 @@ class ShardWriter:
         program = scale_program(tuple(var.aval.shape), var.aval.dtype, self.solution.count)
         return self.eqns.inline(program, [self.number, part], source)[0]
 
+    def local(self, aval: Aval, placement: Placement) -> Var:
+        """A variable for the shard's part of a value."""
+        return new_var(local_aval(aval, placement, self.solution.axis.units, self.size))
+
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value that is made outside of what is written here: in bodies there is none."""
         raise AssertionError(f"{var} is {self.solution.made_as(var)}, and wanted {want}")
-
-    @property
-    def is_top(self) -> bool:
-        """Whether what is whole is made elsewhere."""
-        return False
 
     def converted(self, atom: Atom, local: Atom, want: Placement, source: SourceInfo | None) -> Atom:
         """A whole value, as `want`; `local` is what holds it here."""
         shape, dtype, count = tuple(atom.aval.shape), atom.aval.dtype, self.solution.count
         match want:
             case Split() if isinstance(self.number, Literal):
-                return self.eqns.call_one(lambda whole: share_in(whole, want, self.share), [local], source)
+                place = int(self.number.val), self.solution.axis.units, self.size
+                return self.eqns.call_one(lambda whole: part_of(whole, want, *place), [local], source)
             case Split():
                 return self.eqns.inline(slice_program(shape, dtype, want, count), [self.number, local], source)[0]
             case Partial() if not (isinstance(atom, Literal) and atom.val == 0):
@@ -140,12 +142,10 @@ class ShardWriter:
         constrains = eqn.primitive.name == "sharding_constraint" or copies_to_or_from_host(eqn)
         if strategy is None or strategy.factor is None or constrains:
             pairs = zip(eqn.outvars, made, strict=True)
-            results: Sequence[Atom] = [
-                new_var(local_aval(var.aval, p, self.share) if constrains else var.aval) for var, p in pairs
-            ]
+            results: Sequence[Atom] = [self.local(var.aval, p) if constrains else new_var(var.aval) for var, p in pairs]
             self.eqns.append(replace_eqn(eqn, invars=operands, outvars=cast(list[Var], results)))
         else:
-            results = self.eqns.inline(self.programs.of(eqn, self.share), [self.number, *operands], source)
+            results = self.eqns.inline(self.programs.of(eqn, self.size), [self.number, *operands], source)
         for var, placement, atom in zip(eqn.outvars, made, results, strict=True):
             self.define(var, placement, atom)
 
@@ -163,10 +163,10 @@ class ShardWriter:
         pairs = zip(eqn.invars, region.of_operands([outside for _, outside in crossing]), strict=True)
         operands = [self.value(a, want, eqn.source_info) for a, want in pairs]
         if eqn in solution.own_trips:
-            results = self.trips(region, operands, self.share.of(region.trips))
+            results = self.trips(region, operands)
         else:
             results = [
-                new_var(local_aval(var.aval, outside, self.share))
+                self.local(var.aval, outside)
                 for var, outside in zip(eqn.outvars, region.of_results([o for _, o in crossing]), strict=True)
             ]
             inside = [placement for placement, _ in crossing]
@@ -183,10 +183,10 @@ class ShardWriter:
         """A body on shards; the number of the shard enters it, where it is a variable."""
         body = region.bodies[k]
         number = new_var(self.number.aval) if isinstance(self.number, Var) else self.number
-        writer = ShardWriter(self.programs, number)
+        writer = ShardWriter(self.programs, number, self.size)
         inputs = []
         for var, placement in zip(body.invars, region.entering(k, inside), strict=True):
-            inputs.append(new_var(local_aval(var.aval, placement, self.share)))
+            inputs.append(self.local(var.aval, placement))
             writer.define(var, placement, inputs[-1])
         for eqn in body.eqns:
             writer.equation(eqn)
@@ -195,8 +195,9 @@ class ShardWriter:
 
     # A scan whose trips are divided among the shards.
 
-    def trips(self, scan: Region, operands: Sequence[Atom], trips: int) -> list[Atom]:
-        """So many trips of a scan; a single one is no loop, so that a program can be cut in it."""
+    def trips(self, scan: Region, operands: Sequence[Atom]) -> list[Atom]:
+        """The shard's trips of a scan; a single one is no loop, so that a program can be cut in it."""
+        trips = scan.trips // self.solution.axis.units * self.size
         return self.single_trip(scan, operands) if trips == 1 else self.shorter_scan(scan, operands, trips)
 
     def single_trip(self, scan: Region, operands: Sequence[Atom]) -> list[Atom]:
@@ -216,8 +217,7 @@ class ShardWriter:
         (body,) = scan.bodies
         eqns, inputs = Equations(), [new_var(var.aval) for var in body.invars]
         outputs = eqns.substitute(body, inputs)
-        own = Share(0, trips, scan.trips)
-        stacks = [local_aval(b.result.aval, Split(0), own) for b in scan.ys]  # type: ignore[union-attr]
+        stacks = [local_aval(b.result.aval, Split(0), scan.trips, trips) for b in scan.ys]  # type: ignore[union-attr]
         results = [new_var(aval) for aval in (*(b.var.aval for b in scan.carries), *stacks)]
         bindings = scan.rebound(operands, [inputs], [outputs], results)
         self.eqns.append(scan.rebuild(bindings, [eqns], length=trips, unroll=min(scan.eqn.params["unroll"], trips)))

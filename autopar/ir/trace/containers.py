@@ -21,10 +21,8 @@ from autopar._jax import outermost_node
 def in_containers(tree: PyTreeDef, values: Sequence[object], keys: Sequence[KeyPath]) -> Any:
     """Values in the containers of `tree`.
 
-    Args:
-        tree: Structure of a tree of arrays.
-        values: One per leaf, no pytrees themselves.
-        keys: Path of each leaf, empty where it is not known; then children are numbered.
+    `values`: one per leaf, no pytrees themselves.
+    `keys`: path of each leaf, empty where it is not known; then children are numbered.
     """
     return _filled(tree, list(values), list(keys) or [()] * len(values), 0)
 

@@ -7,16 +7,12 @@ Method: the passes of `FLATTEN`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
 
-from autopar._jax import (
-    Constant,
-    Jaxpr,
-    NameStack,
-    Var,
-    make_jaxpr,
-)
+from autopar._jax import Constant, Jaxpr, NameStack, Var, make_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.rewrite.batch_indices import batch_indices
@@ -38,13 +34,15 @@ class Traced:
     constants: Mapping[Var, Constant]
     num_inputs: int
 
+    def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Self:
+        """The same with another program, over the same inputs."""
+        return replace(self, jaxpr=rewrite(self.jaxpr))
+
 
 def flatten(jaxpr: Jaxpr, consts: Sequence[Constant] = ()) -> tuple[Jaxpr, tuple[Constant, ...]]:
     """The flat program of a jaxpr.
 
-    Args:
-        jaxpr: Any jaxpr; its invars stay the first invars, keys as integers.
-        consts: Values of its `constvars`.
+    `jaxpr`: any jaxpr; its invars stay the first invars, keys as integers.
 
     Returns:
         The flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.
@@ -69,10 +67,6 @@ def _inline_calls(program: Traced) -> Traced:
     return replace(program, jaxpr=make_jaxpr(invars, outvars, block.eqns), constants=constants)
 
 
-def _batch_indices(program: Traced) -> Traced:
-    return replace(program, jaxpr=batch_indices(program.jaxpr, program.constants))
-
-
 def _remove_dead_code(program: Traced) -> Traced:
     flat = remove_dead_code(program.jaxpr, keep_inputs=program.num_inputs)
     kept = set(flat.invars)
@@ -81,7 +75,11 @@ def _remove_dead_code(program: Traced) -> Traced:
 
 FLATTEN: tuple[Pass[Traced], ...] = (
     Pass("flatten", "calls are inlined, typed keys become integers, random bits counters", _inline_calls),
-    Pass("batch_indices", "indices that only count become batch dims", _batch_indices),
+    Pass(
+        "batch_indices",
+        "indices that only count become batch dims",
+        lambda program: program.by(partial(batch_indices, constants=program.constants)),
+    ),
     Pass("dead_code", "what nothing reads goes, constants too", _remove_dead_code),
 )
 """From any jaxpr to a flat program."""

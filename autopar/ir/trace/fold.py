@@ -9,35 +9,16 @@ Method: only operations whose result is exact or correctly rounded everywhere (I
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from autopar._jax import Atom, Aval, JaxprEqn, Literal
+from autopar.ir.rules.index_map import OPERATIONS
 
-_EXACT: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "not": np.invert,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
-_EXACT_ON_FLOATS: dict[str, Callable[..., np.ndarray]] = {
-    "div": np.divide
-}  # NumPy rounds integers another way than XLA
-_EXACT_ON_INTEGERS: dict[str, Callable[..., np.ndarray]] = {  # the sign of a zero is not defined alike
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "max": np.maximum,
-    "min": np.minimum,
-}
+_EXACT = frozenset("add sub mul neg and or not eq ne lt le gt ge".split())
+_EXACT_ON_INTEGERS = frozenset("clamp max min".split())
+"""The sign of a zero is not defined alike."""
 _EXACT_DTYPES = ("bool", "int32", "int64", "uint32", "uint64", "float32", "float64")
 
 
@@ -56,12 +37,13 @@ def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
         return _converted(operands[0], out)
     if out.dtype.name not in _EXACT_DTYPES:
         return None
-    of_kind = _EXACT_ON_FLOATS if np.issubdtype(out.dtype, np.floating) else _EXACT_ON_INTEGERS
-    function = _EXACT.get(name) or of_kind.get(name)
-    if function is None:
-        return None
+    is_float, values = np.issubdtype(out.dtype, np.floating), [_value(operand) for operand in operands]
     with np.errstate(all="ignore"):
-        return _literal(function(*(_value(operand) for operand in operands)), out)
+        if name == "div" and is_float:  # NumPy rounds integers another way than XLA
+            return _literal(np.divide(*values), out)
+        if name in _EXACT or (name in _EXACT_ON_INTEGERS and not is_float):
+            return _literal(OPERATIONS[name](eqn.params, *values), out)
+    return None
 
 
 def _is_known(atom: Atom) -> bool:

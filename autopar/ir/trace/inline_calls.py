@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +96,7 @@ class Walk:
     block: Block
     scope: NameStack
     flatten: Callable[[Jaxpr, Sequence[Constant]], tuple[Jaxpr, tuple[Constant, ...]]]
-    place: Callable[[Any], Any] = lambda traceback: traceback
+    place: Callable[[object], object] = lambda traceback: traceback
     shared: dict[Hashable, tuple[Jaxpr, tuple[Constant, ...]]] = field(default_factory=dict)
 
     def into(self, block: Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> Walk:
@@ -128,17 +127,7 @@ def fresh(aval: Aval) -> Var:
 
 
 def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: Sequence[Atom]) -> list[Atom]:
-    """Append the flat equations of a program to the walk's block.
-
-    Args:
-        walk: Where to.
-        jaxpr: Flat or not.
-        consts: Values of its `constvars`.
-        operands: One per invar.
-
-    Returns:
-        What its results are.
-    """
+    """Append the flat equations of a program to the walk's block; what its results are."""
     block = walk.block
     env: dict[Var, Atom] = dict(zip(jaxpr.constvars, map(block.constant, consts), strict=True))
     env.update(zip(jaxpr.invars, operands, strict=True))

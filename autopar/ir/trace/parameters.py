@@ -41,7 +41,7 @@ class Parameters:
         """Its number; None: it has none."""
         return self.names.index(name) if name in self.names else None
 
-    def numbers(self, argnums: Any) -> tuple[int, ...]:
+    def numbers(self, argnums: object) -> tuple[int, ...]:
         """Numbers as the user gives them, counted from the first parameter.
 
         Raises:
@@ -60,16 +60,16 @@ class Parameters:
         return ", ".join(f"{number} ({name})" for number, name in enumerate(self.names)) or "none"
 
 
-def integers(argnums: Any) -> tuple[int, ...]:
+def integers(argnums: object) -> tuple[int, ...]:
     """Numbers as the user gives them: one, several, or none.
 
     Raises:
         TypeError: They are no integers.
     """
     try:
-        return (operator.index(argnums),)
+        return (operator.index(argnums),)  # type: ignore[arg-type]
     except TypeError:
-        return () if argnums is None else tuple(map(operator.index, argnums))
+        return () if argnums is None else tuple(map(operator.index, argnums))  # type: ignore[call-overload]
 
 
 def parameters_of(fn: Callable[..., Any]) -> Parameters:
@@ -115,13 +115,15 @@ class Split:
         positions: Of the static ones passed by position.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     arguments: tuple[Argument, ...]
-    static: tuple[tuple[str, Any], ...]
+    static: tuple[tuple[str, object], ...]
     positions: tuple[int, ...] = ()
 
-    def joined(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def joined(
+        self, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments of the whole call, with these for those that are not static."""
         rest, values = iter(args), [value for _, value in self.static]
         at = dict(zip(self.positions, values, strict=False))
@@ -143,7 +145,7 @@ class Static:
     numbers: tuple[int, ...]
     names: tuple[str, ...]
 
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Split:
+    def split(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Split:
         """A call's arguments, static ones apart."""
         apart = self.positions(len(args))
         named = {name: value for name, value in kwargs.items() if name not in self.names}
@@ -172,7 +174,7 @@ class Static:
         return Static(self.parameters, (0, *self.numbers), (*names, *self.names))
 
 
-def static_of(parameters: Parameters, argnums: Any = (), argnames: Any = ()) -> Static:
+def static_of(parameters: Parameters, argnums: object = (), argnames: Any = ()) -> Static:
     """Which parameters are static; a number stands for its name and a name for its number.
 
     Raises:
@@ -218,7 +220,7 @@ def chosen(option: str, argnums: Any, static: Static) -> Any:
     return numbers
 
 
-def check_hashable(static: Iterable[tuple[str, Any]], name: str) -> None:
+def check_hashable(static: Iterable[tuple[str, object]], name: str) -> None:
     """Static arguments tell programs apart, so each must have a hash.
 
     Raises:
@@ -238,7 +240,7 @@ def check_hashable(static: Iterable[tuple[str, Any]], name: str) -> None:
 
 
 def _no_parameter(
-    option: str, given: Any, parameters: Parameters, error: Exception, kind: type[AutoparError] = AutoparError
+    option: str, given: object, parameters: Parameters, error: Exception, kind: type[AutoparError] = AutoparError
 ) -> AutoparError:
     what = f"there is no argument {error}" if isinstance(error, IndexError) else f"these are not its arguments: {error}"
     more = f", *{parameters.rest}" if parameters.rest is not None else ""

@@ -68,8 +68,7 @@ def _called(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
 def physical_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
     """The program that does to the integers of keys what `eqn` does to the keys.
 
-    Args:
-        eqn: An equation on keys that is neither a call nor a loop nor one of `ALIASES`.
+    `eqn`: an equation on keys that is neither a call nor a loop nor one of `ALIASES`.
 
     Returns:
         A closed jaxpr from the physical operands to the physical results. It may contain jits, and for

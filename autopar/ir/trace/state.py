@@ -13,9 +13,9 @@ Method: an argument is state if a subtree of the outputs has its structure, shap
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,13 +51,11 @@ class Roles:
         return self.state or tuple(k for k in range(len(self.donated)) if k not in self.batch)
 
 
-def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: Any = "auto") -> Roles:
+def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums: object = "auto") -> Roles:
     """Tell state from batch.
 
-    Args:
-        program: The traced step.
-        batch_argnums: `"auto"`, or the numbers of the parameters that are the batch.
-        donate_argnums: `"auto"` (state is donated), or numbers of parameters.
+    `batch_argnums`: `"auto"`, or the numbers of the parameters that are the batch.
+    `donate_argnums`: `"auto"` (state is donated), or numbers of parameters.
 
     Raises:
         BatchError: Which arguments are the batch cannot be told, or none has that number.
@@ -66,13 +64,13 @@ def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: An
     found: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
     if batch_argnums == "auto":
         found |= _returned(program, arguments, found)
-        found |= _returned_cast(program, arguments, found, _candidates(program, arguments, found))
+        found |= _returned(program, arguments, found, cast=True, candidates=_candidates(program, arguments, found))
         batch = _find_batch(program, arguments, found)
         found = {number: span for number, span in found.items() if number not in batch}
     else:
         batch = _chosen(program, "batch_argnums", batch_argnums)
-        found |= _returned(program, arguments, {*found, *batch})
-        found |= _returned_cast(program, arguments, {**found, **dict.fromkeys(batch, ())}, ())
+        for in_other_dtype in (False, True):
+            found |= _returned(program, arguments, {**found, **dict.fromkeys(batch, ())}, in_other_dtype)
     pairs = {out: arguments[number][0] + k for number, span in found.items() for k, out in enumerate(span)}
     pairs |= _updated(program, arguments)
     cast = {out: k for out, k in pairs.items() if program.out_avals[out].dtype != program.in_avals[k].dtype}
@@ -163,40 +161,32 @@ def _read_inputs(program: Program) -> set[int]:
 
 
 def _returned(
-    program: Program, arguments: Sequence[tuple[int, int]], batch: Iterable[int]
+    program: Program,
+    arguments: Sequence[tuple[int, int]],
+    known: Mapping[int, tuple[int, ...]],
+    cast: bool = False,
+    candidates: Collection[int] = (),
 ) -> dict[int, tuple[int, ...]]:
-    """For each argument that comes back, those in `batch` apart, the output leaves that are its next value."""
+    """For each argument that comes back, but for those that are known, the output leaves that are its next value.
+
+    Args:
+        known: What was found before, the batch too.
+        cast: Floating leaves may come back in another dtype, but for an array by itself.
+        candidates: For the batch: the last of them does not come back so.
+    """
     found: dict[int, tuple[int, ...]] = {}
-    used: set[int] = set()
+    used = {leaf for span in known.values() for leaf in span}
+    trees = _trees(program)
     for number, (start, stop) in enumerate(arguments):
-        if start == stop or number in batch:
+        is_last = [n for n in candidates if n not in found] == [number]
+        is_doubtful = cast and (is_last or jax.tree_util.treedef_is_leaf(trees[number]))
+        if start == stop or number in known or is_doubtful:
             continue
-        span = _place(program, number, (start, stop), used, _type)
+        span = _place(program, number, (start, stop), used, _cast_type if cast else _type)
         if span is not None:
             found[number] = span
             used.update(span)
     return found
-
-
-def _returned_cast(
-    program: Program,
-    arguments: Sequence[tuple[int, int]],
-    found: Mapping[int, tuple[int, ...]],
-    candidates: Collection[int],
-) -> dict[int, tuple[int, ...]]:
-    """The same of arguments of which floating leaves come back in another dtype; the last candidate for the batch is none."""
-    cast: dict[int, tuple[int, ...]] = {}
-    used = {leaf for span in found.values() for leaf in span}
-    trees = _trees(program)
-    for number, (start, stop) in enumerate(arguments):
-        others = [n for n in candidates if n not in cast]
-        if start == stop or number in found or others == [number] or jax.tree_util.treedef_is_leaf(trees[number]):
-            continue
-        span = _place(program, number, (start, stop), used, _cast_type)
-        if span is not None:
-            cast[number] = span
-            used.update(span)
-    return cast
 
 
 def _updated(program: Program, arguments: Sequence[tuple[int, int]]) -> dict[int, int]:
@@ -239,7 +229,7 @@ def _warn_of_casts(program: Program, cast: Mapping[int, int]) -> None:
         )
 
 
-def _chosen(program: Program, option: str, argnums: Any) -> tuple[int, ...]:
+def _chosen(program: Program, option: str, argnums: object) -> tuple[int, ...]:
     """Positions among the program's arguments of those with the user's numbers."""
     position = {argument.number: k for k, argument in enumerate(program.arguments)}
     numbers = [n for n in integers(argnums) if n not in program.left_out]
@@ -263,8 +253,7 @@ def argument_slices(program: Program) -> list[tuple[int, int]]:
     """For each argument (positional, then by keyword) its range of input leaves."""
     positional, by_keyword = program.in_tree.children()
     sizes = [child.num_leaves for child in (*positional.children(), *by_keyword.children())]
-    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def arguments_of(program: Program) -> list[tuple[PyTreeDef, int, int]]:

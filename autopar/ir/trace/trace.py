@@ -7,7 +7,6 @@ Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,6 @@ from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 from autopar._jax import (
     Aval,
     Function,
-    Var,
     is_key,
     key_impl_name,
     on_device,
@@ -44,20 +42,12 @@ from autopar.ir.trace.returned import is_of_objects, objects_in
 
 TRACE: tuple[Pass[Traced], ...] = (
     *FLATTEN,
-    Pass(
-        "scan_slices",
-        "loops that read `layers[i]` in trip i scan",
-        lambda program: dataclasses.replace(program, jaxpr=scan_slices(program.jaxpr)),
-    ),
-    Pass(
-        "dim_order",
-        "products take and make large arrays as they lie",
-        lambda program: dataclasses.replace(program, jaxpr=products_in_order(program.jaxpr)),
-    ),
+    Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
+    Pass("dim_order", "products take and make large arrays as they lie", lambda step: step.by(products_in_order)),
     Pass(
         "written_once",
         "writes to places that are all different ask no more which was the last",
-        lambda program: dataclasses.replace(program, jaxpr=find_written_once(program.jaxpr)),
+        lambda step: step.by(find_written_once),
     ),
 )
 """What every step goes through."""
@@ -77,13 +67,9 @@ def trace_step(
     Args:
         fn: The step. Its own exceptions pass through unchanged.
         args: Positional arguments: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`.
-        kwargs: Arguments by name.
         static_argnums: Positions of arguments that are part of the program, as in `jax.jit`.
         static_argnames: Names of such arguments.
         static: The same, found before; None: those two.
-
-    Returns:
-        The program.
 
     Raises:
         TraceError: A leaf is no array, a static argument has no hash, an argument or a captured value belongs to another
@@ -105,11 +91,11 @@ def trace_step(
 
     names = [key for key in sorted(kwargs) if key in static.names]
     traced, out_tree = _traced(fn, call, in_tree, in_avals, static.positions(len(args)), names)
-    jaxpr = traced.jaxpr
+    jaxpr, keys = traced.jaxpr, raw_keys(traced.jaxpr)
     flat = run_passes(TRACE, traced, check_flat)
     if any(on_host(var.aval) for var in (*flat.jaxpr.invars, *flat.jaxpr.outvars)):
         warn_of_host_memory(name, jaxpr)
-        flat = dataclasses.replace(flat, jaxpr=keep_on_device(flat.jaxpr))
+        flat = flat.by(keep_on_device)
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
     out_paths = jax.tree_util.tree_flatten_with_path(out)[0]
@@ -132,7 +118,7 @@ def trace_step(
         num_args=len(in_avals),
         static=tuple((argument, repr(value)) for argument, value in call.static),
         arguments=call.arguments,
-        raw_keys=_positions(jaxpr.invars, raw_keys(jaxpr)),
+        raw_keys=tuple(k for k, var in enumerate(jaxpr.invars) if var in keys),
         left_out=tuple(n for n in static.parameters.optional if n not in passed),
         gradient=gradient_line(jaxpr),
     )
@@ -180,10 +166,6 @@ def _call_flat(fn: Function, call: Split, tree: PyTreeDef, *leaves: object) -> o
 def _type_of(aval: Aval) -> jax.ShapeDtypeStruct:
     """A type in the place of an array, so that nobody sees where one lies."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-def _positions(invars: Sequence[Var], chosen: Mapping[Var, None]) -> tuple[int, ...]:
-    return tuple(k for k, var in enumerate(invars) if var in chosen)
 
 
 def name_of(fn: object) -> str:

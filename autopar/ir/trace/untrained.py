@@ -26,9 +26,7 @@ MAX_PATHS = 4
 def check_trains(program: Program, batch: Collection[int]) -> None:
     """Raise if the step takes a gradient that changes nothing.
 
-    Args:
-        program: The traced step.
-        batch: Input leaves that hold samples, as far as that is known.
+    `batch`: input leaves that hold samples, as far as that is known.
 
     Raises:
         StateError: No argument comes back.

@@ -98,7 +98,7 @@ def _curve(plan: Decision, memory: Memory, most: float) -> str:
 
 
 def _below(memory: Memory, end: float, across: float) -> Iterator[str]:
-    """What runs along the axis."""
+    """Labels along the axis: times, or that operations are in order."""
     if memory.unit == "operations":
         yield text(LEFT, HIGH - 6, "operations of the program, in order", "small soft")
         return

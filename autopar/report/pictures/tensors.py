@@ -8,14 +8,13 @@ Method: devices that hold the same piece have the same colour; a partial sum is 
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
 from html import escape
 
-from autopar.markup import picture, tag
-from autopar.mesh import LogicalMesh, Sharding
+from autopar.markup import grid, picture, tag
+from autopar.mesh import LogicalMesh, Sharding, boxes
 from autopar.plan.decision import Decision, Value
 from autopar.plan.words import bytes_text, local_bytes, type_text
 from autopar.report.page import merged_values
@@ -38,7 +37,7 @@ def tensor_table(plan: Decision) -> str:
     head = tag(
         "tr", *(tag("th", words) for words in ("on the mesh", "path", "type", "sharding", "arrays", "per device"))
     )
-    table = tag("table", tag("thead", head), tag("tbody", *(rows[k][1] for k in kept)), class_="tensors")
+    table = grid(head, (rows[k][1] for k in kept), "tensors")
     return find + tag("div", table, class_="wide") + (tag("p", more, class_="soft") if more else "")
 
 
@@ -88,14 +87,18 @@ def device_grid(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> 
     across = mesh.shape[-1] if mesh.num_devices > 1 else 1
     down = mesh.num_devices // across
     size = 13 if across <= 16 else 7
-    cells = []
-    for number, place in enumerate(itertools.product(*map(range, mesh.shape))):
-        index = dict(zip(mesh.axis_names, place, strict=True))
+    cells, held = [], boxes(shape, sharding, mesh)
+    pieces = sorted(set(held))
+    for number, box in enumerate(held):
         row, column = divmod(number, across)
-        colour = f"p{_piece(sharding, mesh, index) % NUM_COLOURS}" if any(sharding.dims) else "whole"
+        colour = f"p{pieces.index(box) % NUM_COLOURS}" if any(sharding.dims) else "whole"
         tip: tuple[str, ...] = ()
         if mesh.num_devices <= MAX_TIPS:
-            tip = (tag("title", escape(f"device {number}: {_part_text(shape, sharding, mesh, index)}")),)
+            part = ", ".join(
+                ":" if side == (0, length) else "{}:{}".format(*side) for side, length in zip(box, shape, strict=True)
+            )
+            sums = ", a part of the sum" if sharding.partial else ""
+            tip = (tag("title", escape(f"device {number}: [{part}]{sums}")),)
         frame = {"x": column * size, "y": row * size, "width": size - 1.5, "height": size - 1.5, "rx": 1.5}
         cells.append(tag("rect", *tip, class_=colour, **frame))
         if sharding.partial:
@@ -103,22 +106,3 @@ def device_grid(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> 
             cells.append(tag("path", d=d, class_="hatch"))
     svg = picture(down * size, *cells, label=f"{sharding} on {mesh}", width=across * size)
     return svg.replace("<svg ", f'<svg width="{across * size}" height="{down * size}" ', 1)
-
-
-def _piece(sharding: Sharding, mesh: LogicalMesh, index: dict[str, int]) -> int:
-    """The number of the piece that a device holds."""
-    number = 0
-    for axis in (axis for axes in sharding.dims for axis in axes):
-        number = number * mesh.size_of(axis) + index[axis]
-    return number
-
-
-def _part_text(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh, index: dict[str, int]) -> str:
-    """The part of the array that a device holds, as one indexes it."""
-    parts = []
-    for size, axes in zip(shape, sharding.dims, strict=True):
-        number, count = 0, 1
-        for axis in axes:
-            number, count = number * mesh.size_of(axis) + index[axis], count * mesh.size_of(axis)
-        parts.append(f"{number * size // count}:{(number + 1) * size // count}" if count > 1 else ":")
-    return f"[{', '.join(parts)}]" + (", a part of the sum" if sharding.partial else "")

@@ -1,6 +1,7 @@
-"""Where a step's time goes: a bar per mesh, of compute by kind, communication by kind, and waiting.
+"""Where a step's time goes: a bar per mesh, of compute by kind, communication by kind, and waiting; or two bars for each
+part of it, predicted and measured.
 
-In:     a plan.
+In:     a plan; or parts with both times.
 Out:    a picture.
 Method: compute is the profile's, communication what the plan's collectives take that no kernel hides; what is left of the
         step is waiting. What is hidden is a thin bar below. What a pipeline sends goes on beside these and is in the
@@ -9,28 +10,23 @@ Method: compute is the profile's, communication what the plan's collectives take
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost import collective_seconds
 from autopar.markup import FONT, WIDTH, box, picture, room_for, tag, text
 from autopar.plan.decision import Decision
 from autopar.plan.words import seconds_text
-from autopar.report.pictures.legend import KIND_NAMES, kinds_legend
+from autopar.report.pictures.legend import KIND_NAMES, kinds_legend, legend
 from autopar.report.pictures.timetable import LEFT, RIGHT, TOP, clock_axis
 
 ROW, BAR, THIN = 34, 22, 4
+LANE, BEHIND, LONGEST_NAME = 12, 90, 320
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A mesh's step.
-
-    Attributes:
-        name: Of the mesh.
-        seconds: By kind, in drawing order; together the step.
-        hidden: Seconds of collectives behind kernels, by kind.
-    """
+    """A mesh's step: seconds by kind, in drawing order, together the step; and those hidden behind kernels."""
 
     name: str
     seconds: dict[str, float]
@@ -89,3 +85,25 @@ def _segments(
         if height == BAR and width > room_for(share, FONT) + 4:
             yield text(x + width / 2, y + 15, share, f"on k-{kind}", "middle")
         x += width
+
+
+def lanes_picture(lanes: Sequence[tuple[str, float, float]]) -> str:
+    """The bars: (name, predicted seconds, measured seconds) of each part."""
+    end = max((max(predicted, measured) for _, predicted, measured in lanes), default=0.0)
+    if not end:
+        return ""
+    left = min(LONGEST_NAME, max(room_for(name) for name, _, _ in lanes)) + 10
+    scale, height = (WIDTH - left - BEHIND) / end, TOP + ROW * len(lanes)
+    parts = clock_axis(end, scale, height, left)
+    for row, (name, predicted, measured) in enumerate(lanes):
+        y = TOP + row * ROW
+        parts.append(text(0, y + 15, name, "strong"))
+        for offset, seconds, which, colour in (
+            (0, predicted, "predicted", "k-F"),
+            (LANE + 1, measured, "measured", "k-B"),
+        ):
+            tip = f"{name}: {seconds_text(seconds)} {which}"
+            parts.append(box(left, y + offset, seconds * scale, LANE, colour, tip))
+            parts.append(text(left + seconds * scale + 4, y + offset + 10, seconds_text(seconds), "small soft"))
+    colours = legend((("k-F", "predicted"), ("k-B", "measured")))
+    return picture(height, *parts, label="A step, predicted and measured") + colours

@@ -26,23 +26,14 @@ SENT = ("debug_callback", "debug_print", "io_callback", "pure_callback")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCalls:
-    """The callbacks of a worker's programs.
-
-    Attributes:
-        watch: Where they leave what they raise.
-        of: Those of each program, in the order in which it calls them by number.
-    """
+    """The callbacks of a worker's programs, by number in each; and where they leave what they raise."""
 
     watch: Watch
     of: Mapping[str, tuple[Callable[..., Any], ...]]
 
 
 def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Callable[..., Any]]]]) -> bytes:
-    """Callbacks of programs, as bytes; b"": there are none.
-
-    Args:
-        watch: Where they leave what they raise.
-        callbacks: Of each program: the operation with the user's line, and what it calls.
+    """Callbacks of programs as bytes, each with its operation and line; b"": there are none. `watch` takes what they raise.
 
     Raises:
         NotBuiltYetError: One cannot be sent.

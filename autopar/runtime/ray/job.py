@@ -19,10 +19,9 @@ from autopar.partition.host_calls import Watch
 from autopar.partition.shipped import Shipment
 from autopar.partition.task import DeviceProgram, abstract_mesh, device_program, jitted, structs
 from autopar.runtime.ray.functions import packed_calls
-from autopar.runtime.ray.pauses import find_pauses
 from autopar.runtime.ray.seats import Layout
 from autopar.streams.assemble import StepPlan
-from autopar.streams.instructions import MeshId
+from autopar.streams.instructions import MeshId, Recv, Run, Send
 from autopar.streams.streams import Streams
 
 
@@ -83,6 +82,25 @@ def make_job(planned: StepPlan, platform: str) -> Job:
         },
         pauses=find_pauses(streams) if any(p.calls_host for own in programs.values() for p in own) else {},
     )
+
+
+def find_pauses(streams: Streams) -> dict[MeshId, int]:
+    """Where each mesh waits for the others, so that a callback that raises costs no state: before its first update.
+
+    What lies before the first updates must need nothing of what lies behind them, and overwrite no argument. Then a step can
+    be left there, and the next one takes the same arguments. Otherwise it is carried out to its end: empty.
+    """
+    updates = {name for name, plan in streams.programs.items() if plan.task.kind in ("U", "step")}
+    pauses = {
+        mesh: next((k for k, i in enumerate(own) if isinstance(i, Run) and i.program in updates), len(own))
+        for mesh, own in streams.instructions.items()
+    }
+    given = {at for _, at in streams.arguments}
+    before = [i for mesh, own in streams.instructions.items() for i in own[: pauses[mesh]]]
+    sent = {i.message for i in before if isinstance(i, Send)}
+    waits = any(isinstance(i, Recv) and i.message not in sent for i in before)
+    overwrites = any(i.inputs[k] in given for i in before if isinstance(i, Run) for k in streams.overwritten[i.program])
+    return {} if not before or waits or overwrites else pauses
 
 
 def exported(function: Callable[..., Any], arguments: Sequence[Any], platform: str) -> bytes:

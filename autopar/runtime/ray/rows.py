@@ -22,13 +22,7 @@ from autopar.runtime.ray.transport.parcels import own_boxes, slices
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An array of the batch as a worker wants it.
-
-    Attributes:
-        leaf: Which of the batch's arrays.
-        kind: How it lies on the worker's mesh.
-        is_piece: Whether it has a leading dim of microbatches there.
-    """
+    """An array of the batch (`leaf`) as a worker wants it; `is_piece`: with a leading dim of microbatches."""
 
     leaf: int
     kind: ArrayType

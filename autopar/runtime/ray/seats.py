@@ -67,13 +67,10 @@ def by_mesh(seats: Sequence[Seat]) -> dict[MeshId, list[Seat]]:
 
 
 def environment(seat: Seat, on_gpu: bool, flags: str, x64: bool) -> Mapping[str, str]:
-    """What must be set before JAX starts in a worker.
+    """What must be set before JAX starts in a worker, whose devices are GPUs or virtual CPU devices.
 
-    Args:
-        seat: Of the worker.
-        on_gpu: Whether its devices are GPUs; else they are virtual CPU devices.
-        flags: The driver's `XLA_FLAGS`: programs are to be compiled as they would be there.
-        x64: Whether the driver's JAX has 64 bits.
+    `flags` are the driver's `XLA_FLAGS`, for programs are to be compiled as they would be there; `x64`: its JAX has 64
+    bits.
     """
     kept = [flag for flag in flags.split() if "host_platform_device_count" not in flag]
     found = {"JAX_ENABLE_X64": str(int(x64)), "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -94,13 +94,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a worker stands.
-
-    Attributes:
-        at: Position in its stream.
-        awaited: Message it waits for; None: it does not wait.
-        seconds: How long it has stood there.
-    """
+    """Where in its stream a worker stands, for how many seconds, and which message it waits for, if for any."""
 
     at: int
     awaited: int | None

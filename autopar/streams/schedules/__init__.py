@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, check_choice
 from autopar.streams.schedules.gpipe import GPipe
 from autopar.streams.schedules.inference import Inference
 from autopar.streams.schedules.interleaved import Interleaved
@@ -27,13 +27,8 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
         AutoparError: There is none of this name, or it is no schedule.
     """
     if isinstance(schedule, str):
-        if schedule not in SCHEDULES:
-            raise AutoparError(
-                "unknown schedule.",
-                given=f"schedule={schedule!r}",
-                wrong=f"autopar knows {', '.join(map(repr, SCHEDULES))}.",
-                do="name one of them, or pass an object with `name` and `order(num_stages, num_microbatches)`.",
-            )
+        do = "name one of them, or pass an object with `name` and `order(num_stages, num_microbatches)`."
+        check_choice("", "schedule", schedule, SCHEDULES, do=do)
         return SCHEDULES[schedule]
     if isinstance(schedule, type) or not hasattr(schedule, "name") or not hasattr(schedule, "order"):
         raise AutoparError(

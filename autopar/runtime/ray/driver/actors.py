@@ -21,7 +21,7 @@ from autopar.runtime.ray.driver.calls import POLL_SECONDS
 from autopar.runtime.ray.seats import Seat, environment
 from autopar.runtime.ray.worker.worker import Worker
 
-GROUPS = {"mail": 2, "control": 1, "disk": 1, "data": 1}
+GROUPS = {"mail": 2, "control": 1, "disk": 1, "readings": 1}
 """Threads of an actor beside its one dispatching thread: for parcels that come in, for answering at any time, for writing
 checkpoints, and for reading batches."""
 
@@ -59,7 +59,7 @@ def start_all(machine: RayMachine, seats: Sequence[Seat], actors: dict[int, Any]
 
 
 def end_all(actors: dict[int, Any], groups: list[Any]) -> None:
-    """End them; both are empty after."""
+    """End actors, and remove their placement groups; both maps are empty after."""
     import ray
     from ray.util.placement_group import remove_placement_group
 

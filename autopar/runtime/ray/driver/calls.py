@@ -38,19 +38,10 @@ def where(actor: Any) -> Any:
 def wait_for(
     refs: Mapping[int, Any], ask: Callable[[int], Any], silence_seconds: float, standing_seconds: float
 ) -> dict[int, Any]:
-    """Wait for one call of each of several actors.
-
-    Args:
-        refs: The calls, by worker.
-        ask: Begins to ask a worker where it stands.
-        silence_seconds: How long one may not answer to anything.
-        standing_seconds: How long one may stand at one place.
-
-    Returns:
-        Results by worker.
+    """Wait for one call of each of several actors, by worker; `ask` begins to ask one where it stands.
 
     Raises:
-        FailedError: One failed.
+        FailedError: One failed, has not answered to anything for `silence_seconds`, or stands at one place for too long.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError

@@ -37,11 +37,8 @@ def spans_of(
 ) -> tuple[dict[tuple[MeshId, int], Span], dict[int, Span]]:
     """What workers report, on one clock; of several workers of a mesh, the first to begin and the last to end.
 
-    `reports` are by worker, `offsets` by host, as of `clock_offset`.
-
-    Returns:
-        When each program began and ended, by (mesh, position in its stream); when each message was sent and had come, by
-        number. In seconds.
+    Reports are by worker, offsets by host. Returns when each program began and ended, by (mesh, position in its
+    stream), and when each message was sent and had come, by number, in seconds.
     """
     runs: dict[tuple[MeshId, int], Span] = {}
     sent: dict[int, float] = {}

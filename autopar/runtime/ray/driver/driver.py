@@ -45,14 +45,7 @@ _Entry = tuple[int, BufferId]
 
 
 class RayStep:
-    """A step on the workers of a cluster.
-
-    Attributes:
-        job: What the workers do.
-        workers: They.
-        programs: What was sent to them, by name.
-        in_shardings: For each argument of the step how it lies.
-    """
+    """A step on the workers of a cluster; attributes as of `Runtime`."""
 
     def __init__(self, machine: RayMachine, planned: StepPlan):
         """Start workers, unless there are some, and let them compile.

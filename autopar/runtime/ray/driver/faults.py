@@ -28,7 +28,7 @@ GOES_ON = "the workers go on: call the step, or fetch another array."
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What was seen.
+    """How a worker failed, as far as was seen.
 
     Attributes:
         worker: Of which worker.

@@ -20,21 +20,12 @@ from autopar.errors import DonatedError
 from autopar.mesh import ArrayType, LogicalMesh
 from autopar.partition.task import abstract_mesh
 from autopar.runtime.ray.driver.workers import Workers
-from autopar.runtime.shaped import Shaped
-from autopar.runtime.stacks import joined_shape, joint_spec
+from autopar.runtime.stacks import Shaped, joined_shape, joint_spec
 from autopar.streams.instructions import MeshId
 
 
 class Copy:
-    """An array on one mesh; let go of there when this is gone.
-
-    Attributes:
-        owner: Who holds it.
-        mesh: Where.
-        kind: Its type there.
-        key: Its name there.
-        is_deleted: Whether its memory was taken over.
-    """
+    """An array of its owner's on one mesh, by its key there; let go of when this is gone, unless it is deleted."""
 
     __slots__ = ("owner", "mesh", "kind", "key", "is_deleted")
 
@@ -55,17 +46,10 @@ class Part:
 
 
 class RemoteArray(Shaped):
-    """An array on the workers of a cluster.
+    """An array on the workers of a cluster, in one part or several along `dim`; shape, dtype and sharding are of the whole.
 
     `np.asarray(x)` and `x.fetch()` bring it here; there is no arithmetic on it before that. Passed to a step it stays
     where it is.
-
-    Attributes:
-        parts: Where it is.
-        dim: Along which several parts lie.
-        shape: Of the whole.
-        dtype: Its element type.
-        sharding: How it lies on the devices.
     """
 
     def __init__(self, parts: Sequence[Part], dim: int = 0, shape: tuple[int, ...] | None = None):
@@ -91,7 +75,7 @@ class RemoteArray(Shaped):
         return self
 
     def check(self) -> None:
-        """It must be there.
+        """Raise if the array is no more.
 
         Raises:
             DonatedError: It was donated to a step.

@@ -23,13 +23,7 @@ from autopar.streams.instructions import MeshId
 
 
 class Layout:
-    """Where a batch goes.
-
-    Attributes:
-        hosts: In how many parts it is cut.
-        wanted: For each worker that holds some of it, by number: its arrays there.
-        parts: And the parts that it needs.
-    """
+    """Where a batch goes: in how many parts it is cut, and of each worker that holds some of it its arrays and parts."""
 
     def __init__(self, step: RayStep, first: int, types: Sequence[jax.ShapeDtypeStruct], rows: int):
         """Find it out for a batch of such arrays and rows, whose first is argument `first` of the step."""
@@ -94,8 +88,8 @@ class Reading:
         """Have a batch read; waits for nothing."""
         if number not in self._begun:
             keys = self._new_keys(self.layout)
-            asked = {w: ("draw", self._source, number, tuple(keys[mesh])) for w, mesh in self.layout.meshes.items()}
-            self._begun[number] = self._workers.begin("batches", asked, "data"), keys
+            asked = {w: (self._source, number, tuple(keys[mesh])) for w, mesh in self.layout.meshes.items()}
+            self._begun[number] = self._workers.begin("readings", "draw", asked), keys
 
     def drawn(self, number: int) -> dict[int, list[tuple[int, PartKind | None]]]:
         """A batch, once it is read: for each part what each worker that has read it says it is like; None: it has ended."""
@@ -143,11 +137,11 @@ class Reading:
         return [found[part] for part in sorted(found)]
 
     def close(self) -> None:
-        """No one wants more."""
+        """Have the workers read nothing more, and drop what no step will take."""
         if not self._workers.closed:
             left = [*(keys for _, keys in self._begun.values()), *self._keys.values()]
             gone = {w: tuple(k for keys in left for k in keys[mesh]) for w, mesh in self.layout.meshes.items()}
-            self._workers.begin("batches", {w: ("close", self._source, own) for w, own in gone.items()}, "data")
+            self._workers.begin("readings", "close", {w: (self._source, own) for w, own in gone.items()})
 
     def _new_keys(self, layout: Layout) -> dict[MeshId, range]:
         sizes = {mesh: len(layout.wanted[worker]) for worker, mesh in layout.meshes.items()}
@@ -161,5 +155,4 @@ class Reading:
         return {worker: (self._source, number, tuple(parts)) for worker, parts in asked.items()}
 
     def _asked(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        calls = {worker: (method, *own) for worker, own in arguments.items()}
-        return self._workers.end_reading(self._workers.begin("batches", calls, "data"), method)
+        return self._workers.end_reading(self._workers.begin("readings", method, arguments), method)

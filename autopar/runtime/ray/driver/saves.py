@@ -21,7 +21,7 @@ from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.ray.share import Key
 from autopar.runtime.ray.transport.parcels import moved
 from autopar.runtime.ray.worker.disk import OnDisk
-from autopar.runtime.shaped import Shaped
+from autopar.runtime.stacks import Shaped
 
 _Place = tuple[Key, ArrayType, int]
 """An array of a worker, and one of its mesh's devices that holds a part."""
@@ -29,13 +29,7 @@ _Place = tuple[Key, ArrayType, int]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of an array.
-
-    Attributes:
-        worker: Who writes it.
-        place: What it is there.
-        box: Where in the whole array it is.
-    """
+    """A part of an array: who writes it, what it is there, and where in the whole array."""
 
     worker: int
     place: _Place
@@ -65,12 +59,7 @@ class Snapshot:
             raise
 
     def write(self, folder: Path, prefix: str, arrays: Sequence[tuple[int, OnDisk]]) -> dict[str, Digest]:
-        """Have them written, and wait for it; the copies are gone then.
-
-        Args:
-            folder: Of the checkpoint.
-            prefix: Of the name of each worker's folder in it; its number comes behind.
-            arrays: Which array becomes what; one may become several.
+        """Have arrays written into folders whose names begin so, and wait for it; the copies are gone then.
 
         Returns:
             Digest of each file by its path in the folder.
@@ -92,20 +81,12 @@ class Snapshot:
         return {f"{prefix}{n}/{name}": value for n, own in found.items() for name, value in own.items()}
 
     def discard(self) -> None:
-        """No one will have them written."""
+        """Have the copies dropped: they will not be written."""
         self._owner.forget(self._number)
 
 
 class Taken(Shaped):
-    """An array as it was when it was taken.
-
-    Attributes:
-        snapshot: Has its parts.
-        number: Which of the snapshot's it is.
-        boxes: Of its parts.
-        shape: Of the whole.
-        dtype: Its element type.
-    """
+    """An array as it was when it was taken: the parts (`boxes`) of array `number` of a snapshot."""
 
     def __init__(self, snapshot: Snapshot, number: int, array: RemoteArray, boxes: Sequence[Box]):
         self.snapshot, self.number, self.boxes = snapshot, number, tuple(boxes)

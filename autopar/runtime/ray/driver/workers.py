@@ -46,7 +46,7 @@ class Workers:
     """
 
     def __init__(self, machine: RayMachine, layout: Layout):
-        """Start them.
+        """Start the workers, and let them meet.
 
         Raises:
             ClusterError: Ray has no room for them; NodeLostError: a node has gone.
@@ -230,9 +230,9 @@ class Workers:
             WorkerError: A worker has ended, or does not come on.
             OSError: A worker could not write; RuntimeError: it failed in another way.
         """
-        refs = self.begin("write", {number: (save, *own) for number, own in arguments.items()}, "disk")
+        refs = self.begin("disk", "write", {number: (save, *own) for number, own in arguments.items()})
         try:
-            return self._watched(refs, "writing")
+            return self._watched(refs, "disk")
         except FailedError as failed:
             # What the others write would come up again behind whoever takes away the folder.
             self.forget(save)
@@ -242,13 +242,11 @@ class Workers:
 
     # Calls beside the steps, on another thread of the workers.
 
-    def begin(self, method: str, arguments: Mapping[int, tuple[Any, ...]], group: str) -> dict[int, Any]:
-        """Call a method of several workers on a thread of theirs that is for it; waits for nothing."""
-        actors = dict(self._actors)
-        if self.closed or not actors:
-            raise ended()
+    def begin(self, part: str, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of a part of several workers, on its thread; waits for nothing."""
+        actors = self._living()
         return {
-            number: getattr(actors[number], method).options(concurrency_group=group).remote(*own)
+            number: actors[number].beside.options(concurrency_group=part).remote(part, method, *own)
             for number, own in arguments.items()
         }
 
@@ -260,25 +258,29 @@ class Workers:
             WorkerError: A worker failed. All have ended.
         """
         try:
-            return self._watched(refs, "reading")
+            return self._watched(refs, "readings")
         except FailedError as failed:
             if isinstance(failed.failure.cause, BatchError):
                 raise failed.failure.cause from None
             raise self._told(dataclasses.replace(failed.failure, method=method), -1, False) from failed.failure.cause
 
-    def _watched(self, refs: Mapping[int, Any], watch: str) -> dict[int, Any]:
-        """Wait for calls of workers that tell by another method how long they have stood where they are."""
+    def _watched(self, refs: Mapping[int, Any], part: str) -> dict[int, Any]:
+        """Wait for calls of a part of workers, which tells how long it has stood where it is."""
+        actors = self._living()
+        limits = self._machine.silence_seconds, self._machine.wait_seconds
+        ask = lambda n: actors[n].standing.options(concurrency_group="control").remote(part)  # noqa: E731
+        return wait_for(refs, ask, *limits)
+
+    def _living(self) -> dict[int, Any]:
         actors = dict(self._actors)
         if self.closed or not actors:
             raise ended()
-        limits = self._machine.silence_seconds, self._machine.wait_seconds
-        ask = lambda n: getattr(actors[n], watch).options(concurrency_group="control").remote()  # noqa: E731
-        return wait_for(refs, ask, *limits)
+        return actors
 
     def forget(self, save: int) -> None:
         """No one wants the copies of a save any more; waits for nothing."""
         for actor in dict(self._actors).values():
-            actor.forget.options(concurrency_group="control").remote(save)
+            actor.beside.options(concurrency_group="control").remote("disk", "forget", save)
 
     def close(self) -> None:
         """End all workers."""

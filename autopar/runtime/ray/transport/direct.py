@@ -28,7 +28,7 @@ from autopar.runtime.ray.transport.parcels import Message, box_shape
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
 from autopar.runtime.ray.transport.transport import WaitError
 from autopar.runtime.ray.worker.places import Places
-from autopar.runtime.transfer import cut_tile, joins_by_device
+from autopar.runtime.transfer import cut_tile, joins_by_device, put_together
 from autopar.streams.instructions import MeshId
 from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
@@ -50,13 +50,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A message under way.
-
-    Attributes:
-        message: Which.
-        is_sent: Whether this worker sends it; else it receives it.
-        others: The devices of the other mesh that receive or send it.
-    """
+    """A message under way, sent or received by this worker, and the devices of the other mesh that receive or send it."""
 
     message: int
     is_sent: bool
@@ -83,12 +77,7 @@ class Channel(Protocol):
         ...
 
     def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
-        """Wait until all that was begun is done, save the last `behind`.
-
-        Args:
-            seconds: How long each may take after the one before it.
-            on_progress: Called after each.
-            behind: How many need not be done.
+        """Wait until all that was begun is done, save the last `behind`; each may take so long after the one before it.
 
         Returns:
             What was not done in time; None: all were.
@@ -250,15 +239,7 @@ class Direct:
         middle = jax.sharding.NamedSharding(wanted.mesh, plan.middle.partition_spec())
         gather = None if middle.spec == wanted.spec else self._gather(middle, wanted, want.dtype)
 
-        def put(parts: Sequence[jax.Array]) -> jax.Array:
-            there = {device: join([parts[k] for k in own]) for device, (own, join) in joins.items()}
-            for first, second in handed_on:
-                there[second] = jax.device_put(there[first], devices[second])
-            shards = [there[device] for device in self._seat.devices]
-            array = jax.make_array_from_single_device_arrays(want.shape, middle, shards)
-            return array if gather is None else gather(array)
-
-        return put
+        return put_together(want.shape, middle, joins, handed_on, devices, gather)
 
     def _gather(
         self, middle: jax.sharding.NamedSharding, wanted: jax.sharding.NamedSharding, dtype: np.dtype

@@ -64,11 +64,7 @@ class NcclChannel:
     def __init__(self, unique_id: tuple[int, ...], num_sources: int, num_ranks: int, own: Mapping[int, jax.Device]):
         """Join the communicator, and connect every source with every target; returns when all ranks have.
 
-        Args:
-            unique_id: Of the channel.
-            num_sources: Devices of the sending mesh.
-            num_ranks: Devices of both meshes.
-            own: This worker's devices by rank.
+        The first `num_sources` ranks are the sending mesh's devices; `own` are this worker's, by rank.
         """
         import cupy
         from cupy.cuda import nccl

@@ -8,7 +8,6 @@ Method: a worker gets every part that its devices want once, also where several 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,18 +17,12 @@ from autopar.mesh import ArrayType, Box
 from autopar.runtime.ray.job import Job
 from autopar.runtime.ray.seats import Seat, by_mesh
 from autopar.streams.instructions import BufferId, MeshId, Recv, Run, Send
-from autopar.streams.transfers import intersection
+from autopar.streams.transfers import tiles_of
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tile of one value.
-
-    Attributes:
-        value: Which value of the message.
-        device: Of the sending mesh, which holds it.
-        box: Where in the whole array it is.
-    """
+    """A tile of a value of a message: which device of the sending mesh holds it, and where in the whole array it is."""
 
     value: int
     device: int
@@ -123,20 +116,13 @@ def parcels_of(
 ) -> tuple[Parcel, ...]:
     """The parcels of one message, whose values have these types where they are and where they go."""
     seat_of = {device: seat.number for seat in sources for device in seat.devices}
-    load = dict.fromkeys(seat_of, 0)
+    of_first, load = {seat.first: seat.number for seat in targets}, [0] * len(seat_of)
     pieces: dict[tuple[int, int], list[Piece]] = {}
     for value, (have, want) in enumerate(zip(sent, received, strict=True)):
-        holders: dict[Box, list[int]] = {}
-        for device, box in enumerate(have.boxes()):
-            holders.setdefault(box, []).append(device)
-        for target in targets:
-            for box in own_boxes(want, target):
-                for part, devices in holders.items():
-                    common = intersection(part, box)
-                    if common is not None:
-                        device = min(devices, key=lambda d: (load[d], d))
-                        load[device] += math.prod(stop - start for start, stop in common)
-                        pieces.setdefault((seat_of[device], target.number), []).append(Piece(value, device, common))
+        wanted = ((seat.first, box) for seat in targets for box in own_boxes(want, seat))
+        for tile in tiles_of(have.boxes(), wanted, load):
+            ends = seat_of[tile.source], of_first[tile.target]
+            pieces.setdefault(ends, []).append(Piece(value, tile.source, tile.box))
     return tuple(Parcel(source, target, tuple(own)) for (source, target), own in pieces.items())
 
 

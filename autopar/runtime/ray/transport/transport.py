@@ -74,11 +74,7 @@ class WaitError(Exception):
 
 
 class Mailbox:
-    """Parcels that have come and are not read yet, by (step, message, source).
-
-    Attributes:
-        came: When those that were taken had come, by key; whoever reads it empties it.
-    """
+    """Parcels that have come and are not read yet, by (step, message, source); `came`: when those taken had come."""
 
     def __init__(self) -> None:
         self._parcels: dict[Any, tuple[Any, float]] = {}

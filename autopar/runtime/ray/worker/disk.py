@@ -30,14 +30,7 @@ CONCURRENT_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """An array on disk.
-
-    Attributes:
-        name: Under which orbax finds it.
-        shape: Of the whole.
-        dtype: Name of its element type; bytes where TensorStore does not have that of the array.
-        chunks: Shape of the pieces in which it lies there.
-    """
+    """An array on disk: the name under which orbax finds it, its shape, its dtype there, the shape of its chunks."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,13 +60,7 @@ class Disk:
     def write(
         self, save: int, folder: str, arrays: Sequence[OnDisk], boxes: Sequence[tuple[int, int, Box]]
     ) -> dict[str, Digest]:
-        """Write the tiles of a save.
-
-        Args:
-            save: Which.
-            folder: Of this worker alone.
-            arrays: The arrays.
-            boxes: For each part of one: which array, which tile, where in the array.
+        """Write the tiles of a save to a folder of this worker's; of each box which array, which tile, and where in that.
 
         Returns:
             Digest of each file by its path in the folder.

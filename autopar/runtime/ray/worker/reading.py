@@ -30,12 +30,7 @@ LeafKind = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class PartKind:
-    """What a part of a batch is like.
-
-    Attributes:
-        tree: Its containers, in words.
-        leaves: Its arrays, by path.
-    """
+    """What a part of a batch is like: its containers, in words, and its arrays, by path."""
 
     tree: str
     leaves: Mapping[str, LeafKind]
@@ -60,15 +55,7 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class _Source:
-    """Batches that are being read.
-
-    Attributes:
-        hosts: In how many parts.
-        open: The worker's own, by number.
-        kind: Of a part as it usually is.
-        wanted: What becomes of that.
-        drawn: Parts that no one has said yet what becomes of, by batch.
-    """
+    """Batches that are being read: the worker's own parts, their usual kind and place, and what is not placed yet."""
 
     hosts: int
     open: dict[int, OpenPart]
@@ -103,16 +90,10 @@ class Readings:
         kind: PartKind,
         wanted: tuple[Wanted, ...],
     ) -> None:
-        """Open a source.
+        """Open a source: its number, what opens parts (pickled), how many parts and from which batch on.
 
-        Args:
-            source: Its number.
-            reader: What opens parts, pickled.
-            hosts: In how many parts the batches are cut.
-            number: Of the first batch.
-            positions: Where each part of this worker's is then, by number; None: that is not known.
-            kind: Of a part as it usually is.
-            wanted: What becomes of that.
+        Each part of this worker's begins at its position, None: that is not known; usually it is of this kind, and this
+        becomes of it.
         """
         made: Reader = pickle.loads(reader)
         own = _Source(hosts, {}, kind, wanted, {})
@@ -122,11 +103,7 @@ class Readings:
         self._sources[source] = own
 
     def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PartKind | None]:
-        """Read a batch of a source; if it is as usual, put it on the devices, under these keys.
-
-        Returns:
-            What each part is like; None: it has ended.
-        """
+        """Read a batch, and if it is as usual place it under these keys: what each part is like; None: it has ended."""
         own, found = self._sources[source], dict[int, PartKind | None]()
         drawn: dict[int, list[Any]] = {}
         for host, part in own.open.items():

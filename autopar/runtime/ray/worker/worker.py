@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,12 @@ from autopar.errors import WorkerError
 from autopar.mesh import ArrayType, Box
 from autopar.partition.task import DeviceProgram
 from autopar.runtime.acts import Act, Held, act, end_of
-from autopar.runtime.digest import Digest
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
 from autopar.runtime.ray.transport.parcels import box_shape, moved, own_boxes, pack, unpack
 from autopar.runtime.ray.transport.transport import WaitError
-from autopar.runtime.ray.worker.disk import Disk, OnDisk, read_tiles, unseen
+from autopar.runtime.ray.worker.disk import Disk, read_tiles, unseen
 from autopar.runtime.ray.worker.member import Member
 from autopar.runtime.ray.worker.places import on_devices
 from autopar.runtime.ray.worker.programs import compiled
@@ -70,11 +69,12 @@ class Worker(Member):
         self._step: _Step | None = None
         self._disk = Disk()
         self._readings = Readings(self.places)
+        self._beside: dict[str, Disk | Readings] = {"disk": self._disk, "readings": self._readings}
 
     # Asked at any time, by other threads.
 
     def pid(self) -> int:
-        """Its process."""
+        """The number of its process."""
         return os.getpid()
 
     def clock(self) -> float:
@@ -286,7 +286,7 @@ class Worker(Member):
         sent, copied = sum(w.sent_bytes for w in ways), sum(w.copied_bytes for w in ways)
         return {"sent_bytes": sent, "copied_bytes": copied, "arrays": len(self.arrays)}
 
-    # Checkpoints: copies on the dispatching thread, between two steps; files on a thread of their own.
+    # Checkpoints: copies on the dispatching thread, between two steps.
 
     def unseen(self, token: str, word: str, writing: bool) -> str:
         """Why it cannot read, or write, beside a file; empty: it can."""
@@ -295,9 +295,7 @@ class Worker(Member):
     def read(self, folder: str, arrays: Sequence[tuple[Key, ArrayType, str, tuple[int, int]]]) -> None:
         """Hold arrays of a checkpoint, of each the parts for this worker's devices.
 
-        Args:
-            folder: Of the checkpoint.
-            arrays: Key, type, the name on the disk, and where in the array there it begins, along which dim.
+        Of each array its key, type, name on the disk, and where in the array there it begins, along which dim.
         """
         boxes = [own_boxes(kind, self.seat) for _, kind, _, _ in arrays]
         there = [(name, [moved(box, *at) for box in own]) for (_, _, name, at), own in zip(arrays, boxes, strict=True)]
@@ -313,29 +311,15 @@ class Worker(Member):
             self._stand(0)
         self._disk.take(save, tiles)
 
-    def write(
-        self, save: int, folder: str, arrays: Sequence[OnDisk], boxes: Sequence[tuple[int, int, Box]]
-    ) -> dict[str, Digest]:
-        """Write what was copied; arguments as of `Disk.write`."""
-        return self._disk.write(save, folder, arrays, boxes)
+    # Beside the steps, on threads of their own: files of a checkpoint, batches.
 
-    def writing(self) -> Position:
-        """How long it has stood where it is in writing."""
-        return Position(0, None, self._disk.standing_seconds())
+    def beside(self, part: Literal["disk", "readings"], method: str, *arguments: Any) -> Any:
+        """What `Disk` or `Readings` does."""
+        return getattr(self._beside[part], method)(*arguments)
 
-    def forget(self, save: int) -> None:
-        """Let go of what was copied, also while it is being written."""
-        self._disk.forget(save)
-
-    # Batches, on a thread of their own.
-
-    def batches(self, method: str, *arguments: Any) -> Any:
-        """What `Readings` does."""
-        return getattr(self._readings, method)(*arguments)
-
-    def reading(self) -> Position:
-        """How long it has stood where it is in reading."""
-        return Position(0, None, self._readings.standing_seconds())
+    def standing(self, part: Literal["disk", "readings"]) -> Position:
+        """How long that has stood where it is."""
+        return Position(0, None, self._beside[part].standing_seconds())
 
     def _placed(self, kind: ArrayType, value: Any) -> jax.Array:
         return on_devices(kind, self.places, True)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
