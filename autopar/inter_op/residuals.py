@@ -7,10 +7,10 @@ Method: minimum cut. A value is kept, which costs its bytes, or made again from 
         again at no cost; what is heavy (products, convolutions, loops, random bits) at its operations, of which `level`
         are worth a byte: never at level 0, wherever a byte is saved at level inf. Between the two lie the selective ones
         (attention scores first, whole layers later), without a list of names. Among cuts of equal cost the one with the
-        least to run again. What lies in the host's memory costs nothing to keep, and no copy there or back is made twice
-        unless memory demands it. The idea is that of the min-cut partitioner of PyTorch (Chen and others, "min-cut
-        rematerialization"); the price makes it the Lagrangian of Korthikanti et al., "Reducing activation recomputation
-        in large transformer models", MLSys 2023.
+        least to run again, but for turning around what products made: compilers would do that twice. What lies in the
+        host's memory costs nothing to keep, and no copy there or back is made twice unless memory demands it. The idea is
+        that of the min-cut partitioner of PyTorch (Chen and others, "min-cut rematerialization"); the price makes it the
+        Lagrangian of Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023.
 """
 
 from __future__ import annotations
@@ -92,14 +92,21 @@ def choose_residuals(
     nodes = list(ancestors([v for v in wanted if v not in free], made_of))
     if not nodes:
         return Kept((), ())
-    network = _Network(nodes)
+    network, turned = _Network(nodes), _turned(eqns)
     for var in nodes:
         eqn = made_by.get(var)
-        network.value(var, eqn, math.inf if eqn is None else costs.of(eqn))
+        network.value(var, eqn, math.inf if eqn is None else costs.of(eqn), var in turned)
     for var in dict.fromkeys(wanted):
         network.read(var)
     values = network.cut()
     return Kept(tuple(values), tuple(needed(eqns, wanted, effects=False, given=free.union(values))))
+
+
+def _turned(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """What transposes make for elementwise work alone, which needs no order of dims: the products around it have another."""
+    turned = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "transpose"}
+    heavy = (eqn for eqn in eqns if not can_run_again(eqn))
+    return turned.difference(a for eqn in heavy for a in inputs_of(eqn))
 
 
 def can_run_again(eqn: JaxprEqn) -> bool:
@@ -161,15 +168,15 @@ class _Network:
         self.size = self.sink + 1
         self.eqn_at: dict[JaxprEqn, int] = {}
         self.edges: list[tuple[int, int, int]] = []
-        total = sum(map(_capacity, values)) + 1
+        total = sum(map(_capacity, values)) + len(values) + 1
         # The solver's integers have 32 bits: coarser units for larger programs.
         self.scale = max(1, -(-total // (1 << 29)))
         self.infinite = total // self.scale + len(values) + 1
 
-    def value(self, var: Var, eqn: JaxprEqn | None, again_bytes: float) -> None:
-        """A value: kept, or made again by its equation at a cost; inf: it cannot be."""
+    def value(self, var: Var, eqn: JaxprEqn | None, again_bytes: float, is_turned: bool = False) -> None:
+        """A value: kept, or made again by its equation at a cost; inf: it cannot be. Rather what it was turned from."""
         enters = self.at[var]
-        self.edges.append((enters, enters + 1, max(1, _capacity(var) // self.scale)))
+        self.edges.append((enters, enters + 1, max(1, _capacity(var) // self.scale) + is_turned))
         if eqn is None or not math.isfinite(again_bytes):
             self.edges.append((self.source, enters, self.infinite))
             return

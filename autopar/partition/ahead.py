@@ -12,17 +12,18 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
         What makes a large array waits, too, with the smallest that it reads: scores of attention are not made beside all
         that gradients of weights are still made of. And what a loop carries out waits for the stacks that another loop
         reads: compilers take the last trip off a loop that communicates, and would write its rows when that other one begins.
+        What two loops read that is made of numbers alone is made twice: once for both, it would be kept between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
 
 from autopar._jax import Literal, on_host
-from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, copies_made, copies_read
 from autopar.ir.region import kind_of, region_of
 from autopar.ir.source import is_backward
 from autopar.tuning import TUNING
@@ -57,6 +58,15 @@ class Ahead:
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
         return self.done_before(position, 0, TUNING.late_bytes)
+
+    def of_numbers(self, position: int) -> list[Copy]:
+        """Large copies that the loop at this place reads and in which no array has a part, such as a mask for all rows."""
+        made: set[Copy] = set()
+        for instruction in self.body.instructions[:position]:
+            if isinstance(instruction, Compute) and made.issuperset(copies_read(instruction)):
+                made.update(copies_made(instruction))
+        read = dict.fromkeys(copies_read(self.body.instructions[position]))
+        return [copy for copy in read if copy in made and self.num_bytes(copy) >= TUNING.late_bytes]
 
     def behind_loop(self, position: int) -> list[Copy]:
         """Stacks with large rows that the scan at this place makes and another loop reads."""
@@ -98,19 +108,27 @@ class Ahead:
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
         least = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0))
         freeing: list[int] = []  # not waited for yet, and perhaps not needed either
+        behind: set[int] = set()  # what only makes that wider, or adds it to a result
         for position, instruction in enumerate(self.body.instructions):
-            if made[position] >= least and freeing:
-                begin = freeing[0]
-                idle = set(self._idle(position, begin))
-                freeing = [at for at in freeing if at in idle]
-                first = self.done_before(position, begin, TUNING.late_bytes)
-                freed = max((num_bytes for _, num_bytes in first), default=0)
+            if made[position] >= least and freeing and position not in behind:
+                idle = list(self._idle(position, freeing[0]))
+                still = frozenset(idle)
+                freeing = [at for at in freeing if at in still]
+                first = {at: freed for at, freed in self._freed(position, idle, TUNING.late_bytes) if at in freeing}
                 smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
-                if first and smallest is not None and self.num_bytes(smallest) <= TUNING.late_part * freed:
-                    freeing.clear()
-                    yield position, (smallest, [copy for copy, _ in first])
+                enough = TUNING.late_part * max(first.values(), default=0)
+                if first and smallest is not None and self.num_bytes(smallest) <= enough:
+                    freeing = [at for at in freeing if at not in first]
+                    yield position, (smallest, [*self._results(position, first, idle)])
             if self._frees(position):
                 freeing.append(position)
+                line = [step for copy in copies_made(instruction) for step in self._line(copy)]
+                is_sum = bool(line) and line[-1][1] in self.stay
+                behind.update(at for at, _ in line if is_sum or self._is_cast(at))
+
+    def _is_cast(self, position: int) -> bool:
+        instruction = self.body.instructions[position]
+        return isinstance(instruction, Compute) and instruction.eqn.primitive.name == "convert_element_type"
 
     def _frees(self, position: int) -> bool:
         """Whether an instruction reads something large that need not be kept for others, and makes much less of it."""
@@ -128,15 +146,23 @@ class Ahead:
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
         """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""
         idle = list(self._idle(position, begin))
-        found, among = [], frozenset(idle)
+        freed = dict(self._freed(position, idle, least_bytes))
+        return list(dict.fromkeys(zip(self._results(position, freed, idle), freed.values(), strict=True)))
+
+    def _freed(self, position: int, idle: Sequence[int], least_bytes: int) -> Iterator[tuple[int, int]]:
+        """Of what stands idle before a place, what reads the last of something large and makes less of it, and how large."""
         for at in reversed(idle):
             instruction = self.body.instructions[at]
             if isinstance(instruction, Compute | Region):
                 read = [self.num_bytes(copy) for copy in copies_read(instruction) if not self._stays(copy, position)]
                 freed, made = max(read, default=0), copies_made(instruction)
                 if made and freed >= least_bytes and 2 * sum(map(self.num_bytes, made)) < freed:
-                    found.append((self._added(made[0], position, among), freed))
-        return list(dict.fromkeys(found))
+                    yield at, freed
+
+    def _results(self, position: int, places: Iterable[int], idle: Sequence[int]) -> Iterator[Copy]:
+        """What comes of the instructions at some places before another one."""
+        among = frozenset(idle)
+        yield from (self._added(copies_made(self.body.instructions[at])[0], position, among) for at in places)
 
     def _idle(self, position: int, begin: int) -> Iterator[int]:
         needed = set(copies_read(self.body.instructions[position]))
@@ -151,14 +177,22 @@ class Ahead:
         return copy in self.stay or self.readers[copy][-1] >= position
 
     def _added(self, copy: Copy, position: int, idle: AbstractSet[int]) -> Copy:
-        """What becomes of a copy by elementwise operations that alone read it."""
-        readers = self.readers.get(copy, [])
-        while len(readers) == 1 and readers[0] < position and readers[0] in idle and copy not in self.stay:
-            reader = self.body.instructions[readers[0]]
-            if not isinstance(reader, Compute) or reader.rule.summed or len(reader.makes) != 1:
+        """What becomes of a copy before a place by elementwise operations that alone read it."""
+        for at, made in self._line(copy):
+            if at >= position or at not in idle or isinstance(self.body.instructions[at], Move):
                 break
-            if reader.makes[0][0].aval.shape != copy[0].aval.shape:
-                break
-            copy = reader.makes[0]
-            readers = self.readers.get(copy, [])
+            copy = made
         return copy
+
+    def _line(self, copy: Copy) -> Iterator[tuple[int, Copy]]:
+        """Elementwise work and moves one behind the other that alone read what the one before made, and what each makes."""
+        readers = self.readers.get(copy, [])
+        while len(readers) == 1 and copy not in self.stay:
+            reader, shape = self.body.instructions[readers[0]], copy[0].aval.shape
+            made = copies_made(reader)
+            is_light = isinstance(reader, Move) or (isinstance(reader, Compute) and not reader.rule.summed)
+            if not is_light or len(made) != 1 or made[0][0].aval.shape != shape:
+                return
+            copy = made[0]
+            yield readers[0], copy
+            readers = self.readers.get(copy, [])

@@ -13,6 +13,7 @@ from typing import Any, assert_never
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.cost.steps import AllGather, AllReduce, AllToAll, Mask, Permute, ReduceScatter, Slice, Step
 from autopar.partition.owned import without_loss
@@ -42,6 +43,17 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
             return jnp.where(lax.axis_index(axes) == 0, array, jnp.zeros_like(array))
         case _:
             assert_never(step)
+
+
+def as_it_lies(array: jax.Array, step: Step) -> jax.Array:
+    """What an all-gather is given, in the order in which it is there.
+
+    XLA for GPUs wants the gathered dim to come first, and where a loop gathers the rows of a stack it would turn the whole
+    stack around before the loop, and keep both: here each row is turned when its turn comes.
+    """
+    if not isinstance(step, AllGather) or not step.dim:
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def _is_list_of_integers(array: jax.Array) -> bool:

@@ -22,10 +22,11 @@ from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instructi
 from autopar.ir.region import kind_of, region_of
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead, is_seed, waits_at
-from autopar.partition.collectives import apply_fused, apply_step
+from autopar.partition.collectives import apply_fused, apply_step, as_it_lies
 from autopar.partition.equation import run_equation
 from autopar.partition.late import find_waits
 from autopar.partition.order import after, communicates, needs_order
+from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
 from autopar.tuning import TUNING
@@ -34,7 +35,7 @@ Copies = dict[Copy, jax.Array]
 
 
 def run_body(
-    body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool = False
+    body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], platform: str = ""
 ) -> list[jax.Array]:
     """What one device makes of its part of the arguments; call it inside `shard_map`.
 
@@ -42,11 +43,12 @@ def run_body(
         body: The sharded program.
         arguments: Local arrays, one for each input of the program.
         axis_sizes: Sizes of the mesh axes.
-        in_order: Make collectives wait for each other where the backend would mix them up (`order.py`).
+        platform: Of the devices: where the backend would mix up collectives these wait for each other (`order.py`), and where
+            it would turn stacks around for them it is kept from that (`collectives.py`).
     """
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
     owned: dict[Copy, None] = {}
-    waits = in_order and needs_order(body)
+    waits = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
     late = find_waits(body, ahead.num_bytes)
@@ -65,12 +67,14 @@ def run_body(
             waiting, awaited = ahead.of_large[position]
             copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
         first = _done_before(ahead, position, copies)
-        begun = dict[Copy, jax.Array]()
+        anew = _made_anew(ahead, position, copies)
+        begun = {copy: copies[copy] for copy in anew}
+        copies.update(anew)
         if position in late:
             waiting, work = late[position]
             begun[waiting] = copies[waiting]
             copies[waiting] = after(copies[waiting], copies[work])
-        made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
+        made = _run_instruction(instruction, copies, axis_sizes, platform, earlier if loud else None, owned, first)
         if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
             if is_seed(instruction):
                 made = {copy: after(array, *losses) for copy, array in made.items()}
@@ -91,7 +95,7 @@ def _run_instruction(
     instruction: Instruction,
     copies: Copies,
     axis_sizes: Mapping[str, int],
-    in_order: bool,
+    platform: str,
     earlier: jax.Array | None,
     owned: Container[Copy],
     first: Sequence[tuple[jax.Array, int]],
@@ -106,6 +110,8 @@ def _run_instruction(
             arrays = [after(copies[m.var, m.source], copies[m.earlier] if m.earlier else None) for m in moves]
             arrays[0] = after(arrays[0], earlier)
             arrays = [a if m.narrow is None else a.astype(m.narrow) for m, a in zip(moves, arrays, strict=True)]
+            if isinstance(instruction, Move) and platform in GPU_PLATFORMS:
+                arrays = [as_it_lies(arrays[0], instruction.step)]
             exact = all((move.var, move.source) in owned for move in moves)
             results = _move(arrays, [move.step for move in moves], axis_sizes, exact)
             return {
@@ -119,7 +125,7 @@ def _run_instruction(
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
             arrays = _begin_after(instruction, arrays, first)
-            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, in_order)
+            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case Gate():
             return {}  # its copies wait already
@@ -156,6 +162,18 @@ def _done_before(ahead: Ahead, position: int, copies: Copies) -> list[tuple[jax.
     if not isinstance(instruction, Region) or kind_of(instruction.eqn) not in ("scan", "while"):
         return []
     return [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
+
+
+def _made_anew(ahead: Ahead, position: int, copies: Copies) -> Copies:
+    """What a loop reads that is made of numbers alone (`ahead.py`), which waits for the largest that it carries."""
+    region = ahead.body.instructions[position]
+    if not isinstance(region, Region) or kind_of(region.eqn) not in ("scan", "while"):
+        return {}
+    entering = [b for b in region_of(region.eqn).bindings if b.outer is not None]
+    given = list(zip(entering, zip(region.eqn.invars, region.operands, strict=True), strict=True))
+    carried = [copies[c] for b, c in given if b.role == "carry" and not isinstance(c[0], Literal)]
+    first = max(carried, key=_num_bytes, default=None)
+    return {copy: after(copies[copy], first) for copy in ahead.of_numbers(position)}
 
 
 def _carried_behind(ahead: Ahead, position: int, copies: Copies) -> Copies:
@@ -208,10 +226,10 @@ def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.Shap
 
 
 def _run_region(
-    region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
+    region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], platform: str
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
-    runs = [lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, in_order)) for body in region.bodies]
+    runs = [lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, platform)) for body in region.bodies]
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
     entering = [b for b in parts.bindings if b.outer is not None]
     for b, array in zip(entering, operands, strict=True):
@@ -225,7 +243,7 @@ def _run_region(
                 return made[: len(carried)], made[len(carried) :]
 
             how = {name: params[name] for name in ("length", "reverse", "unroll")}
-            if in_order:
+            if platform == "cpu":
                 types = _local_types(region, axis_sizes)[len(carries) :]
                 last, stacks = scan_into_late_stacks(step, carries, tuple(of_role["xs"]), types, **how)
             else:

@@ -85,7 +85,7 @@ def device_program(
     inputs = [value.type.array for value in (*plan.inputs, *rows)]
     outputs = [value.type.array for value in plan.outputs]
     axis_sizes = dict(places.shape)
-    in_order = (platform or places.devices.flat[0].platform) == "cpu"
+    runs_on = platform or places.devices.flat[0].platform
     number_at = next((k for k, b in enumerate(plan.inputs) if b.kind == "number"), None)
     needs_number = plan.needs_number
     num_body = len(plan.body.outputs)
@@ -99,7 +99,7 @@ def device_program(
                 array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
             operands.append(array)
         body = plan.body if watch is None else watched(plan.body, watch, plan.task.name, number, bind)
-        made = run_body(body, operands, axis_sizes, in_order)
+        made = run_body(body, operands, axis_sizes, runs_on)
         stacks = iter(arrays[len(plan.inputs) :])
         results = []
         for value, array in zip(plan.outputs[:num_body], made, strict=True):

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+import jax
+
+from autopar.errors import AutoparError
 from autopar.mesh.find_device import find_device
 from autopar.plan.decision import Decision
 from autopar.report.html import whole_file
@@ -54,6 +57,7 @@ def verify_plan(plan: Decision, target: str | None = None) -> Verification:
 
     Raises:
         AutoparError: The compiler for the target is not installed.
+        AutoparError: XLA compiles for it, and cannot print what comes of that.
         ClusterError: There is no description of such a device.
     """
     found = find_target(target, plan.attached.cluster)
@@ -80,7 +84,7 @@ def _checked(program: Program, plan: Decision, target: Target) -> Checked:
     device = plan.attached.cluster.device
     if math.isinf(device.memory_bytes_per_second):
         device = find_device("h100").device
-    seen = follow_program(read_module(program.compiled.as_text()), program.mesh, device)
+    seen = follow_program(read_module(_text(program, target)), program.mesh, device)
     planned: dict[str, int] = {}
     for c in program.collectives:
         planned[c.kind] = planned.get(c.kind, 0) + c.times * c.bytes
@@ -97,3 +101,16 @@ def _checked(program: Program, plan: Decision, target: Target) -> Checked:
         seen.exposed_seconds,
         program_kernels(seen.kernels),
     )
+
+
+def _text(program: Program, target: Target) -> str:
+    """The compiled program, as XLA prints it."""
+    try:
+        return program.compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        raise AutoparError(
+            "XLA cannot print what it compiled.",
+            given=f"{program.name} for {target.name}",
+            wrong=f"its collectives cannot be read: {str(error).splitlines()[0]}",
+            do="verify for another device of the same kind, or with another version of the compiler.",
+        ) from error

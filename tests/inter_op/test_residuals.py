@@ -209,6 +209,13 @@ def test_small_programs_by_hand():
     assert kept.values == (jaxpr.invars[0],), "what was received can only be kept"
 
 
+@pytest.mark.parametrize("reader, kept", [(jnp.tanh, 0), (lambda x: x @ x, 1)], ids=["elementwise", "product"])
+def test_elementwise_work_needs_no_order_of_dims(reader, kept):
+    """What a product made and a transpose turned is kept as it was made, unless another product wants it turned."""
+    jaxpr = chain(lambda x: x @ x, jnp.transpose, reader)
+    assert choose_residuals(jaxpr.eqns, [jaxpr.outvars[1]], [], jaxpr.invars).values == (jaxpr.outvars[kept],)
+
+
 @pytest.mark.parametrize(
     "function, again",
     [

@@ -170,6 +170,57 @@ def test_what_makes_a_large_array_waits_for_the_gradients_of_weights():
     assert not Ahead(body, lambda copy: 64).of_large
 
 
+def test_what_frees_nothing_yet_is_waited_for_later():
+    """A sum of what a product reads afterwards: its turn comes with that product, at the next large array."""
+    width, hidden = 1024, 4096
+
+    def train_step(w, x):
+        wide, other = x @ w["up"], jnp.sum(x @ w["other"], 0)
+        bias = jnp.sum(wide, 0)
+        first = jnp.max(x[:, :16] @ w["first"], 1)
+        gradient = wide.T @ x
+        return other, bias, first, gradient, jnp.max(x[:, :16] @ w["last"], 1)
+
+    shapes = {"up": (width, hidden), "other": (width, 2 * hidden), "first": (16, hidden), "last": (16, hidden)}
+    body, mesh = body_of(train_step, {name: array(*shape) for name, shape in shapes.items()}, array(8 * 4096, width))
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    first, last = ({var.aval.shape for var, _ in awaited} for _, awaited in waits.values())
+    assert first == {(2 * hidden,)} and {(hidden,), (hidden, width)} < last
+
+
+def test_a_gradient_that_is_made_wider_is_not_forgotten():
+    rows, width, hidden = 4096, 1024, 4096
+
+    def train_step(weights, x):
+        wide = x @ weights["up"]
+        gradient = (wide.T @ x).astype(jnp.float32)
+        return gradient, jnp.tanh(x[:, :16] @ weights["other"]).sum(1)
+
+    half = {"up": jax.ShapeDtypeStruct((width, hidden), jnp.bfloat16)}
+    half["other"] = jax.ShapeDtypeStruct((16, hidden), jnp.bfloat16)
+    body, mesh = body_of(train_step, half, jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16))
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    assert [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first] == [[width, hidden]]
+
+
+def test_a_mask_is_not_kept_between_two_loops():
+    """XLA would make what is equal once, and hold it from the first loop to the second."""
+    tokens = 2048
+
+    def masked(weights, x):
+        for _ in range(2):
+            mask = jnp.broadcast_to(jnp.tril(jnp.ones((tokens, tokens), bool)), (16, tokens, tokens))
+            layer = lambda x, w, mask=mask: (jnp.where(mask, (x @ w) @ jnp.swapaxes(x, 1, 2), 0.0) @ x, None)  # noqa: E731
+            x = jax.lax.scan(layer, x, weights)[0]
+        return x
+
+    body, mesh = body_of(masked, array(2, 8, 8), array(16, tokens, 8))
+    jaxpr = emitted(body, mesh)
+    first, last = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    (mask,) = (a for a in last.invars if a.aval.dtype == bool and a.aval.size >= tokens**2)
+    assert first in needed_by(jaxpr, next(eqn for eqn in jaxpr.eqns if mask in eqn.outvars))
+
+
 def test_what_waits_for_several_reads_one_number():
     x = jnp.ones(4)
     one, two = (str(jax.make_jaxpr(after)(x, *[x] * count)) for count in (1, 2))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import Cluster, DataParallel, ThreeD
 from autopar.partition import overlap
 from autopar.partition.overlap import compile_lowered, overlap_options
+from autopar.partition.program import run_body
 
 LAYERS, WIDTH = 6, 64
 WIDE = 4096
@@ -43,11 +45,21 @@ class Lowered:
         return compiler_options
 
 
-def fsdp():
+def fsdp(**options):
     """Weights are split and gathered layer by layer: for all of them at once there is no memory."""
-    method = DataParallel(zero=3, memory_budget_bytes=900_000_000)
+    method = DataParallel(zero=3, memory_budget_bytes=900_000_000, **options)
     plan = autopar.parallelize(step, cluster=Cluster.of("4 h100"), method=method).plan(*types(WIDE))
     return plan.origin.pipeline.stages[0].sharded.body, plan.mesh
+
+
+@pytest.mark.parametrize("dim, platform, is_told", [(2, "cuda", True), (1, "cuda", False), (2, "cpu", False)])
+def test_stacks_of_weights_stay_as_they_lie(dim, platform, is_told):
+    """XLA would turn a whole stack before a loop that gathers its rows along another dim than the first."""
+    body, mesh = fsdp(constraints={"w": PartitionSpec(*[None] * dim, "x")})
+    local = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
+    sizes = dict(mesh.axis_sizes)
+    emitted = jax.make_jaxpr(lambda *a: run_body(body, a, sizes, platform), axis_env=list(sizes.items()))(*local)
+    assert "all_gather" in str(emitted) and ("layout_constraint" in str(emitted)) == is_told
 
 
 def test_a_layer_is_gathered_as_one_message_and_ahead():

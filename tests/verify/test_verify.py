@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 
+import jax
 import pytest
 
 import autopar
@@ -55,6 +56,23 @@ def test_other_bytes_than_planned_are_told(verified, monkeypatch):
     kind = plan.cost.collectives[0].kind
     assert not found.ok and found.problems[0].startswith(f"{found.programs[0].name}: {kind} of")
     assert "NOT verified" in str(found) and "DIFFERENT" in str(found)
+
+
+def test_what_xla_cannot_print_is_told(verified, monkeypatch):
+    class Unprintable:
+        def __init__(self, compiled):
+            self.memory_analysis = compiled.memory_analysis
+
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+    def compiled(*how):
+        return [dataclasses.replace(p, compiled=Unprintable(p.compiled)) for p in compile_programs(*how)]
+
+    monkeypatch.setattr(verify, "compile_programs", compiled)
+    with pytest.raises(AutoparError, match="cannot print") as error:
+        verified[0].verify()
+    assert "RET_CHECK" in str(error.value)
 
 
 def test_a_peak_over_the_budget_is_told(verified):

@@ -1,7 +1,7 @@
 """Arguments in another shape: the same bytes, so that whoever reads them can make them anew and nothing is held twice.
 
 In:     a flat program.
-Out:    the equations that only reshape arguments, by what they make.
+Out:    the equations that only reshape arguments, by what they make; those that make arrays of numbers alone.
 """
 
 from __future__ import annotations
@@ -23,3 +23,9 @@ def views_of_arguments(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
             if (atom in arguments or atom in found) and num_elements_of(atom) == num_elements_of(var):
                 found[var] = eqn
     return found
+
+
+def arrays_of_numbers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
+    """Equations that make an array of one number or of counts, by what they make."""
+    names = ("broadcast_in_dim", "iota")
+    return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name in names and not inputs_of(eqn)}

@@ -22,7 +22,7 @@ from autopar.ir.check import check_program
 from autopar.ir.dataflow import feeds_backward, inputs_of, makers, needed, read_by, variables
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.rewrite.views import views_of_arguments
+from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import samples_behind, with_joins
@@ -198,7 +198,8 @@ class _Loop(ShardWriter):
         super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
         self.jaxpr, self.phases, self.first = jaxpr, solution, number
         self.inputs = set(jaxpr.invars)
-        self.views = views_of_arguments(jaxpr)
+        numbers = arrays_of_numbers(jaxpr) if solution.count == 1 else {}
+        self.views = {**views_of_arguments(jaxpr), **numbers}
         self.invariants: dict[Var, Var] = {}
         self.pieces: dict[Var, Var] = {}
 
@@ -211,12 +212,13 @@ class _Loop(ShardWriter):
         return self.converted(var, whole, want, source)
 
     def view(self, var: Var) -> Var | None:
-        """An argument in another shape, made here; None: it is none."""
+        """An argument in another shape, or numbers in that of an array, made here; None: it is neither."""
         eqn = self.views.get(var)
         if eqn is None or var in self.invariants:
             return None
         made = new_var(var.aval)
-        self.eqns.append(replace_eqn(eqn, invars=[self.value(eqn.invars[0], REPLICATED)], outvars=[made]))
+        operands = [self.value(atom, REPLICATED) for atom in eqn.invars]
+        self.eqns.append(replace_eqn(eqn, invars=operands, outvars=[made]))
         return made
 
     def write(self) -> Microbatches:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.split.microbatch import whole_batch
 from autopar.ir.trace.state import find_roles
@@ -51,6 +52,19 @@ def test_made_in_the_loop(count):
     views = views_of_arguments(found.jaxpr)
     assert len(views) == 3 and views.keys().isdisjoint(split.invariants)
     assert "reshape" in [eqn.primitive.name for eqn in split.loop.eqns]
+
+
+def test_numbers_in_the_shape_of_an_array_are_made_in_the_loop():
+    """A pipeline would keep the zeros of each `relu` from before its loop on."""
+
+    def clipped(params, batch):
+        grads = jax.grad(lambda w: jnp.sum(jnp.where(batch @ w > 0, batch @ w, jnp.zeros((8, 24)))))(params)
+        return params - 0.1 * grads
+
+    found = trace_step(clipped, (KERNEL.reshape(8, 24), X))
+    split = whole_batch(found.jaxpr, find_roles(found, (1,)).batch)
+    made = {var.aval.shape for eqn in split.loop.eqns if not inputs_of(eqn) for var in eqn.outvars}
+    assert not split.before and (8, 24) in made
 
 
 @pytest.mark.parametrize("count", [1, 4])
