@@ -13,7 +13,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, new_source_info, replace_eqn
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
@@ -27,7 +27,7 @@ def restore_scopes(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in jaxpr.eqns:
         for var in inputs_of(eqn):
             readers[var].append(eqn)
-    for var in jaxpr.outvars:
+    for var in variables(jaxpr.outvars):
         readers[var].append(None)
     eqns = list(jaxpr.eqns)
     for at, scan in enumerate(jaxpr.eqns):
