@@ -234,6 +234,8 @@ class Tuning:
     """Part of the time to plan everything that meshes without stages take; for progress."""
     layers_share: float = 0.4
     """Part of the search over pipelines that costs of layers take; for progress."""
+    third_axis_equations: int = 8000
+    """Of a step. One with more is not sharded over three axes where nothing fits on two: microbatches are tried instead."""
     third_axis_gain: float = 1e-3
     """Part of the step that the second axis must have won, for the third wins less, and takes several times as long to plan."""
     nodes_per_second: float = 1e3

@@ -23,7 +23,6 @@ from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import untie
 from autopar.mesh import LogicalMesh
-from autopar.options import Options
 from autopar.search.one_mesh import shard_on
 from autopar.search.progress import Report
 from autopar.search.request import Request
@@ -66,7 +65,7 @@ def search_meshes(
     """
     by_hosts = request.cluster.hosts, request.cluster.devices_per_host
     for number, mesh in enumerate(meshes):
-        reason = _not_worth_it(searched, mesh, request.options) if len(meshes) > 1 or searched.results else ""
+        reason = _not_worth_it(request, searched, mesh) if len(meshes) > 1 or searched.results else ""
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
@@ -143,10 +142,13 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
     return min(found, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
 
 
-def _not_worth_it(searched: Searched, mesh: LogicalMesh, options: Options) -> str:
+def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> str:
     """Why a mesh is left out; "": it is not."""
+    options = request.options
     if not searched.results:
-        return ""
+        # There is nothing to begin at, and a step that does not fit on two axes seldom fits on three.
+        is_large = len(request.program.jaxpr.eqns) > TUNING.third_axis_equations
+        return "left out: nothing fits on fewer axes" if searched.failure and is_large and len(mesh.shape) > 2 else ""
     (wide, widest), best = max(searched.results, key=lambda pair: len(pair[0].shape)), searched.best[1]
     takes = planning_seconds(widest.problem, len(mesh.shape), len(wide.shape))
     won = best.step_seconds - best.shared_seconds
