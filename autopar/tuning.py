@@ -151,6 +151,8 @@ class Tuning:
     """Times that rows choose among what was found at the different prices."""
     price_tries: int = 2
     """Times that all this is done again with the rows that were found on the way."""
+    far_over: float = 1.5
+    """Times the budget: what the rows of a large problem need beyond that is not tried to be kept in spite of them."""
     dear_bytes: float = 100.0
     """Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
 

@@ -34,7 +34,7 @@ from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.within import Prices, Solve, solve_within
+from autopar.intra_op.within import Prices, Solve, is_far_over, solve_within
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
@@ -118,7 +118,7 @@ def shard(
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
     wider = instance.prices.problem(expected) if known else problem
-    for other in known:
+    for other in known if best is not None or not is_far_over(problem) else ():
         best = _with_known(instance, best, other, wider, expected, tried)
     if best is None:
         instance.budget_search.explain(problem)

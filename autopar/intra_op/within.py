@@ -73,8 +73,8 @@ def solve_within(
         return base
     problem.rows.extend(rows)
     search = _Search(problem, base, broken_rows, solver, limit, solve_one)
-    unlikely = any(row.least(problem.costs) > row.budget_bytes for row in problem.rows)
-    if is_hopeless() or (unlikely and not search.fits_somehow()):
+    unlikely = least_share(problem) > 1.0
+    if is_hopeless() or is_far_over(problem) or (unlikely and not search.fits_somehow()):
         return dataclasses.replace(base, choices=(), status="infeasible")
     if num_pairs(problem) <= TUNING.rows_core:
         exact = search.cut(gap)
@@ -82,6 +82,16 @@ def solve_within(
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
     return search.by_price(max(gap, TUNING.large_gap), known, prices or Prices())
+
+
+def least_share(problem: Problem) -> float:
+    """The part of the budget that a problem's rows say is needed, whatever is chosen: more than 1 is unlikely to fit."""
+    return max((row.least(problem.costs) / row.budget_bytes for row in problem.rows), default=0.0)
+
+
+def is_far_over(problem: Problem) -> bool:
+    """Whether a large problem's rows need so much that no time is spent on what fits in spite of them."""
+    return num_pairs(problem) > TUNING.rows_core and least_share(problem) > TUNING.far_over
 
 
 @dataclass(frozen=True, slots=True, eq=False)

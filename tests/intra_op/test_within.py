@@ -93,3 +93,18 @@ def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
             else:
                 assert found.choices and problem.fits(found.choices)
     assert beaten > 6 and by_price > 0
+
+
+def test_no_time_is_spent_on_what_is_far_over(monkeypatch):
+    """Rows of a large problem that say so are believed; where they may be wrong by a little, what takes least is looked at."""
+    sizes = {0: np.array([8.0, 4.0])}
+    for small, budget, looks in ((10_000, 1.0, 3), (-1, 1.0, 1), (-1, 3.0, 3)):
+        tune(monkeypatch, within, rows_core=small)
+        seen = []
+
+        def broken(choices, budget=budget, seen=seen):
+            seen.append(choices)
+            return [MemoryRow("all", sizes, budget)]
+
+        assert solve_within(Problem([np.array([0.0, 1.0])]), broken).status == "infeasible"
+        assert len(seen) == looks
