@@ -180,7 +180,7 @@ class _Phases:
         if matters and takes_own and (has_samples or not is_backward(eqn)):
             # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
             sums = sums_behind(self.jaxpr, solution, cause.operand)
-            solution.own.update(dict.fromkeys(sums))
+            solution.read_as |= dict.fromkeys(sums, OWN)
             return min(self.position.get(cause.eqn, at), *(self.first_reader.get(var, at) for var in sums))
         joined_later = self.behind is not None and not any(var in self.behind for var in eqn.outvars)
         if matters and has_samples and not joined_later:
@@ -201,7 +201,7 @@ class _Phases:
         """In a body, a microbatch takes its own value, if it may."""
         if not self.may_take_own(cause.operand):
             return False
-        self.solution.own[cause.operand] = None
+        self.solution.read_as[cause.operand] = OWN
         return True
 
     def refusal(self, cause: Cause, eqn: JaxprEqn) -> MicrobatchError:
@@ -229,7 +229,7 @@ class _Phases:
             for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
                 of_phase[self.solution.phase[eqn]] += cost
             if of_phase["before"] > of_phase["loop"]:
-                self.solution.taken_whole.pop(cause.operand, None)
+                self.solution.read_as.pop(cause.operand, None)
                 raise self.refusal(cause, cause.eqn)
 
     def check_late_work(self) -> None:
