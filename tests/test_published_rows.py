@@ -22,11 +22,13 @@ from published_cells import (  # noqa: E402
     zero_of,
 )
 from published_choices import alternatives, settle  # noqa: E402
-from published_frameworks import waiting_part  # noqa: E402
+from published_frameworks import HOST_SECONDS, MASK_GROUP, expert_launches, mask_kernels, waiting_part  # noqa: E402
 from published_machines import by_devices, machine_of, model_of  # noqa: E402
 from published_memory import eager_bytes, state_bytes  # noqa: E402
 from published_runs import Left, read_runs  # noqa: E402
 from published_steps import Prediction, expert_params_of, params_of, predict, to_experts_seconds  # noqa: E402
+
+from autopar.cost.kernels import Pass, Product  # noqa: E402
 
 ROW = {
     "source": "a stranger", "model": "Llama-tiny", "layers": "2", "hidden": "256", "heads": "4", "ffn": "512", "vocab": "1k",
@@ -196,6 +198,32 @@ def test_tokens_go_to_their_experts_and_back(read):
     assert predict(inside).seconds > 0
 
 
+def test_the_host_launches_what_experts_do(read):
+    """One by one where their tokens are counted first; not where they have room for so many, nor in a program of XLA's."""
+    sizes = {"model": "Mixtral 8x1B", "framework": "Megatron-LM", "ep": "2"}
+    wide, narrow = (Product(4, 512, 256, 256, 1e6, (name, name)) for name in ("bfloat16", "float8_e4m3fn"))
+    run = read(**sizes)
+    assert expert_launches(run, (wide, Pass(1e6))) == pytest.approx(5 * HOST_SECONDS)
+    assert expert_launches(run, (narrow,)) == pytest.approx(20 / 3 * HOST_SECONDS)
+    assert expert_launches(read(**sizes | {"framework": "MaxText (JAX)"}), (wide,)) == 0
+    dropped, kept = (read(**sizes | {"model": f"Mixtral 8x1B ({word})"}) for word in ("tokendrop", "dropless"))
+    assert expert_launches(dropped, (wide,)) == 0 < expert_launches(kept, (wide,))
+    assert predict(dropped).compute < predict(kept).compute
+
+
+@pytest.mark.parametrize(
+    "framework, group", [("Alpa (auto)", MASK_GROUP), ("DeepSpeed-MoE", 8192), ("Megatron-LM", None)]
+)
+def test_products_with_a_mask_send_tokens_to_experts(read, framework, group):
+    """In GShard's groups, or one of all tokens; its rows are two copies of each token."""
+    run = read(model="GShard (8 experts)", framework=framework, params_B="0.01")
+    there, back = mask_kernels(run, 8192).get("forward", (None, None))
+    assert (there is None) == (group is None)
+    if group:
+        assert (there.count, there.rows, there.depth) == (8192 // group, 2 * group, group)
+        assert (back.rows, back.depth) == (group, 2 * group)
+
+
 def test_of_what_is_left_open_the_fastest_that_fits_is_taken(read):
     """Recomputation of some of the layers, where memory asks for no more."""
     run = read(recompute="", framework="Megatron-LM", microbatch="")
@@ -212,7 +240,8 @@ def test_of_what_is_left_open_the_fastest_that_fits_is_taken(read):
 @pytest.mark.parametrize(
     "name, device",
     [("DGX B200", "B200"), ("GB200 NVL72", "GB200"), ("H200 SXM 141GB", "H200"), ("8x H100 SXM5", "H100"),
-     ("NVIDIA H100 80GB HBM3", "H100"), ("Trillium", "TPU v6e"), ("A100-SXM4-40GB", "A100-40GB")],
+     ("NVIDIA H100 80GB HBM3", "H100"), ("Trillium", "TPU v6e"), ("A100-SXM4-40GB", "A100-40GB"), ("v5p-128", "TPU v5p"),
+     ("TPU v3-512", "TPU v3"), ("AMD MI250X GCD", "MI250X"), ("Instinct MI300X OAM", "MI300X"), ("H100 NVL 94GB", "H100-NVL")],
 )  # fmt: skip
 def test_devices_of_many_spellings(read, name, device):
     assert model_of(read(gpu_type=name)).device.name == device
@@ -251,6 +280,9 @@ def test_a_job_has_equal_parts_of_its_domains(read):
 def test_chips_of_two_devices_are_twice_as_many_replicas(read):
     run = by_devices(replace(read(gpu_type="TPU7x (Ironwood), chips"), microbatch=2))
     assert (run.devices, run.data, run.microbatch, run.tensor) == (16, 16, 1, 1)
+    modules = by_devices(read(gpu_type="MI250", gpus_per_node="4"))
+    assert (modules.devices, modules.per_host, modules.tensor) == (16, 8, 2)
+    assert by_devices(read(gpu_type="MI250X", gpus_per_node="8")).devices == 8
     odd = by_devices(read(gpu_type="TPU v3, chips"))
     assert (odd.devices, odd.data, odd.tensor) == (16, 8, 2)
 
