@@ -8,6 +8,7 @@ Method: each rule is what the framework's own code or manual says; numbers that 
 from __future__ import annotations
 
 import math
+import re
 
 from published_runs import Run
 
@@ -106,6 +107,14 @@ def waiting_part(run: Run) -> float:
     """
     name = run.schedule.lower()
     return next((part for words, part in ZERO_BUBBLE if any(word in name for word in words)), 1.0)
+
+
+def hides_tokens(run: Run) -> bool:
+    """Whether tokens are on their way to experts while those of another microbatch are computed, as the row says.
+
+    DeepSeek-AI, "DeepSeek-V3", 2024, sec. 3.2.1; Megatron-Core's `--overlap-moe-expert-parallel-comm`.
+    """
+    return re.search(r"dualpipe|overlap.*(\bEP\b|a2a|all-to-all|experts?)", run.schedule, re.IGNORECASE) is not None
 
 
 def eager_seconds(kernel: Kernel, device: Device) -> float:

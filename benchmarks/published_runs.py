@@ -36,6 +36,8 @@ from published_names import check_family, has_decoder, head_size_of, is_encoder,
 from published_nets import Net, as_layers, mesh_of, net_of
 
 DATA = Path(__file__).parent / "data" / "published_runs.tsv"
+MOST_TOKENS = 1 << 15
+"""Of a microbatch, where a row does not say how large it was: with more of them nothing gets faster."""
 
 
 @dataclass(frozen=True)
@@ -212,14 +214,19 @@ def _run(row: Cells, line: int) -> Run:
     mesh = mesh_of(row, devices) if net else None
     if mesh == ():
         stated("mesh", None, (devices,))
-    layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, batch, devices)
-    tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *layouts)
+    layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, heads, batch, devices)
+    # Who splits the state splits tensors only where there are not samples enough.
+    likely = [one for one in layouts if one[0] == min(layouts)[0] or not _is_split(row)]
+    tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *likely)
     if batch % data:
         raise ValueError("the batch does not divide")
     if len(layouts) == 1 and heads % tensor:
         raise ValueError("the heads do not divide among tensor-parallel devices")
     per_replica = batch // data
-    tried = ((32,) if mesh is not None else (8, 32)) if net else (1, 2, 4) if len(layouts) == 1 else (1, 4)
+    larger = tuple(n for n in (16, 64, 256) if n * tokens <= MOST_TOKENS)
+    tried = (
+        ((32,) if mesh is not None else (8, 32)) if net else (*((1, 2, 4) if len(layouts) == 1 else (1, 4)), *larger)
+    )
     several = (per_replica,) if is_jax and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0) or (1,)
     microbatch = stated("microbatch", microbatch_of(row, per_replica, devices // data // pipeline), *several)
     if per_replica % microbatch:
@@ -296,17 +303,16 @@ def _run(row: Cells, line: int) -> Run:
     return run if re.search("oom|memory", status) else replace(run, **_timed(row, run))
 
 
-def _layouts(row: Cells, layers: int, batch: int, devices: int) -> list[tuple[int, int, int, int]]:
+def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> list[tuple[int, int, int, int]]:
     """Tensor, pipeline, data and context degrees as stated, or all that what is stated leaves.
 
     Raises:
         ValueError: They do not multiply to the devices.
     """
     context = count_of(row, "cp") or 1
-    is_split = says(row, "fsdp|sdp|^3", "zero") or says(row, _JAX, "framework")
     within = [n for n in (1, 2, 4, 8) if n <= (count_of(row, "gpus_per_node") or 8)]
     tensors = [count_of(row, "tp")] if count_of(row, "tp") else within
-    pipelines = [count_of(row, "pp")] if count_of(row, "pp") else [1] if is_split else [1, 2, 4, 8, 16]
+    pipelines = [count_of(row, "pp")] if count_of(row, "pp") else [1] if _is_split(row) else [1, 2, 4, 8, 16]
     found = []
     for tensor, pipeline in itertools.product(tensors, pipelines):
         assert tensor and pipeline
@@ -314,11 +320,19 @@ def _layouts(row: Cells, layers: int, batch: int, devices: int) -> list[tuple[in
         stated = count_of(row, "dp") or data
         if rest or stated != data or not data:
             continue
+        if heads % tensor and len(tensors) > 1:
+            continue
         if pipeline <= layers and (batch % data == 0 or len(tensors) == len(pipelines) == 1):
             found.append((tensor, pipeline, data, context))
+    if not found and (count_of(row, "pp") or 1) > layers:
+        raise ValueError("there are more stages than layers")
     if not found:
         raise ValueError("the degrees do not multiply to the devices")
     return found
+
+
+def _is_split(row: Cells) -> bool:
+    return says(row, "fsdp|sdp|^3", "zero") or says(row, _JAX, "framework")
 
 
 def _dense(run: Run) -> Dense:
@@ -363,8 +377,10 @@ def _overlaps(row: Cells) -> bool:
 
 def _is_sequence_parallel(row: Cells) -> bool:
     said = says(row, "sequence parallel|reduce_scatter", "recompute", "schedule", "notes")
-    # No other tensor parallelism can hide its collectives behind products.
-    return said or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
+    # No other tensor parallelism can hide its collectives behind products. On devices newer than
+    # it is nobody went without it who did not leave that to a solver.
+    newer = says(row, r"\bG?[BH]\d|MI3", "gpu_type") and not says(row, "auto", "framework")
+    return said or newer or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
 
 
 def decoder_of(row: Cells) -> int | None:

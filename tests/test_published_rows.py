@@ -77,7 +77,7 @@ def test_cells_of_many_spellings():
              "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
     assert {text: recompute_of({"recompute": text}) for text in again} == again
     zeros = {"distributed optimizer": (1, 64), "FSDP2": (3, 64), "HSDP 8": (3, 8), "ZeRO-2": (2, 64), "stage 3": (3, 64),
-             "zero_3": (3, 64),
+             "zero_3": (3, 64), "FSDP (ZeRO-2)": (2, 64),
              "DDP": (0, 1), "": (0, 1), "FULL_SHARD": (3, 64)}  # fmt: skip
     assert {text: zero_of({"zero": text}, 64) for text in zeros} == zeros
     for text in ("4", "ZeRO-Offload", "magic"):
@@ -110,7 +110,8 @@ def test_what_a_row_leaves_open_is_remembered(read, cells, named):
     [({"layers": ""}, "layers is not stated"), ({"gpus": "7"}, "multiply to the devices"), ({"heads": "3"}, "divide the width"),
      ({"tp": "8", "dp": "1"}, "divide among tensor-parallel"),
      ({"kv_heads": "3"}, "heads of keys"), ({"model": "EfficientNet"}, "no transformer"),
-     ({"model": "Mamba"}, "no transformer"),
+     ({"model": "Mamba"}, "no transformer"), ({"model": "Llama LoRA"}, "only adapters"),
+     ({"pp": "4", "dp": "2"}, "more stages than layers"),
      ({"status": "crashed"}, "crashed"), ({"seconds_per_step": ""}, "no time"), ({"microbatch": "3"}, "batch does not divide"),
      ({"model": "MoE", "ep": "8"}, "mixture of experts"), ({"zero": "9"}, "no ZeRO-9")],
 )  # fmt: skip
@@ -136,9 +137,49 @@ def test_sizes_of_public_architectures_need_not_be_stated(read, model, layers, h
 def test_names_of_architectures_are_not_of_others():
     """Each is found by its own name only: of two that fit, the first one would be taken."""
     names = {"mixtral-8x7B": 4096, "Mistral 7B": 4096, "gpt-oss-20b": 2880, "TinyLlama": 2048, "Llama-3.2-3B": 3072,
-             "llama 7b": 4096, "Qwen3_235B_a22b": 4096, "kimi-k2": 7168, "my own 7B": None, "nanoGPT": None}  # fmt: skip
+             "llama 7b": 4096, "Qwen3_235B_a22b": 4096, "kimi-k2": 7168, "GPT-2 (124M)": 768, "GPT 2.7B": 2560,
+             "my own 7B": None, "nanoGPT": None}  # fmt: skip
     found = {name: with_sizes({"model": name})[0].get("hidden") for name in names}
     assert {name: width and int(width) for name, width in found.items()} == names
+
+
+def test_a_model_of_other_heads_has_other_heads_of_keys(read):
+    sizes = dict.fromkeys(("layers", "hidden", "ffn", "vocab"), "")
+    assert read(model="GPT-3 175B", heads="128", **sizes).kv_heads == 128
+    assert read(model="Llama 3 70B", heads="64", **sizes).kv_heads == 8
+
+
+def test_degrees_that_are_left_open(read):
+    """Heads divide among the devices that share them, and who splits the state does not split tensors besides."""
+    open_cells = {"tp": "", "dp": "", "pp": "1", "zero": "0", "framework": "Megatron-LM"}
+    assert {layout[0] for layout in dict(read(**open_cells).unstated)["layout"]} == {1, 2, 4}
+    assert dict(read(**open_cells | {"zero": "3"}).unstated)["layout"] == ((1, 1, 8, 1),)
+
+
+def test_small_models_run_many_samples_at_once(read):
+    tried = dict(read(seq="128", global_batch="512", microbatch="", framework="PyTorch").unstated)["microbatch"]
+    assert tried == (1, 2, 4, 16, 64)
+
+
+def test_where_nothing_fits_the_least_is_taken(read):
+    """What is not stated to be made again is not, and of microbatches the smallest is nearest to what was run."""
+    run = read(recompute="none", framework="Megatron-LM", microbatch="", global_batch="64")
+
+    def told(taken):
+        return Prediction(10 - taken.microbatch, *[0.0] * 6, 200 * taken.microbatch, 100)
+
+    assert settle(run, told)[0].microbatch == 1
+
+
+def test_sequence_parallelism_came_before_hopper(read):
+    cells = {"tp": "2", "dp": "4", "framework": "ours"}
+    assert read(**cells).sequence and not read(**cells, gpu_type="A100").sequence
+    assert not read(**cells | {"framework": "autodist"}).sequence
+
+
+def test_schedules_that_hide_the_way_to_experts(read):
+    run = read(model="Mixtral 64x1B", gpus="64", dp="64", ep="64", global_batch="64", framework="ours")
+    assert predict(replace(run, schedule="DualPipe")).tensor < 0.5 * predict(run).tensor
 
 
 def test_a_decoder_beside_an_encoder(read):
