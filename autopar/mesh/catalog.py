@@ -163,11 +163,12 @@ def _tpu(
     torus: tuple[int, int],
     host_gigabytes: float,
     per_chip: int = 1,
+    fused: float = 0.5,
 ) -> Model:
     """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
     # Programs are compiled whole, so nothing is launched; the units take tiles of 128 or 256 one after the other.
-    achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
+    achieved = Achieved(product=0.85, memory=_MEMORY, fused=fused, overlap=0.95)
     host = host_gigabytes / per_host * 1e9
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9
@@ -222,6 +223,8 @@ _B200 = _reached(0.776, 148)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
 """A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
 rings through a group of four find four."""
+_HALF_FILLED = 0.25
+"""Of fused attention on arrays of 256 by 256, which heads of 128 fill to a half, in both products."""
 _CUBES, _SQUARES = (3, 4), (2, 16)
 """Tori of TPUs: slices of whole cubes of 4 x 4 x 4 chips close on all axes, those on 2 axes on sides of 16."""
 _PCIE3, _PCIE4, _PCIE5, _C2C = 16.0, 32.0, 64.0, 450.0
@@ -324,8 +327,9 @@ MODELS: dict[str, Model] = {
     "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
         "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES, 448),
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES, 1440),
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes; arrays of 256 x 256", _SQUARES, 1440, 1, _HALF_FILLED),
     "tpu-v7x": _tpu("TPU7x", {"bfloat16": 1153.5, "float8": 2307, "int8": 2307}, 96, 3690, 8, 100,
-        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions", _CUBES, 960, 2),
+        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions; arrays of 256 x 256", _CUBES, 960, 2,
+        _HALF_FILLED),
 }
 # fmt: on
