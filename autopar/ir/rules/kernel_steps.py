@@ -1,9 +1,10 @@
 """Steps of a grid that go over whole arrays block by block, which they find by their own number (`program_id`).
 
-In:     the body of a Pallas kernel, a dim of its grid.
+In:     the body of a Pallas kernel, a dim of its grid; some of its steps, those of heads that share their keys, may be one.
 Out:    `steps_over_blocks`: the steps of that dim as a loop over blocks; None: fewer of them may be anything.
 Method: a step is a trip of such a loop (`kernel_loops.py`), its number the trip's. A loop inside of a step is gone through
-        trip by trip, and so is each branch. Nothing else that a step does may depend on its number.
+        trip by trip, and so is each branch. Nothing else that a step does may depend on its number. What a step keeps for the
+        next is looked at elsewhere (`kernel_scratch.py`).
 """
 
 from __future__ import annotations
@@ -20,26 +21,37 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 _MAX_VISITS = 2**14
 
 
-def steps_over_blocks(body: Jaxpr, dim: int, length: int, results: Sequence[int]) -> BlockLoop | None:
+def steps_over_blocks(
+    body: Jaxpr, dim: int, num_trips: int, trip_steps: int, results: Sequence[int], scratch: Sequence[int]
+) -> BlockLoop | None:
     """The steps of a dim of the grid, as the kernel counts it, as a loop over blocks.
 
-    `results`: positions of results among the body's arguments. One that is walked nowhere must move with the grid.
+    Args:
+        body: Of the kernel.
+        dim: Which.
+        num_trips: Of the loop.
+        trip_steps: Steps of the dim that are one trip.
+        results: Positions of results among the body's arguments. One that is walked nowhere must move with the grid.
+        scratch: The same of buffers that outlive a step.
     """
-    walk = Walk(length, [body.invars[at] for at in results])
-    try:
-        _Step(walk, body, dim).visit_all(body)
-    except NotUnderstoodError:
-        return None
-    places = sorted((body.invars.index(buffer), where) for buffer, where in walk.walked)
-    return BlockLoop(None, length, tuple(places), adds_up=False) if places else None
+    found = []
+    for first in range(trip_steps):
+        walk = Walk(num_trips, [body.invars[at] for at in results])
+        numbers = first + trip_steps * np.arange(num_trips)
+        try:
+            _Step(walk, body, dim, numbers, [body.invars[at] for at in scratch]).visit_all(body)
+        except NotUnderstoodError:
+            return None
+        found.append(tuple(sorted((body.invars.index(buffer), where) for buffer, where in walk.walked)))
+    return BlockLoop(None, num_trips, found[0], adds_up=False) if len(set(found)) == 1 else None
 
 
 class _Step(Trip):
     """The values of one step, which stands for all of its dim."""
 
-    def __init__(self, around: Walk, body: Jaxpr, dim: int):
+    def __init__(self, around: Walk, body: Jaxpr, dim: int, numbers: np.ndarray, scratch: Sequence[Var]):
         super().__init__(around, {var: var for var in body.invars if is_buffer(var)})
-        self.dim, self.visits = dim, 0
+        self.dim, self.numbers, self.scratch, self.visits = dim, numbers, scratch, 0
 
     def visit_all(self, body: Jaxpr) -> None:
         for eqn in body.eqns:
@@ -51,9 +63,8 @@ class _Step(Trip):
             raise NotUnderstoodError
         match eqn.primitive.name:
             case "program_id":
-                is_ours = eqn.params["axis"] == self.dim
-                numbers = np.arange(self.around.trips, dtype=eqn.outvars[0].aval.dtype)
-                self.values.known[eqn.outvars[0]] = numbers if is_ours else FREE
+                numbers = self.numbers.astype(eqn.outvars[0].aval.dtype)
+                self.values.known[eqn.outvars[0]] = numbers if eqn.params["axis"] == self.dim else FREE
             case "num_programs" if eqn.params["axis"] == self.dim:
                 raise NotUnderstoodError
             case "scan":
@@ -72,6 +83,8 @@ class _Step(Trip):
 
     def may_touch(self, access: Access, walks: bool, is_result: bool) -> bool:
         """As of a loop; a result that is walked nowhere moves with the grid, and its block is the step's own."""
+        if self.buffers[access.buffer] in self.scratch:
+            return not walks
         return super().may_touch(access, walks, is_result) if walks else is_result or access.reads
 
     def _inside(self, closed: Jaxpr | ClosedJaxpr, operands: Sequence[Atom], values: Sequence[Value]) -> list[Value]:
