@@ -329,7 +329,7 @@ MODELS: dict[str, Model] = {
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
         "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes; arrays of 256 x 256", _SQUARES, 1440, 1, _HALF_FILLED),
     "tpu-v7x": _tpu("TPU7x", {"bfloat16": 1153.5, "float8": 2307, "int8": 2307}, 96, 3690, 8, 100,
-        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions; arrays of 256 x 256", _CUBES, 960, 2,
-        _HALF_FILLED),
+        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions; arrays of 256 x 256", _CUBES,
+        960, 2, _HALF_FILLED),
 }
 # fmt: on
