@@ -3,7 +3,7 @@
 In:     a `pallas_call`: a grid, and for each array the shape of a block and which block each step of the grid holds.
 Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and of the operands or not at all, is a factor
         that can be split; its length is that of the grid dim. On one device runs the same kernel over fewer steps. So is
-        one whose steps add up the results that it does not walk (`added_up.py`): fewer steps make a part of the sum.
+        one whose steps add up the results that it does not walk (`kernel_steps.py`): fewer steps make a part of the sum.
 Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. What else keeps a grid dim
         whole: the kernel asks at which step it is (`program_id`: a causal mask) for more than to find its rows in whole
         arrays (`kernel_steps.py`), a block is written at several of its steps,
@@ -26,13 +26,11 @@ import numpy as np
 
 from autopar._jax import DropVar, Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_in, function_name, open_jaxpr
 from autopar.errors import warn
-from autopar.ir.rules.added_up import dims_added_up, with_last_steps
 from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
-from autopar.ir.rules.kernel_access import on_shorter_buffers, resized_buffer, shorter_loop
+from autopar.ir.rules.kernel_access import on_shorter_buffers, resized_buffer, shorter_loop, with_last_steps
 from autopar.ir.rules.kernel_flops import kernel_flops
-from autopar.ir.rules.kernel_loops import BlockLoop, loops_over_blocks
 from autopar.ir.rules.kernel_scratch import is_begun_anew
-from autopar.ir.rules.kernel_steps import steps_over_blocks
+from autopar.ir.rules.kernel_steps import BlockLoop, dims_added_up, loops_over_blocks, steps_over_blocks
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names

@@ -217,6 +217,12 @@ def running_after(x, out, first):
     x[...] = after
 
 
+def read_before_it_begins(x, out, first):
+    before = out[...]
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] = before + x[...]
+
+
 def inside_a_condition(x, out, first):
     pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
     out[...] += x[...]
@@ -235,7 +241,18 @@ def begun_anew():
     )
 
 
-NO_SUMS = [weighed, decayed, squared, largest, from_one, twice, running, running_after, inside_a_condition]
+NO_SUMS = [
+    weighed,
+    decayed,
+    squared,
+    largest,
+    from_one,
+    twice,
+    running,
+    running_after,
+    inside_a_condition,
+    read_before_it_begins,
+]
 
 
 @pytest.mark.parametrize("step", NO_SUMS)
