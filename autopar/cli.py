@@ -105,7 +105,6 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 def _version() -> int:
-
     print(f"autopar {__version__}, JAX {jax.__version__}, Python {platform.python_version()}")
     return 0
 
@@ -126,7 +125,6 @@ def _add_step(command: Any, required: bool = False, why: str = "") -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-
     if (options.file is None) == (options.step is None):
         raise AutoparError(
             "there must be one plan to print.",
@@ -166,7 +164,6 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-
     step, args = _step_and_args(options)
     found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
     if options.html:
@@ -183,7 +180,6 @@ def _add_diff(commands: Any) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
-
     this, other = Plan.load(options.this), Plan.load(options.other)
     text = this.diff(other)
     print(text or "the plans are equal")
@@ -196,13 +192,14 @@ def _add_explain(commands: Any) -> None:
     command = _command(commands, "explain", _explain, "why an argument or operation is sharded as it is")
     command.add_argument("file", help="a plan file")
     command.add_argument(
-        "name", help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"'
+        "name",
+        help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"; or "compute": '
+        'where the time goes, or "stages": why it is cut so',
     )
     _add_step(command, required=True, why=": a file holds what was decided, not the alternatives")
 
 
 def _explain(options: argparse.Namespace) -> int:
-
     step, args = _replanned(options)
     print(step.attach(*args, plan=Plan.load(options.file)).explain(options.name))
     return 0
@@ -258,7 +255,6 @@ def _add_simulate(commands: Any) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-
     plan = Plan.load(options.file)
     timeline = plan.timeline()
     if not timeline.events:
@@ -280,7 +276,6 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-
     return print_report(examine(options.timeout, options.ray_address), options.json)
 
 
@@ -313,7 +308,6 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
-
     if options.step is None or options.args is None:
         raise AutoparError(
             "a step needs its arguments.",

@@ -114,6 +114,11 @@ class NoPlanFoundError(InfeasibleError):
     `needed_bytes` of the smallest plan that was found."""
 
 
+def needed_bytes(error: AutoparError | None) -> float:
+    """Bytes without which nothing fits, as far as an error tells; inf: it does not."""
+    return float(getattr(error, "needed_bytes", math.inf))
+
+
 class SolverError(AutoparError):
     """The solver is not installed or ended without any answer. Facts: `solver`, `status`."""
 

@@ -251,7 +251,9 @@ class Tuning:
     hoped: float = 0.25
     """Part of what lies between the best that is known and what nothing beats: so much is thought to be won of it."""
     stages_seconds: float = 25.0
-    """Seconds that a search for stages takes, roughly."""
+    """Seconds that a search for stages takes, roughly, if it takes long: how many pipelines are planned is bounded."""
+    stages_solves: float = 8.0
+    """Times what it takes to shard the step on one mesh that a search for stages takes otherwise, roughly."""
     clock_doubt: float = 5e-3
     """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more
     than `small_mesh_pairs` are solved to see."""

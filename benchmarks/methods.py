@@ -3,13 +3,13 @@
     python benchmarks/methods.py [--models gpt,vit] [--clusters "1x8 h100,8x8 v100"] [--found FILE] [--plans 24]
         [--methods DataParallel,ShardParallel,ThreeD,PipelineParallel]
 
-For each model on each described machine: seconds of `Auto()`, the best other method with its settings, and the first over
-the second; above 1.000 the automatic plan was beaten. The settings of `DataParallel` (ZeRO stage, microbatches),
-`ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three degrees, microbatches, schedule, ZeRO,
-sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches, recomputation) are searched one at a time from
-several starts, until no change of one is faster or `--plans` of a method were made. What is planned is written to `--found`,
-line by line, and not planned again: run it in pieces, as often as you like. `--methods` plans those alone, and the table
-then says nothing of the others.
+For each model on each described machine: seconds of `Auto()`, its gap, the best other method with its settings, of how many
+plans, and the first over the second; above 1.000 the automatic plan was beaten. The settings of `DataParallel` (ZeRO stage,
+microbatches), `ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three degrees, microbatches,
+schedule, ZeRO, sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches, recomputation) are searched one
+at a time from several starts, until no change of one is faster or `--plans` of a method were made. What is planned is
+written to `--found`, line by line, and not planned again: run it in pieces, as often as you like. `--methods` plans those
+alone, and the table then says nothing of the others.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
         "DataParallel",
         autopar.DataParallel,
         {"zero": (0, 1, 3), "num_microbatches": MICROBATCHES},
-        [{"zero": z, "num_microbatches": 1} for z in (1, 3)],
+        [{"zero": zero, "num_microbatches": number} for zero, number in ((1, 1), (3, 1), (3, 4))],
     )
     shapes = [shape for axes in range(1, most_axes + 1) for shape in ordered_factors(count, axes)]
     own = (cluster.hosts, inside) if cluster.hosts > 1 else (count,)
@@ -148,7 +148,7 @@ def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
         },
         [
             {"num_stages": n, "num_microbatches": 4 * n, "schedule": "1f1b", "recompute": "auto"}
-            for n in (2, 4)
+            for n in (2, 4, 8)
             if count % n == 0
         ],
     )
@@ -196,11 +196,13 @@ class Cell:
         self.model, self.cluster, self._file = model, autopar.Cluster.of(cluster), found
         self._name = cluster
         self.seconds: dict[str, float] = {}
+        self.gaps: dict[str, float] = {}
         self._program: Any = None
         for line in found.read_text().splitlines() if found.exists() else ():
             row = json.loads(line)
             if (row["model"], row["cluster"]) == (model, cluster):
                 self.seconds[row["method"]] = row["seconds"]
+                self.gaps[row["method"]] = row.get("gap", math.nan)
 
     def plan(self, method: Method) -> float:
         """Seconds of the method's plan; inf: there is none."""
@@ -209,17 +211,18 @@ class Cell:
             if self._program is None:
                 step, *arguments = MODELS[self.model]()
                 self._program = trace_step(step, tuple(arguments))
-            started, why, words = time.process_time(), "", ""
+            started, why, words, gap = time.process_time(), "", "", math.nan
             try:
                 plan = make_plan(self._program, find_roles(self._program, (1,)), self.cluster, method)
             except AutoparError as error:
                 seconds, why = math.inf, error.summary
             else:
-                seconds = plan.cost.step_seconds
+                seconds, gap = plan.cost.step_seconds, plan.cost.optimality_gap
                 words = f"{len(plan.stages)} stages {plan.mesh}, {plan.num_microbatches} microbatches, {plan.schedule}"
             taken = time.process_time() - started
-            self.seconds[text] = seconds
-            row = {"model": self.model, "cluster": self._name, "method": text, "seconds": seconds, "cpu": taken}
+            self.seconds[text], self.gaps[text] = seconds, gap
+            row = {"model": self.model, "cluster": self._name, "method": text, "seconds": seconds}
+            row |= {"gap": gap, "cpu": taken}
             with self._file.open("a") as file:
                 file.write(json.dumps(row | {"plan": words, "why": why}) + "\n")
         return self.seconds[text]
@@ -260,8 +263,8 @@ def main() -> None:
     parser.add_argument("--auto-again", action="store_true", help="plan Auto() again, after a change of the search")
     chosen = parser.parse_args()
     table = Table(title="Auto() against every method, predicted")
-    for heading in ("model", "machine", "Auto()", "best other method", "its step", "Auto() over it"):
-        table.add_column(heading, justify="right" if "step" in heading or "Auto()" in heading else "left")
+    for heading in ("model", "machine", "Auto()", "gap", "plans", "best other method", "its step", "Auto() over it"):
+        table.add_column(heading, justify="left" if heading in ("model", "machine", "best other method") else "right")
     beaten, methods = 0, tuple(chosen.methods.split(","))
     for model, cluster in itertools.product(chosen.models.split(","), chosen.clusters.split(",")):
         cell = Cell(model, cluster, chosen.found)
@@ -280,8 +283,8 @@ def main() -> None:
         best = min(others, key=lambda text: others[text])
         ratio = cell.seconds[name] / others[best]
         beaten += ratio > 1.0005
-        times = f"{cell.seconds[name] * 1e3:.3f} ms", best, f"{others[best] * 1e3:.3f} ms"
-        table.add_row(model, cluster, *times, f"{ratio:.4f}")
+        auto_cell = f"{cell.seconds[name] * 1e3:.3f} ms", f"{cell.gaps[name]:.2%}", str(len(others))
+        table.add_row(model, cluster, *auto_cell, best, f"{others[best] * 1e3:.3f} ms", f"{ratio:.4f}")
         print(f"{model} on {cluster}: {ratio:.4f} of {best}", file=sys.stderr, flush=True)
     Console(width=180).print(table)
     sys.exit(f"{beaten} times a method was faster than Auto()" if beaten else 0)

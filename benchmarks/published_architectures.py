@@ -33,11 +33,16 @@ def kind_of(name: str) -> str | None:
 
 def with_sizes(row: Cells) -> tuple[Cells, tuple[str, ...]]:
     """A row with the sizes of the architecture that it names, and the names of the columns that were filled."""
-    name = text_of(row, "model")
+    name = re.sub(r"\s*[()\[\],]\s*", " ", text_of(row, "model")).strip()
     known = next((row for pattern, row in _architectures() if pattern.search(name)), None)
     if known is None or any((number_of(row, side) or float(known[side])) != float(known[side]) for side in _DEPTH):
         return row, ()
-    filled = {column: known[column] for column in _SIZES if known[column] and not text_of(row, column)}
+    # With other heads, it has other heads of keys too.
+    other = (
+        () if (number_of(row, "heads") or float(known["heads"])) == float(known["heads"]) else ("kv_heads", "head_size")
+    )
+    columns = [column for column in _SIZES if known[column] and column not in other and not text_of(row, column)]
+    filled = {column: known[column] for column in columns}
     return {**row, **filled}, tuple(filled)
 
 

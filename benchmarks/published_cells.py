@@ -103,7 +103,7 @@ def zero_of(row: Cells, data: int) -> tuple[int, int]:
     if "offload" in lower:
         raise ValueError("its state is on the host")
     fsdp = re.search(r"f?sdp([12]\b)?[ =(]*(\d+)?", lower)
-    stage = re.match(r"(?:zero|stage|deepspeed|[\s_-])*([0-9])\b", lower)
+    stage = re.match(r"(?:zero|stage|deepspeed|[\s_-])*([0-9])\b", lower) or re.search(r"zero[\s_-]*([0-9])\b", lower)
     if lower.startswith(("distributed optimizer", "optimizer")):
         return 1, data
     if stage:

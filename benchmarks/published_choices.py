@@ -27,12 +27,22 @@ def settle(run: Run, predict: Callable[[Run], Prediction] = predict) -> tuple[Ru
         AutoparError: It cannot be predicted.
     """
     found = [(taken, predict(taken)) for taken in alternatives(run)]
-    if any(name == "recompute" for name, _ in run.unstated):
+    recomputing = any(name == "recompute" for name, _ in run.unstated)
+    if recomputing:
         found += _in_part(found)
     fitting = [row for row in found if row[1].needed_bytes <= 1.001 * row[1].capacity_bytes]
     # Where nothing fits, more was done for memory than is known here: what keeps least is nearest to it.
-    thrifty = [row for row in found if row[0].recompute == "full"]
-    return min(fitting or thrifty or found, key=lambda row: row[1].seconds)
+    thrifty = [row for row in found if row[0].recompute == "full"] if recomputing else _least(found)
+    return min(fitting or thrifty, key=lambda row: row[1].seconds)
+
+
+def _least(found: Sequence[tuple[Run, Prediction]]) -> list[tuple[Run, Prediction]]:
+    """Of each layout, the run that needs least memory."""
+    by_layout: dict[tuple[int, ...], tuple[Run, Prediction]] = {}
+    for run, p in found:
+        layout = run.tensor, run.pipeline, run.data
+        by_layout[layout] = min(by_layout.get(layout, (run, p)), (run, p), key=lambda row: row[1].needed_bytes)
+    return list(by_layout.values())
 
 
 def _in_part(found: Sequence[tuple[Run, Prediction]]) -> Iterator[tuple[Run, Prediction]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from published_cells import Cells, count_of, needed, number_of, text_of
+from published_cells import Cells, count_of, needed, number_of, says, text_of
 
 _NAMES = r"moe|expert|mixtral|\dx\d+(\.\d+)?b|[-_ ]a\d+(\.\d+)?b|deepseek[-_ ]?v[23]|gpt[-_ ]?oss|kimi"
 _IN_GSHARD = 2
@@ -29,12 +29,16 @@ class Experts:
         active: Of them that see a token.
         parallel: Devices that they are dealt out to.
         share: Part of the layers that has them.
+        is_masked: Whether tokens are sent by products with a mask, instead of being sorted.
+        is_padded: Whether an expert has room for so many tokens and the rest is dropped.
     """
 
     number: int
     active: int
     parallel: int
     share: float
+    is_masked: bool = False
+    is_padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,11 @@ def experts_of(row: Cells, dense: Dense, parallel: int) -> Experts:
     # With half of the layers dense, a layer has on average half of the experts and half of a dense MLP.
     share = min(1.0, (per_layer - 1) / (number - 1)) if stated and per_layer and number > 1 else 1.0
     share = share if share < 0.75 else 1.0
-    return Experts(number, max(1, min(number, round(_active(row, dense)))), parallel, share)
+    # DeepSpeed and what is written as GShard is multiply by a mask, MaxText and what came later sorts.
+    is_masked = says(row, "Alpa|DeepSpeed|GShard|T5X|Pax|Mesh", "framework") and not says(row, "Megatron", "framework")
+    is_padded = is_masked or says(row, r"token ?drop|capacity factor|[^a-z]drop(?!less)", "model", "notes")
+    active = max(1, min(number, round(_active(row, dense))))
+    return Experts(number, active, parallel, share, is_masked, is_padded)
 
 
 def _active(row: Cells, dense: Dense) -> float:

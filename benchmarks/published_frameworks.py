@@ -8,6 +8,7 @@ Method: each rule is what the framework's own code or manual says; numbers that 
 from __future__ import annotations
 
 import math
+import re
 
 from published_runs import Run
 
@@ -50,6 +51,13 @@ BLOCKING_FROM = 320
 """GPUs from which on they could not do without it: with fewer it hung at times, with so many always."""
 ZERO_BUBBLE = ((("zb-h2", "zbh2", "zb-v", "zbv", "zb-2p"), 0.0), (("zb", "zero bubble", "dualpipe"), 1 / 3))
 """Of 1F1B's waiting, what is left of it."""
+QUANTIZED = 5 / 3
+"""Launches for a product of 8 bits or fewer, over those for a wider one: of an expert's three products with one weight, forward
+and backward, what enters and the gradient of what leaves are made narrow first, by a kernel each (Transformer Engine,
+`GroupedLinear`)."""
+MASK_GROUP = 2048
+"""Tokens that share a mask where XLA sends tokens to experts by a product with it (GShard; so many in Alpa's suites);
+DeepSpeed's mask is of all tokens of a device (`sharded_moe.py`)."""
 VOCABULARY_MULTIPLE = 128
 """To which frameworks pad the vocabulary, on each device; nanotron only to the number of devices (`ModelArgs`)."""
 
@@ -101,6 +109,14 @@ def waiting_part(run: Run) -> float:
     return next((part for words, part in ZERO_BUBBLE if any(word in name for word in words)), 1.0)
 
 
+def hides_tokens(run: Run) -> bool:
+    """Whether tokens are on their way to experts while those of another microbatch are computed, as the row says.
+
+    DeepSeek-AI, "DeepSeek-V3", 2024, sec. 3.2.1; Megatron-Core's `--overlap-moe-expert-parallel-comm`.
+    """
+    return re.search(r"dualpipe|overlap.*(\bEP\b|a2a|all-to-all|experts?)", run.schedule, re.IGNORECASE) is not None
+
+
 def eager_seconds(kernel: Kernel, device: Device) -> float:
     """Time of a kernel in a framework that runs operation by operation, with what libraries have for its shape."""
     seconds = kernel_seconds(kernel, device)
@@ -113,6 +129,10 @@ def eager_seconds(kernel: Kernel, device: Device) -> float:
             return max(seconds, flops / (rate * device.achieved.product))
         case _:
             return seconds
+
+
+def _is_narrow(kernel: Product) -> bool:
+    return any(name in dtype for dtype in kernel.dtypes for name in ("float8", "float4", "int8"))
 
 
 def _is_aligned(kernel: Product) -> bool:
@@ -128,6 +148,39 @@ def with_launches(run: Run, kernels: tuple[Kernel, ...], seconds: float) -> floa
     if waits_for_kernels(run):
         return seconds + count * BLOCKING_SECONDS
     return max(seconds, count * HOST_SECONDS * (PROFILED if run.is_profiled else 1))
+
+
+def expert_launches(run: Run, kernels: tuple[Kernel, ...]) -> float:
+    """Seconds in which the device has nothing to do, as the host launches the kernels of a device's experts.
+
+    How many tokens an expert has is not known before the router ran: where none are dropped the host waits for the numbers,
+    and nothing runs ahead of it. Libraries launch the products of each expert one by one. Programs of XLA's have one kernel for
+    all experts, and where experts have room for so many tokens the host need not wait.
+    """
+    if run.whole or run.experts is None or run.experts.is_padded:
+        return 0.0
+    launches = sum(k.count * (QUANTIZED if _is_narrow(k) else 1) if isinstance(k, Product) else 1 for k in kernels)
+    return launches * HOST_SECONDS
+
+
+def mask_kernels(run: Run, tokens: int) -> dict[str, tuple[Kernel, ...]]:
+    """Products with a mask that send so many tokens to their experts and back, by phase; none where rows are sorted instead.
+
+    Lepikhin et al., "GShard", 2021, algorithm 2: of one-hot vectors [tokens, experts x capacity], as long as the tokens have
+    copies. In the backward pass the same two, and one for the gradient of the weights of an expert's result.
+    """
+    if run.experts is None or not run.experts.is_masked:
+        return {}
+    group = min(tokens, MASK_GROUP) if run.whole else tokens
+    count, slots = math.ceil(tokens / group), group * run.experts.active
+    name = "float32" if run.dtype == "float32" else "bfloat16"
+    num_bytes = (4 if run.dtype == "float32" else 2) * count * (group * slots + (group + slots) * run.width)
+
+    def product(rows: int, columns: int, depth: int) -> Product:
+        return Product(count, rows, columns, depth, num_bytes, (name, name))
+
+    there, back = product(slots, run.width, group), product(group, run.width, slots)
+    return {"forward": (there, back), "backward": (there, back, product(group, slots, run.width))}
 
 
 def waits_for_kernels(run: Run) -> bool:

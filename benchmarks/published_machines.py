@@ -16,6 +16,7 @@ from published_runs import Run
 from autopar.errors import AutoparError
 from autopar.mesh import Device, Link, find_device
 from autopar.mesh.catalog import Model
+from autopar.mesh.find_device import slice_chips
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,13 @@ def machine_of(run: Run) -> Machine:
 
 
 def by_devices(run: Run) -> Run:
-    """A run whose row counts chips of which JAX makes several devices each: as many more replicas, or halves of tensors."""
-    several = model_of(run).per_chip if "chip" in run.device.lower() else 1
+    """A run whose row counts chips of which JAX makes several devices each: as many more replicas, or halves of tensors.
+
+    It says so, or its hosts have as many fewer.
+    """
+    model = model_of(run)
+    is_chip = "chip" in run.device.lower() or 0 < run.per_host * model.per_chip == model.devices_per_host
+    several = model.per_chip if is_chip else 1
     if several == 1:
         return run
     run = replace(run, devices=run.devices * several, per_host=run.per_host * several, device=run.device.split(",")[0])
@@ -72,6 +78,8 @@ def model_of(run: Run) -> Model:
     Raises:
         AutoparError: It has none.
     """
+    if sold := slice_chips(run.device.partition(",")[0]):
+        return sold[1]
     power = re.search(r"(\d+) ?W\b", run.device)
     limited = f"-{power[1]}w" if power else ""
     name = re.sub(r",.*|\bchips?\b|\(.*?\)|^\d+ ?[x×]|\b(?:DGX|HGX|SXM\d?|NVL\d+)\b", "", run.device).strip(" -")

@@ -43,7 +43,6 @@ for performance)."""
 FUSED = ("Megatron", "NeMo")
 """Frameworks whose gated activation is one kernel, which keeps what enters it (Megatron-LM's `bias_swiglu_fusion`), and whose
 products of 8 bits keep their operands as they multiply them (Transformer Engine)."""
-XLA = ("Alpa", "JAX")
 PYTORCH = (*MEGATRON, "PyTorch", "DeepSpeed", "torchtitan")
 
 
@@ -94,7 +93,7 @@ def memory_of(
     """
     groups = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data, run.context))
     # XLA's allocator takes the memory before the run and states what programs need, without the runtime's own.
-    runtime = 0.0 if _is_of(run, XLA) else CONTEXT_BYTES + groups * GROUP_BYTES
+    runtime = 0.0 if run.whole else CONTEXT_BYTES + groups * GROUP_BYTES
     state, activations = params * state_bytes(run), activation_bytes(run, params + experts, layers, layer, ends, stage)
     if run.experts:
         # Where tokens go to experts of other devices, fewer devices have the same ones.
@@ -155,7 +154,7 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again
-    in_layer, at_ends = (h.working_bytes if _is_of(run, XLA) else h.eager_bytes for h in (layer, ends))
+    in_layer, at_ends = (h.working_bytes if run.whole else h.eager_bytes for h in (layer, ends))
     if run.pipeline > 1:
         return waiting + in_layer + gathered
     return waiting + max(in_layer, ends.kept_bytes + at_ends) + gathered

@@ -14,6 +14,7 @@ from published_cells import Cells, count_of, needed, number_of
 _OTHERS = (
     (r"resnet|resnext|regnet|conv|u-?net|vgg|efficientnet|diffusion|inception", "no transformer"),
     (r"mamba|rwkv|hyena|lstm|\bssm|dlrm|\bgnn|retnet", "no transformer"),
+    (r"\bq?(lo|do)ra\b|\bpeft\b|adapter", "only adapters are trained"),
     (r"swin|\bmvit|pyramid", "layers of several widths"),
 )
 _PAIRS = r"\b(flan[-_ ]?|m|by)?t5|\bul2|bart\b|encoder-decoder|seq2seq|nllb|marian"

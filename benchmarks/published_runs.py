@@ -36,6 +36,8 @@ from published_names import check_family, has_decoder, head_size_of, is_encoder,
 from published_nets import Net, as_layers, mesh_of, net_of
 
 DATA = Path(__file__).parent / "data" / "published_runs.tsv"
+MOST_TOKENS = 1 << 15
+"""Of a microbatch, where a row does not say how large it was: with more of them nothing gets faster."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Run:
         flops: Model FLOPs of a step: 6 for each parameter and token, and attention.
         memory_gib: Published peak on one device; None where it is not.
         compiled: Whether a compiler fused its elementwise work; frameworks that run operation by operation do not.
+        whole: Whether that compiler made one program of the step, as XLA does: no host launches kernels.
         kernel: Which generation of fused attention it ran, 1 or 2; 0: written out.
         overlaps: Whether its tensor-parallel collectives ran behind products, as it or its framework's configuration says.
         hides_gradients: Whether gradients were reduced behind the last backward pass, and parameters gathered behind the first
@@ -95,6 +98,7 @@ class Run:
     flash: bool
     kernel: int
     compiled: bool
+    whole: bool
     overlaps: bool
     hides_gradients: bool
     ranks_only: bool
@@ -202,8 +206,7 @@ def _run(row: Cells, line: int) -> Run:
     gated = is_gated(lower, row)
     hidden = stated("hidden", count_of(row, "ffn"), 4 * width if not gated else 256 * math.ceil(width * 8 / 3 / 256))
     vocabulary = stated("vocabulary", is_sized[0], 1000 if sees_images(lower) else 50304)
-    compiled = says(row, _COMPILERS, "framework", "notes")
-    whole = says(row, "JAX|XLA|MaxText|Pax", "framework")
+    is_jax = says(row, _JAX, "framework")
     decoder = 0
     if has_decoder(lower):
         # T5 predicts 114 tokens of 512 (Raffel et al., 2020, sec. 3.1.4).
@@ -211,22 +214,27 @@ def _run(row: Cells, line: int) -> Run:
     mesh = mesh_of(row, devices) if net else None
     if mesh == ():
         stated("mesh", None, (devices,))
-    layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, batch, devices)
-    tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *layouts)
+    layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, heads, batch, devices)
+    # Who splits the state splits tensors only where there are not samples enough.
+    likely = [one for one in layouts if one[0] == min(layouts)[0] or not _is_split(row)]
+    tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *likely)
     if batch % data:
         raise ValueError("the batch does not divide")
     if len(layouts) == 1 and heads % tensor:
         raise ValueError("the heads do not divide among tensor-parallel devices")
     per_replica = batch // data
-    tried = ((32,) if mesh is not None else (8, 32)) if net else (1, 2, 4) if len(layouts) == 1 else (1, 4)
-    several = (per_replica,) if whole and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0) or (1,)
+    larger = tuple(n for n in (16, 64, 256) if n * tokens <= MOST_TOKENS)
+    tried = (
+        ((32,) if mesh is not None else (8, 32)) if net else (*((1, 2, 4) if len(layouts) == 1 else (1, 4)), *larger)
+    )
+    several = (per_replica,) if is_jax and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0) or (1,)
     microbatch = stated("microbatch", microbatch_of(row, per_replica, devices // data // pipeline), *several)
     if per_replica % microbatch:
         raise ValueError("the batch does not divide")
     zero, shards = zero_of(row, data * context)
     if says(row, r"Alpa \(auto", "framework") and not text_of(row, "zero"):
         zero, shards = 2, data  # its solver prefers reduce-scatter (`prefer_reduce_scatter` of Alpa's suites)
-    if whole and not text_of(row, "zero"):
+    if is_jax and not text_of(row, "zero"):
         zero, shards = stated("zero", None, 3), data * context  # MaxText's `ici_fsdp_parallelism` is whatever is left
     chunks = count_of(row, "vpp") if pipeline > 1 else 1
     several = tuple(n for n in range(1, layers // pipeline + 1) if layers // pipeline % n == 0)
@@ -236,7 +244,7 @@ def _run(row: Cells, line: int) -> Run:
     kernel = stated(
         "kernel", attention_of(row), 2 if says(row, "[HBL]\\d|TPU|MI3|A100|A800|trillium", "gpu_type") else 0
     )
-    made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if whole else ()), "full")
+    made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if is_jax else ()), "full")
     run = Run(
         source=text_of(row, "source"),
         framework=row.get("framework") or "",
@@ -268,7 +276,8 @@ def _run(row: Cells, line: int) -> Run:
         sequence=_is_sequence_parallel(row),
         flash=kernel > 0,
         kernel=kernel,
-        compiled=compiled,
+        compiled=says(row, _COMPILERS, "framework", "notes") or is_jax,
+        whole=is_jax or says(row, "Alpa", "framework"),
         overlaps=_overlaps(row),
         hides_gradients=says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
         ranks_only=says(row, "not for absolute", "quality"),
@@ -294,17 +303,16 @@ def _run(row: Cells, line: int) -> Run:
     return run if re.search("oom|memory", status) else replace(run, **_timed(row, run))
 
 
-def _layouts(row: Cells, layers: int, batch: int, devices: int) -> list[tuple[int, int, int, int]]:
+def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> list[tuple[int, int, int, int]]:
     """Tensor, pipeline, data and context degrees as stated, or all that what is stated leaves.
 
     Raises:
         ValueError: They do not multiply to the devices.
     """
     context = count_of(row, "cp") or 1
-    is_split = says(row, "fsdp|sdp|^3", "zero") or says(row, "JAX|XLA", "framework")
     within = [n for n in (1, 2, 4, 8) if n <= (count_of(row, "gpus_per_node") or 8)]
     tensors = [count_of(row, "tp")] if count_of(row, "tp") else within
-    pipelines = [count_of(row, "pp")] if count_of(row, "pp") else [1] if is_split else [1, 2, 4, 8, 16]
+    pipelines = [count_of(row, "pp")] if count_of(row, "pp") else [1] if _is_split(row) else [1, 2, 4, 8, 16]
     found = []
     for tensor, pipeline in itertools.product(tensors, pipelines):
         assert tensor and pipeline
@@ -312,11 +320,19 @@ def _layouts(row: Cells, layers: int, batch: int, devices: int) -> list[tuple[in
         stated = count_of(row, "dp") or data
         if rest or stated != data or not data:
             continue
+        if heads % tensor and len(tensors) > 1:
+            continue
         if pipeline <= layers and (batch % data == 0 or len(tensors) == len(pipelines) == 1):
             found.append((tensor, pipeline, data, context))
+    if not found and (count_of(row, "pp") or 1) > layers:
+        raise ValueError("there are more stages than layers")
     if not found:
         raise ValueError("the degrees do not multiply to the devices")
     return found
+
+
+def _is_split(row: Cells) -> bool:
+    return says(row, "fsdp|sdp|^3", "zero") or says(row, _JAX, "framework")
 
 
 def _dense(run: Run) -> Dense:
@@ -345,7 +361,8 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
     return {"seconds": seconds, "unstated": (*run.unstated, ("seconds", (seconds,)))}
 
 
-_COMPILERS = r"JAX|XLA|torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
+_JAX = r"JAX|XLA|MaxText|Pax|praxis|EasyLM|Levanter|T5X|Flax|AXLearn|GSPMD|TensorFlow"
+_COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
 
 
 def _overlaps(row: Cells) -> bool:
@@ -360,8 +377,10 @@ def _overlaps(row: Cells) -> bool:
 
 def _is_sequence_parallel(row: Cells) -> bool:
     said = says(row, "sequence parallel|reduce_scatter", "recompute", "schedule", "notes")
-    # No other tensor parallelism can hide its collectives behind products.
-    return said or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
+    # No other tensor parallelism can hide its collectives behind products. On devices newer than
+    # it is nobody went without it who did not leave that to a solver.
+    newer = says(row, r"\bG?[BH]\d|MI3", "gpu_type") and not says(row, "auto", "framework")
+    return said or newer or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
 
 
 def decoder_of(row: Cells) -> int | None:

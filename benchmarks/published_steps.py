@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from published_frameworks import ADAM_BYTES, OVERLAPPED, stage_layers, waiting_part
+from published_frameworks import ADAM_BYTES, OVERLAPPED, hides_tokens, stage_layers, waiting_part
 from published_images import net_parts
 from published_machines import Machine, by_devices, machine_of
 from published_memory import capacity_of, memory_of
@@ -84,7 +84,8 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     tensor = layer.communication((*PHASES, *again), mesh)
     tensor *= 1 - OVERLAPPED if run.overlaps else 1
     # Tokens go to their experts and back, and so do their gradients.
-    tensor += (6 if "forward" in again else 4) * to_experts_seconds(run, machine)
+    sent = (6 if "forward" in again else 4) * to_experts_seconds(run, machine)
+    tensor += max(sent - work, (1 - device.achieved.overlap) * sent) if hides_tokens(run) else sent
     end, end_tensor = ends.busy(PHASES, device, run), sum(ends.communication(phase, mesh) for phase in PHASES)
     layers = stage_layers(run)
     most, params, experts = max(layers), params_of(run, layers[0], 0), expert_params_of(run, layers[0])

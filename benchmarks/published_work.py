@@ -14,7 +14,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from published_frameworks import eager_seconds, joins_products, padded_vocabulary, with_launches
+from published_frameworks import (
+    eager_seconds,
+    expert_launches,
+    joins_products,
+    mask_kernels,
+    padded_vocabulary,
+    with_launches,
+)
 from published_layers import CORE, NARROW, Sizes, Step, ends_step, experts_step, layer_step
 from published_machines import Machine
 from published_runs import Run
@@ -75,7 +82,11 @@ class Layer:
 
     def compute(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
         """Seconds of its kernels."""
-        return sum(share * work.compute(phases, device, run) for share, work in self.parts)
+        waiting = 0.0
+        if run.experts:
+            share, work = self.parts[1]
+            waiting = share * expert_launches(run, tuple(k for phase in phases for k in work.kernels[phase]))
+        return waiting + sum(share * work.compute(phases, device, run) for share, work in self.parts)
 
     def communication(self, phases: tuple[str, ...], mesh: LogicalMesh) -> float:
         """Seconds of its tensor-parallel collectives."""
@@ -121,7 +132,10 @@ def layer_of(run: Run, machine: Machine, link: Link) -> Layer:
     attention = dataclasses.replace(sizes, blocks=("attention",), hidden=sizes.width)
     parts = [
         (1.0, work_of("layer", attention, machine.device, link)),
-        (run.experts.share, work_of("experts", of_experts, machine.device, link)),
+        (
+            run.experts.share,
+            with_kernels(work_of("experts", of_experts, machine.device, link), mask_kernels(run, tokens)),
+        ),
     ]
     if run.experts.share < 1:
         mlp = dataclasses.replace(sizes, blocks=("mlp",))
@@ -156,6 +170,12 @@ def tokens_of(run: Run, tokens: int) -> int:
     """So many of a sample, padded to what can be split: by context parallelism, and by sequence parallelism within that."""
     parts = run.context * (run.tensor if run.sequence else 1)
     return -(-tokens // parts) * parts
+
+
+def with_kernels(work: Work, more: dict[str, tuple[Kernel, ...]]) -> Work:
+    """The same with more kernels."""
+    kernels = {phase: (*found, *more.get(phase, ())) for phase, found in work.kernels.items()}
+    return dataclasses.replace(work, kernels=kernels)
 
 
 @functools.cache

@@ -105,6 +105,7 @@ def llama(**fields) -> Run:
         flash=True,
         kernel=2,
         compiled=True,
+        whole=True,
         overlaps=False,
         hides_gradients=False,
         ranks_only=False,

@@ -22,11 +22,13 @@ from published_cells import (  # noqa: E402
     zero_of,
 )
 from published_choices import alternatives, settle  # noqa: E402
-from published_frameworks import waiting_part  # noqa: E402
+from published_frameworks import HOST_SECONDS, MASK_GROUP, expert_launches, mask_kernels, waiting_part  # noqa: E402
 from published_machines import by_devices, machine_of, model_of  # noqa: E402
 from published_memory import eager_bytes, state_bytes  # noqa: E402
 from published_runs import Left, read_runs  # noqa: E402
 from published_steps import Prediction, expert_params_of, params_of, predict, to_experts_seconds  # noqa: E402
+
+from autopar.cost.kernels import Pass, Product  # noqa: E402
 
 ROW = {
     "source": "a stranger", "model": "Llama-tiny", "layers": "2", "hidden": "256", "heads": "4", "ffn": "512", "vocab": "1k",
@@ -75,7 +77,7 @@ def test_cells_of_many_spellings():
              "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
     assert {text: recompute_of({"recompute": text}) for text in again} == again
     zeros = {"distributed optimizer": (1, 64), "FSDP2": (3, 64), "HSDP 8": (3, 8), "ZeRO-2": (2, 64), "stage 3": (3, 64),
-             "zero_3": (3, 64),
+             "zero_3": (3, 64), "FSDP (ZeRO-2)": (2, 64),
              "DDP": (0, 1), "": (0, 1), "FULL_SHARD": (3, 64)}  # fmt: skip
     assert {text: zero_of({"zero": text}, 64) for text in zeros} == zeros
     for text in ("4", "ZeRO-Offload", "magic"):
@@ -108,7 +110,8 @@ def test_what_a_row_leaves_open_is_remembered(read, cells, named):
     [({"layers": ""}, "layers is not stated"), ({"gpus": "7"}, "multiply to the devices"), ({"heads": "3"}, "divide the width"),
      ({"tp": "8", "dp": "1"}, "divide among tensor-parallel"),
      ({"kv_heads": "3"}, "heads of keys"), ({"model": "EfficientNet"}, "no transformer"),
-     ({"model": "Mamba"}, "no transformer"),
+     ({"model": "Mamba"}, "no transformer"), ({"model": "Llama LoRA"}, "only adapters"),
+     ({"pp": "4", "dp": "2"}, "more stages than layers"),
      ({"status": "crashed"}, "crashed"), ({"seconds_per_step": ""}, "no time"), ({"microbatch": "3"}, "batch does not divide"),
      ({"model": "MoE", "ep": "8"}, "mixture of experts"), ({"zero": "9"}, "no ZeRO-9")],
 )  # fmt: skip
@@ -134,9 +137,49 @@ def test_sizes_of_public_architectures_need_not_be_stated(read, model, layers, h
 def test_names_of_architectures_are_not_of_others():
     """Each is found by its own name only: of two that fit, the first one would be taken."""
     names = {"mixtral-8x7B": 4096, "Mistral 7B": 4096, "gpt-oss-20b": 2880, "TinyLlama": 2048, "Llama-3.2-3B": 3072,
-             "llama 7b": 4096, "Qwen3_235B_a22b": 4096, "kimi-k2": 7168, "my own 7B": None, "nanoGPT": None}  # fmt: skip
+             "llama 7b": 4096, "Qwen3_235B_a22b": 4096, "kimi-k2": 7168, "GPT-2 (124M)": 768, "GPT 2.7B": 2560,
+             "my own 7B": None, "nanoGPT": None}  # fmt: skip
     found = {name: with_sizes({"model": name})[0].get("hidden") for name in names}
     assert {name: width and int(width) for name, width in found.items()} == names
+
+
+def test_a_model_of_other_heads_has_other_heads_of_keys(read):
+    sizes = dict.fromkeys(("layers", "hidden", "ffn", "vocab"), "")
+    assert read(model="GPT-3 175B", heads="128", **sizes).kv_heads == 128
+    assert read(model="Llama 3 70B", heads="64", **sizes).kv_heads == 8
+
+
+def test_degrees_that_are_left_open(read):
+    """Heads divide among the devices that share them, and who splits the state does not split tensors besides."""
+    open_cells = {"tp": "", "dp": "", "pp": "1", "zero": "0", "framework": "Megatron-LM"}
+    assert {layout[0] for layout in dict(read(**open_cells).unstated)["layout"]} == {1, 2, 4}
+    assert dict(read(**open_cells | {"zero": "3"}).unstated)["layout"] == ((1, 1, 8, 1),)
+
+
+def test_small_models_run_many_samples_at_once(read):
+    tried = dict(read(seq="128", global_batch="512", microbatch="", framework="PyTorch").unstated)["microbatch"]
+    assert tried == (1, 2, 4, 16, 64)
+
+
+def test_where_nothing_fits_the_least_is_taken(read):
+    """What is not stated to be made again is not, and of microbatches the smallest is nearest to what was run."""
+    run = read(recompute="none", framework="Megatron-LM", microbatch="", global_batch="64")
+
+    def told(taken):
+        return Prediction(10 - taken.microbatch, *[0.0] * 6, 200 * taken.microbatch, 100)
+
+    assert settle(run, told)[0].microbatch == 1
+
+
+def test_sequence_parallelism_came_before_hopper(read):
+    cells = {"tp": "2", "dp": "4", "framework": "ours"}
+    assert read(**cells).sequence and not read(**cells, gpu_type="A100").sequence
+    assert not read(**cells | {"framework": "autodist"}).sequence
+
+
+def test_schedules_that_hide_the_way_to_experts(read):
+    run = read(model="Mixtral 64x1B", gpus="64", dp="64", ep="64", global_batch="64", framework="ours")
+    assert predict(replace(run, schedule="DualPipe")).tensor < 0.5 * predict(run).tensor
 
 
 def test_a_decoder_beside_an_encoder(read):
@@ -196,6 +239,32 @@ def test_tokens_go_to_their_experts_and_back(read):
     assert predict(inside).seconds > 0
 
 
+def test_the_host_launches_what_experts_do(read):
+    """One by one where their tokens are counted first; not where they have room for so many, nor in a program of XLA's."""
+    sizes = {"model": "Mixtral 8x1B", "framework": "Megatron-LM", "ep": "2"}
+    wide, narrow = (Product(4, 512, 256, 256, 1e6, (name, name)) for name in ("bfloat16", "float8_e4m3fn"))
+    run = read(**sizes)
+    assert expert_launches(run, (wide, Pass(1e6))) == pytest.approx(5 * HOST_SECONDS)
+    assert expert_launches(run, (narrow,)) == pytest.approx(20 / 3 * HOST_SECONDS)
+    assert expert_launches(read(**sizes | {"framework": "MaxText (JAX)"}), (wide,)) == 0
+    dropped, kept = (read(**sizes | {"model": f"Mixtral 8x1B ({word})"}) for word in ("tokendrop", "dropless"))
+    assert expert_launches(dropped, (wide,)) == 0 < expert_launches(kept, (wide,))
+    assert predict(dropped).compute < predict(kept).compute
+
+
+@pytest.mark.parametrize(
+    "framework, group", [("Alpa (auto)", MASK_GROUP), ("DeepSpeed-MoE", 8192), ("Megatron-LM", None)]
+)
+def test_products_with_a_mask_send_tokens_to_experts(read, framework, group):
+    """In GShard's groups, or one of all tokens; its rows are two copies of each token."""
+    run = read(model="GShard (8 experts)", framework=framework, params_B="0.01")
+    there, back = mask_kernels(run, 8192).get("forward", (None, None))
+    assert (there is None) == (group is None)
+    if group:
+        assert (there.count, there.rows, there.depth) == (8192 // group, 2 * group, group)
+        assert (back.rows, back.depth) == (group, 2 * group)
+
+
 def test_of_what_is_left_open_the_fastest_that_fits_is_taken(read):
     """Recomputation of some of the layers, where memory asks for no more."""
     run = read(recompute="", framework="Megatron-LM", microbatch="")
@@ -212,7 +281,8 @@ def test_of_what_is_left_open_the_fastest_that_fits_is_taken(read):
 @pytest.mark.parametrize(
     "name, device",
     [("DGX B200", "B200"), ("GB200 NVL72", "GB200"), ("H200 SXM 141GB", "H200"), ("8x H100 SXM5", "H100"),
-     ("NVIDIA H100 80GB HBM3", "H100"), ("Trillium", "TPU v6e"), ("A100-SXM4-40GB", "A100-40GB")],
+     ("NVIDIA H100 80GB HBM3", "H100"), ("Trillium", "TPU v6e"), ("A100-SXM4-40GB", "A100-40GB"), ("v5p-128", "TPU v5p"),
+     ("TPU v3-512", "TPU v3"), ("AMD MI250X GCD", "MI250X"), ("Instinct MI300X OAM", "MI300X"), ("H100 NVL 94GB", "H100-NVL")],
 )  # fmt: skip
 def test_devices_of_many_spellings(read, name, device):
     assert model_of(read(gpu_type=name)).device.name == device
@@ -251,6 +321,9 @@ def test_a_job_has_equal_parts_of_its_domains(read):
 def test_chips_of_two_devices_are_twice_as_many_replicas(read):
     run = by_devices(replace(read(gpu_type="TPU7x (Ironwood), chips"), microbatch=2))
     assert (run.devices, run.data, run.microbatch, run.tensor) == (16, 16, 1, 1)
+    modules = by_devices(read(gpu_type="MI250", gpus_per_node="4"))
+    assert (modules.devices, modules.per_host, modules.tensor) == (16, 8, 2)
+    assert by_devices(read(gpu_type="MI250X", gpus_per_node="8")).devices == 8
     odd = by_devices(read(gpu_type="TPU v3, chips"))
     assert (odd.devices, odd.data, odd.tensor) == (16, 8, 2)
 

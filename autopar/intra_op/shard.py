@@ -118,7 +118,8 @@ def shard(
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
     wider = instance.prices.problem(expected) if known else problem
-    for other in known if best is not None or not is_far_over(problem) else ():
+    may_fit = best is not None or not is_far_over(problem)
+    for other in known if may_fit else ():
         best = _with_known(instance, best, other, wider, expected, tried)
     if best is None:
         instance.budget_search.explain(problem)
@@ -192,18 +193,6 @@ class _Instance:
             how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._memory_prices
             return solve_within(problem, search.broken_rows, *how)
         return one(problem, self.solver, self.limit, self.gap, beat)
-
-    def solve_known(self, problem: Problem, nothing_fits: bool) -> Solution:
-        """A problem under the restrictions of a well-known plan.
-
-        Where `nothing_fits` without them, whatever a byte costs, a large one is not searched for what takes less memory.
-        """
-        if not nothing_fits or num_pairs(problem) <= TUNING.rows_core:
-            return self.solve(problem)
-        solution = self._solve_one(problem, self.solver, self.limit, self.gap)
-        if solution.choices and self.budget_search.broken_rows(solution.choices):
-            return dataclasses.replace(solution, choices=(), status="infeasible")
-        return solution
 
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
         """What the choices of a solution come to."""
@@ -340,7 +329,7 @@ def _with_known(
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
     with instance.limit.thorough():  # whoever asks for that plan by its name gets no better one
-        solution = instance.solve_known(narrowed, best is None)
+        solution = instance.solve(narrowed)
     if not solution.choices or solution.choices in tried:
         return best
     tried.append(solution.choices)

@@ -107,6 +107,13 @@ class KnownValues:
         """Whether a value is 0, 1, 2, ... to its end."""
         return len(atom.aval.shape) == 1 and self.counts(atom) == 0
 
+    def is_order(self, var: Var) -> bool:
+        """Whether a value is what `argsort` makes: where rows were that are sorted."""
+        _, sort = self.made(var)
+        if sort is None or sort.primitive.name != "sort" or len(var.aval.shape) != 1:
+            return False
+        return self.is_count(sort.invars[[out is var for out in sort.outvars].index(True)])
+
     def is_uniform(self, atom: Atom, dim: int) -> bool:
         """Whether all rows of a value along a dim are equal."""
         atom, eqn = self.made(atom)

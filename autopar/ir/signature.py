@@ -14,17 +14,20 @@ import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from autopar._jax import Atom, JaxprEqn, Literal, Params, Var
+from autopar._jax import Atom, DropVar, JaxprEqn, Literal, Params, Var
 from autopar.ir.region import is_region, kind_of
 
 
 def equation_signature(eqn: JaxprEqn) -> object:
-    """Equal for equations with the same rule: primitive, parameters, types of operands and results."""
+    """Equal for equations with the same rule: primitive, parameters, types of operands and results.
+
+    Of a kernel also which results are read: others may be where it keeps what one step leaves for the next.
+    """
     avals = tuple((v.aval.shape, v.aval.dtype, isinstance(v, Literal)) for v in eqn.invars)
     results = tuple((v.aval.shape, v.aval.dtype) for v in eqn.outvars)
     params: object = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
     if hasattr(eqn.params.get("grid_mapping"), "block_mappings"):
-        params = _kernel(eqn.params)
+        params = _kernel(eqn.params), tuple(isinstance(var, DropVar) for var in eqn.outvars)
     return eqn.primitive, params, avals, results
 
 

@@ -63,7 +63,7 @@ class Model:
         source: Where the figures are from.
         torus: Axes of the torus that its links form, and a multiple of which length closes such an axis; None: no torus.
         capability: Compute capability of a GPU by NVIDIA; None of other devices.
-        per_chip: Devices that JAX makes of a chip of a TPU.
+        per_chip: Devices that JAX makes of what is sold as one: of a chip of a TPU, of a module of two dies.
     """
 
     device: Device
@@ -102,6 +102,7 @@ def _gpu(
     watts: float | None = None,
     host_gb_per_second: float = 64.0,
     host_gigabytes: float = 256.0,
+    per_chip: int = 1,
 ) -> Model:
     rates = {k: v * 1e12 for k, v in tflops.items()}
     host = host_gb_per_second * 1e9 * _HOST, host_gigabytes * 1e9
@@ -116,6 +117,7 @@ def _gpu(
         inter,
         source,
         capability=capability,
+        per_chip=per_chip,
     )
 
 
@@ -126,7 +128,7 @@ def _card(
     memory_gb_per_second: float,
     achieved: Achieved,
     source: str,
-    capability: tuple[int, int],
+    capability: tuple[int, int] | None,
     watts: float,
     host_gb_per_second: float = 32.0,
     inter_gb_per_second: float = 12.5,
@@ -161,11 +163,12 @@ def _tpu(
     torus: tuple[int, int],
     host_gigabytes: float,
     per_chip: int = 1,
+    fused: float = 0.5,
 ) -> Model:
     """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
     # Programs are compiled whole, so nothing is launched; the units take tiles of 128 or 256 one after the other.
-    achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
+    achieved = Achieved(product=0.85, memory=_MEMORY, fused=fused, overlap=0.95)
     host = host_gigabytes / per_host * 1e9
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9
@@ -220,6 +223,8 @@ _B200 = _reached(0.776, 148)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
 """A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
 rings through a group of four find four."""
+_HALF_FILLED = 0.25
+"""Of fused attention on arrays of 256 by 256, which heads of 128 fill to a half, in both products."""
 _CUBES, _SQUARES = (3, 4), (2, 16)
 """Tori of TPUs: slices of whole cubes of 4 x 4 x 4 chips close on all axes, those on 2 axes on sides of 16."""
 _PCIE3, _PCIE4, _PCIE5, _C2C = 16.0, 32.0, 64.0, 450.0
@@ -256,6 +261,8 @@ MODELS: dict[str, Model] = {
         72),
     "l40s": _card("L40S", _rates(733, 362, 183, 91.6), 48, 864, _reached(0.7, 142, 0.4, _OLD_TILES),
         "NVIDIA L40S datasheet", (8, 9), 350, inter_gb_per_second=25, host_gigabytes=192),
+    "l40": _card("L40", _rates(362, 181, 90.5, 90.5), 48, 864, _reached(0.7, 142, 0.4, _OLD_TILES), "NVIDIA L40 datasheet",
+        (8, 9), 300),
     "rtx-6000-ada": _card("RTX-6000-Ada", _rates(729, 364, 182, 91.1), 48, 960, _reached(0.7, 142, 0.4, _OLD_TILES),
         "NVIDIA RTX 6000 Ada datasheet", (8, 9), 300),
     "rtx-4090": _card("RTX-4090", _rates(330, 165, 82.6, 82.6), 24, 1008, _reached(0.7, 128, 0.4, _OLD_TILES),
@@ -267,6 +274,8 @@ MODELS: dict[str, Model] = {
         "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs", (9, 0), watts=500),
     "h100-pcie": _gpu("H100-PCIe", _HOPPER_PCIE, 80, 2000, _PCIE5, 25, _reached(0.7, 114),
         "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16", (9, 0), hops=_PCIE_HOPS, watts=350),
+    "h100-nvl": _card("H100-NVL", _rates(1671, 835, 418, 60, 60), 94, 3900, _reached(0.7, 132), "NVIDIA H100 NVL datasheet",
+        (9, 0), 400, _PCIE5, 25),
     "h800": _gpu("H800", _rates(1979, 989.5, 494.5, 67, 1), 80, 3350, 200, 50, _H100,
         "NVIDIA H800 datasheet (SXM5): an H100 with 8 of its 18 links", (9, 0), watts=700),
     "h20": _gpu("H20", _rates(296, 148, 74, 44, 1), 96, 4000, 450, 50, _reached(0.803, 78),
@@ -291,11 +300,23 @@ MODELS: dict[str, Model] = {
     "mi250x": _gpu("MI250X", {"bfloat16": 191.5, "float16": 191.5, "float32": 47.9, "float64": 47.9, "int8": 191.5},
         64, 1638, 50, 12.5, _reached(0.767, 110, 0.3, _OLD_TILES),
         "AMD Instinct MI250X datasheet, one of its two dies, which JAX calls a device; 4 x 200 Gb/s for eight", watts=280,
-        host_gb_per_second=36, host_gigabytes=64),
+        host_gb_per_second=36, host_gigabytes=64, per_chip=2),
+    "mi250": _gpu("MI250", {"bfloat16": 181, "float16": 181, "float32": 45.3, "float64": 45.3, "int8": 181},
+        64, 1638, 50, 12.5, _reached(0.767, 104, 0.3, _OLD_TILES),
+        "AMD Instinct MI250 datasheet, one of its two dies, which JAX calls a device; 4 x 200 Gb/s for eight", watts=280,
+        host_gb_per_second=_PCIE4, host_gigabytes=64, per_chip=2),
+    "mi210": _card("MI210", {"bfloat16": 181, "float16": 181, "float32": 45.3, "float64": 45.3, "int8": 181}, 64, 1638,
+        _reached(0.767, 104, 0.3, _OLD_TILES), "AMD Instinct MI210 datasheet", None, 300),
     "mi300x": _gpu("MI300X", _rates(2615, 1307, 654, 163.4, 81.7), 192, 5300, 448, 50, _reached(0.514, 304, 0.3),
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=750),
     "mi325x": _gpu("MI325X", _rates(2615, 1307, 654, 163.4, 81.7), 256, 6000, 448, 50, _reached(0.604, 304, 0.3),
         "AMD Instinct MI325X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=1000),
+    "mi355x": _gpu("MI355X", {**_rates(5033, 2517, 1258, 157.3, 78.6), "float4": 10066}, 288, 8000, 537, 50,
+        _reached(0.604, 256, 0.3), "AMD Instinct MI355X datasheet; 7 Infinity Fabric links of 153.6 GB/s", watts=1400),
+    "gaudi2": _gpu("Gaudi2", {"float8": 865, "bfloat16": 432, "float16": 432, "float32": 54}, 96, 2460, 262.5, 37.5,
+        _reached(0.7, 0), "Intel Gaudi 2 whitepaper; 24 x 100 Gb/s, 21 of which stay in the host", watts=600),
+    "trainium2": _gpu("Trainium2", _rates(1299, 667, 667, 181), 96, 2900, 640, 25, _reached(0.7, 0),
+        "AWS Neuron documentation, Trainium2 (a chip); 1.28 TB/s of NeuronLink, 3.2 Tb/s for sixteen", per_host=16, watts=500),
     # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source
     "tpu-v3": _tpu("TPU v3", {"bfloat16": 61.5}, 16, 450, 8, 82,
         "Google Cloud TPU v3 documentation, half a chip; 4 links of 82 GB/s on 2 axes", (2, 32), 340, 2),
@@ -306,8 +327,9 @@ MODELS: dict[str, Model] = {
     "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
         "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES, 448),
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES, 1440),
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes; arrays of 256 x 256", _SQUARES, 1440, 1, _HALF_FILLED),
     "tpu-v7x": _tpu("TPU7x", {"bfloat16": 1153.5, "float8": 2307, "int8": 2307}, 96, 3690, 8, 100,
-        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions", _CUBES, 960, 2),
+        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions; arrays of 256 x 256", _CUBES,
+        960, 2, _HALF_FILLED),
 }
 # fmt: on

@@ -19,6 +19,9 @@ _ALIASES = {
     "a100": "a100-80",
     "v5": "tpu-v5p",
     "7x": "tpu-v7x",
+    "gracehopper": "gh200",
+    "mi300": "mi300x",
+    "trn2": "trainium2",
     "trillium": "tpu-v6e",
     "ironwood": "tpu-v7x",
     "v5lite": "tpu-v5e",
@@ -74,7 +77,7 @@ def find_device(name: str) -> Model:
 def known_device(name: str) -> Model | None:
     """As `find_device`; None: there is none of this name."""
     plain, known = _plain(name), _models()
-    without_form = re.sub(r"(sxm\d?|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
+    without_form = re.sub(r"(sxm\d?|oam|gcd|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
     on_card = re.sub(r"(\d*)pcie(\d*)$", r"\1\2", without_form)
     texts = plain, without_form, _without_memory(without_form), on_card, _without_memory(on_card)
     return next((known[text] for text in texts if text in known), None)
@@ -88,7 +91,7 @@ def _models() -> dict[str, Model]:
 def _plain(name: str) -> str:
     """A name without vendor and family."""
     text = re.sub(r"[\s_\-]+", "", name.lower().partition("/")[0])
-    return re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud|geforce|rtx|tpu)+|generation$", "", text)
+    return re.sub(r"^(nvidia|amd|aws|intel|habana|google|instinct|tesla|cloud|geforce|rtx|tpu)+|generation$", "", text)
 
 
 def _without_memory(text: str) -> str:

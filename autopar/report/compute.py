@@ -3,7 +3,7 @@
 In:     a plan with its planning problem in memory.
 Out:    `Page`: the operations that take longest, each with how often it runs, its time, and what it reaches.
 Method: read off the tasks of every stage, loops looked into, with the seconds that the planner counted for each kernel.
-        Operations of one line of the user's are one row, whatever layer or stage they are in.
+        Operations of one line of the user's are one row, whatever layer or stage they are in. All branches count.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, needed_bytes
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import planning_seconds
 from autopar.ir.program import Program
@@ -57,9 +57,9 @@ def search_accumulation(
 
     found: Accumulated | None = None
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
-    needed = _needed_bytes(whole)
+    needed = needed_bytes(whole.failure)
     for count in counts_of(request):
-        if math.isfinite(needed) and needed > count * request.budget_bytes:
+        if not whole.results and needed > count * request.budget_bytes and math.isfinite(needed):
             continue  # a part of the batch needs no smaller part of the memory
         try:
             how = count, request.options.microbatch_semantics, request.cluster.num_devices
@@ -74,7 +74,7 @@ def search_accumulation(
         if searched.beaten and not searched.results:
             break
         if not searched.results:
-            before, needed = needed, _needed_bytes(searched)
+            before, needed = needed, needed_bytes(searched.failure)
             if needed > (1 - TUNING.accumulation_bytes) * before:  # what is left is no sample's: parameters, gradients
                 break
             continue
@@ -100,11 +100,6 @@ def _to_beat(known: Searched | Accumulated, count: int) -> tuple[float, Exposure
 def memory_binds(searched: Searched) -> bool:
     """Whether more memory would have given a faster plan, or any."""
     return not searched.results or bool(searched.best[1].problem.rows)
-
-
-def _needed_bytes(searched: Searched) -> float:
-    """Bytes without which nothing fits, as far as that is known."""
-    return float(getattr(searched.failure, "needed_bytes", math.inf))
 
 
 def counts_of(request: Request) -> Iterator[int]:

@@ -82,7 +82,7 @@ class Estimates:
 
     Attributes:
         layers: Costs of layers.
-        crossing: `[layer]`: seconds per step to bring what crosses the border before that layer over it.
+        crossing_bytes: `[layer]`: what crosses the border before that layer in a step.
         cluster: The machine.
         budget: Bytes of one device.
         rounds: How microbatches go round.
@@ -90,11 +90,20 @@ class Estimates:
     """
 
     layers: LayerCosts
-    crossing: np.ndarray
+    crossing_bytes: np.ndarray
     cluster: Cluster
     budget: float
     rounds: Rounds
     most_stages: int
+
+    def crossing(self, count: int) -> np.ndarray:
+        """`[layer]`: seconds to bring what crosses the border before it over it, for each of so many microbatches.
+
+        Between hosts, if there are several; all devices of a host at once.
+        """
+        link = self.cluster.inter if self.cluster.hosts > 1 else self.cluster.intra
+        sent = self.crossing_bytes / count / self.cluster.devices_per_host
+        return 2 * link.latency_seconds + sent / link.bytes_per_second
 
 
 def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known: float) -> list[Candidate]:
@@ -127,7 +136,7 @@ def equal_candidates(told: Estimates, count: int) -> list[Candidate]:
         if left or not 2 <= num_stages <= told.most_stages:
             continue
         best = None
-        sent = (num_stages - 1) * float(np.mean((told.crossing / count)[1:])) / told.rounds.calls
+        sent = (num_stages - 1) * float(np.mean(told.crossing(count)[1:])) / told.rounds.calls
         for times, lower, mesh in equal_stages(told.layers, size, num_stages, count, told.budget):
             latency, least = (told.rounds.seconds(each, count) + sent for each in (times, lower))
             if best is None or latency < best.seconds:
@@ -150,7 +159,7 @@ def _slicings(told: Estimates, count: int) -> list[Candidate]:
 
 def _best_slicing(told: Estimates, kinds: Kinds, count: int) -> Candidate | None:
     """The slicing of least latency by the table; None: none fits, or it is one stage."""
-    crossing, rounds = told.crossing / count, told.rounds
+    crossing, rounds = told.crossing(count), told.rounds
     try:
         slicing = slice_stages(
             kinds.seconds,

@@ -138,10 +138,16 @@ class LayerCosts:
         return np.array([after[kind] / before[kind] if before[kind] else solved_for / count for kind in self._kinds])
 
     def _kernels(self, num_devices: float) -> dict[int, float]:
-        """Of each kind of layers, seconds of kernels on so many devices; between powers of 4 they are interpolated."""
-        place = max(0.0, math.log(num_devices, 4))
-        low, high = (self._kernels_on(4 ** int(k)) for k in (math.floor(place), math.ceil(place)))
-        part = place - math.floor(place)
+        """Of each kind of layers, seconds of kernels on so many devices.
+
+        Between powers of 4 they are interpolated; on less than one device, which is one with larger microbatches, they grow
+        on as from 4 to one.
+        """
+        place = math.log(num_devices, 4)
+        power = max(0, math.floor(place))
+        part = place - power
+        low = self._kernels_on(4**power)
+        high = self._kernels_on(4 ** (power + 1)) if part else low
         return {k: low[k] ** (1 - part) * high[k] ** part if low[k] and high[k] else 0.0 for k in low}
 
     def _kernels_on(self, num_devices: int) -> dict[int, float]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, needed_bytes
 from autopar.intra_op.by_axes import joined_axes
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import num_pairs, planning_seconds
@@ -36,7 +36,7 @@ class Searched:
     Attributes:
         results: Each mesh with a plan, and that plan.
         tried: What was tried or left out: its time, or why.
-        failure: Why the last mesh without a plan has none.
+        failure: Why there is none on a mesh: of the one that needs least memory, or of the last, where that is not known.
         beaten: Meshes that were given up, for nothing on them is better than the best.
     """
 
@@ -83,7 +83,7 @@ def search_meshes(
             searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
         except AutoparError as error:
-            searched.failure = error
+            searched.failure = min(error, searched.failure or error, key=needed_bytes)
             searched.tried.append((str(mesh), error.summary))
         else:
             searched.results.append((mesh, sharded))

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from autopar.errors import InfeasibleError, NoPlanFoundError
+from autopar.errors import InfeasibleError, NoPlanFoundError, needed_bytes
 from autopar.inter_op.backward import find_levels
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
@@ -117,7 +117,7 @@ def plan_pipeline(
             raise failures[-1]
         # Of all memory rather than of a stage's part of it.
         whole = [error for error in failures if not getattr(error, "budget_bytes", budget) < budget - 1]
-        raise min(whole or failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
+        raise min(whole or failures, key=needed_bytes)
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
 
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 
 from autopar.debug import dump
 from autopar.errors import AutoparError, BatchError, DeviceCountError, InfeasibleError, NotBuiltYetError, warn
+from autopar.intra_op.problem import planning_seconds
 from autopar.ir.garbage import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -253,7 +254,8 @@ def _can_gain(request: Request, searched: Searched) -> bool:
         return True
     _, best = searched.best
     won, options = best.step_seconds - best.shared_seconds, request.options
-    repaid = options.goal == "calls" or options.repays(TUNING.hoped * won, TUNING.stages_seconds)
+    takes = min(TUNING.stages_seconds, TUNING.stages_solves * planning_seconds(best.problem))
+    repaid = options.goal == "calls" or options.repays(TUNING.hoped * won, takes)
     return repaid and won > TUNING.stages_gain * best.step_seconds
 
 

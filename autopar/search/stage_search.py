@@ -81,10 +81,10 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     layers = LayerCosts(cuts.of, borders, work, sizes, batch_sizes, counts, terms, telling)
     calls = TUNING.calls_in_a_row if options.goal == "calls" else 1
     rounds = Rounds(calls, 1.0 if forward_only else TUNING.bubble_left)
-    crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
     affordable = TUNING.finalist_equations // max(1, len(cut.program.jaxpr.eqns))
     effort = max(TUNING.finalists, min(TUNING.most_finalists, affordable))
-    told = Estimates(layers, crossing, cluster, budget, rounds, max(cut.chain.num_segments, cuts.length))
+    crossing_bytes = reference * np.array([cut.chain.cut_bytes[k] for k in borders], float)
+    told = Estimates(layers, crossing_bytes, cluster, budget, rounds, max(cut.chain.num_segments, cuts.length))
     candidates = find_candidates(told, counts, effort // 2, known)
     finalists = candidates[:effort]
 
@@ -97,7 +97,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     attempts.make_all(finalists, first)
     if found.best is None and math.isinf(known):
         # The table's memory is an estimate: what takes least of it may fit after all.
-        frugal = equal_candidates(dataclasses.replace(told, crossing=crossing * 0, budget=math.inf), counts[-1])
+        frugal = equal_candidates(dataclasses.replace(told, budget=math.inf), counts[-1])
         attempts.make_all([candidate for candidate in frugal if candidate not in finalists], first)
     _try_layers_apart(attempts, candidates, request, first)
     if not forward_only:
@@ -279,12 +279,6 @@ def _try_finer_meshes(attempts: _Attempts, cluster: Cluster, wide: bool, schedul
 def _counts(request: Request) -> list[int]:
     found = list(filter(request.divides_into, TUNING.microbatch_counts))
     return found or [*filter(request.divides_into, range(2, 129))][-3:] or [1]
-
-
-def _transfers(crossing_bytes: Sequence[float], cluster: Cluster) -> np.ndarray:
-    """Seconds per microbatch to bring what crosses each border over it, between hosts, all devices of a host at once."""
-    link, lanes = cluster.inter, cluster.devices_per_host
-    return 2 * link.latency_seconds + np.array(crossing_bytes) / lanes / link.bytes_per_second
 
 
 def _plan(

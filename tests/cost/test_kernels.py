@@ -131,3 +131,13 @@ def test_compilers_that_fuse_less_go_through_memory_more_often():
     )
     seconds = [kernel_seconds(Pass(1e9, 1.0, on), device) for on in ("alone", "parameters", "samples")]
     assert seconds == [2.0, 4.0, 6.0]
+
+
+def test_heads_of_128_fill_half_of_an_array_of_256():
+    """Fused attention reaches half the part of the peak on TPUs whose arrays are twice as wide."""
+    kernel = FusedProducts(1e15, 0.0, ("bfloat16", "bfloat16"))
+    parts = []
+    for name in ("v5p", "v6e", "7x"):
+        device = find_device(name).device
+        parts.append(1e15 / kernel_seconds(kernel, device) / device.product_flops_per_second(["bfloat16"]))
+    assert parts[1] == pytest.approx(parts[0] / 2, rel=0.01) and parts[2] == pytest.approx(parts[1], rel=0.01)

@@ -100,7 +100,8 @@ def test_catalog():
     for name, model in MODELS.items():
         device = model.device
         assert find_device(name) is find_device(device.name) is model
-        assert (model.capability is None) == ("tpu" in name or "mi" in name), "NVIDIA's have one"
+        others = ("tpu", "mi", "gaudi", "trainium")
+        assert (model.capability is None) == any(word in name for word in others), "NVIDIA's have one"
         assert model.source
         assert 1e13 < device.flops_per_second(jnp.bfloat16) < 1e16
         assert device.flops_per_second(jnp.float32) <= device.flops_per_second(jnp.bfloat16) * 1.001

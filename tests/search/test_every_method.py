@@ -16,6 +16,7 @@ from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import shard_on
 from autopar.search.request import Request
+from tests.small_mlp import train_step as mlp_step
 from tests.small_transformer import arguments, train_step
 
 ROUNDING = 1 + 1e-6
@@ -66,6 +67,22 @@ def test_a_step_on_one_mesh_keeps_no_more_than_a_pipeline():
     whole, staged = plan(autopar.DataParallel()), plan(autopar.ThreeD(data=4, num_microbatches=1))
     assert whole.cost.step_seconds <= staged.cost.step_seconds * ROUNDING
     assert whole.cost.peak_bytes[0] <= 1.2 * staged.cost.peak_bytes[0]
+
+
+@pytest.mark.parametrize("devices", [3, 6])
+@pytest.mark.parametrize("slower", [1, 100])
+def test_toys_are_cut_into_stages_where_that_is_faster(devices, slower):
+    """Neither rows nor widths divide over the devices. In one host, stages send over its own links; and a small step is cut if
+    that is worth the little time which it takes to plan."""
+    link = autopar.Link(1e-6 * slower, 1e10 / slower)
+    device = autopar.Device("slow", 1e11 / slower, memory_bytes_per_second=1e12 / slower)
+    cluster = autopar.Cluster(1, devices, device, link, autopar.Link(1e-4 * slower, 1e8 / slower))
+    rows = jax.ShapeDtypeStruct((64, 61), jnp.float32)
+    args = [jax.ShapeDtypeStruct((61, 61), jnp.float32)] * 6, {"x": rows, "y": rows}
+    best = seconds_of(mlp_step, args, cluster, autopar.Auto(steps=math.inf if slower == 1 else 10_000))
+    for count in (4, 8):
+        staged = autopar.PipelineParallel(num_stages=3, num_microbatches=count)
+        assert best <= seconds_of(mlp_step, args, cluster, staged) * ROUNDING, staged
 
 
 def wide_step(params, batch):

@@ -72,18 +72,10 @@ def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
     leaves = list(
         dict.fromkeys(atom for atom, eqn in known.parts(indices, ()) if eqn is None and isinstance(atom, Var))
     )
-    if len(leaves) != 1 or not _is_permutation(leaves[0], rows, known):
+    if len(leaves) != 1 or leaves[0].aval.shape != (rows,) or not known.is_order(leaves[0]):
         return False
     made = known.function(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})
     return made is not None and np.array_equal(made, np.arange(rows))
-
-
-def _is_permutation(var: Var, rows: int, known: KnownValues) -> bool:
-    """Whether a value is what `argsort` makes of so many rows."""
-    _, sort = known.made(var)
-    if sort is None or sort.primitive.name != "sort" or var.aval.shape != (rows,):
-        return False
-    return known.is_count(sort.invars[[out is var for out in sort.outvars].index(True)])
 
 
 def _is_numbered(updates: Atom, known: KnownValues) -> bool:

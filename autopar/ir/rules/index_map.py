@@ -70,21 +70,51 @@ def _run(
 
 
 def _step(eqn: JaxprEqn, operands: Sequence[BlockNumbers], ndim: int) -> list[BlockNumbers]:
-    name, dims = eqn.primitive.name, frozenset[int]().union(*(operand.grid_dims for operand in operands))
-    if name in ("jit", "pjit", "closed_call"):
+    dims = frozenset[int]().union(*(operand.grid_dims for operand in operands))
+    if eqn.primitive.name in ("jit", "pjit", "closed_call"):
         body, consts = open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
         return _run(body, [_known(value, ndim) for value in consts], operands, ndim)
-    arrays = [operand.numbers for operand in operands]
     if not operands:
         dims = frozenset(range(ndim))  # `program_id`, say
-    if name not in OPERATIONS or any(array is None for array in arrays):
-        return [BlockNumbers(dims, None)] * len(eqn.outvars)
-    known = [array for array in arrays if array is not None]
-    if math.prod(np.broadcast_shapes(*(array.shape for array in known))) > MAX_STEPS:
-        return [BlockNumbers(dims, None)]
+    return [BlockNumbers(dims, numbers_of(eqn, [each.numbers for each in operands], ndim))] * len(eqn.outvars)
+
+
+def numbers_of(eqn: JaxprEqn, operands: Sequence[np.ndarray | None], front: int) -> np.ndarray | None:
+    """The numbers that an equation makes of known ones; None: it is not known which.
+
+    `front`: how many dims of steps stand in front of each array, of length 1 where all steps have the same.
+    """
+    arrays = [array for array in operands if array is not None]
+    if len(arrays) < len(operands) or len(eqn.outvars) != 1 or not hasattr(eqn.outvars[0].aval, "dtype"):
+        return None
+    aval, name, params = eqn.outvars[0].aval, eqn.primitive.name, eqn.params
+    shape = tuple(aval.shape)
+    if name == "iota":
+        line = np.arange(shape[params["dimension"]], dtype=aval.dtype).reshape(*(1,) * front, -1)
+        return _spread(line, shape, (params["dimension"],), front)
+    if name in ("broadcast_in_dim", "broadcast_to"):
+        last = range(len(shape) - (arrays[0].ndim - front), len(shape))
+        return _spread(arrays[0], shape, params.get("broadcast_dimensions", last), front)
+    if name in ("reshape", "squeeze") and arrays[0].size <= MAX_STEPS:
+        return arrays[0].reshape(*arrays[0].shape[:front], *shape)
+    steps = np.broadcast_shapes(*(array.shape[:front] for array in arrays))
+    if name not in OPERATIONS or math.prod(steps) * math.prod(shape) > MAX_STEPS:
+        return None
+    aligned = [a.reshape(*a.shape, *(1,) * len(shape)) if a.ndim == front else a for a in arrays]
     with np.errstate(all="ignore"):
-        numbers = np.asarray(OPERATIONS[name](eqn.params, *known)).astype(eqn.outvars[0].aval.dtype)
-    return [BlockNumbers(dims, numbers)]
+        made = np.asarray(OPERATIONS[name](params, *aligned)).astype(aval.dtype)
+    for axis in range(front if made.dtype == np.bool_ else 0):
+        first = made.take([0], axis)
+        made = first if (made == first).all() else made  # all steps have the same answer
+    return made
+
+
+def _spread(array: np.ndarray, shape: Sequence[int], dims: Sequence[int], front: int) -> np.ndarray:
+    """Broadcast, its dims behind those of steps at those of the result."""
+    lengths = [1] * len(shape)
+    for d, size in zip(dims, array.shape[front:], strict=True):
+        lengths[d] = size
+    return np.broadcast_to(array.reshape(*array.shape[:front], *lengths), (*array.shape[:front], *shape))
 
 
 def _quotient(_: Params, a: np.ndarray, b: np.ndarray) -> np.ndarray:

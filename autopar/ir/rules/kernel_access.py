@@ -1,7 +1,8 @@
 """Loads from and stores to the buffers of a kernel: which part of a buffer, and the same of a shorter one.
 
 In:     equations of the body of a Pallas kernel: `get`, `swap`, `addupdate`, and Triton's `masked_load`, `masked_swap`.
-Out:    `access_of`; `shorter_loop`, `on_shorter_buffers`: a body of which one loop has fewer trips; whose buffers are shorter.
+Out:    `access_of`; `shorter_loop`, `on_shorter_buffers`, `with_last_steps`: a body of which one loop has fewer trips; whose
+        buffers are shorter; whose grid has fewer steps.
 Method: JAX keeps indices as a tree of slices and arrays of numbers, whose leaves are operands of the equation.
 """
 
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
-from autopar._jax import Atom, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Var, new_var, open_jaxpr, replace_eqn
+from autopar._jax import Atom, Aval, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, new_var, open_jaxpr, replace_eqn
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,24 @@ def _parts(eqn: JaxprEqn) -> list[Any] | None:
 
 
 # The same on shorter buffers.
+
+
+def with_last_steps(body: Jaxpr, lengths: Mapping[int, tuple[int, int]]) -> Jaxpr:
+    """A body whose steps find the last one of some dims at another number: for each dim its length, and the new one."""
+    if all(old == new for old, new in lengths.values()):
+        return body
+    index_of: dict[Atom, int] = {}
+    eqns = []
+    for eqn in body.eqns:
+        if eqn.primitive.name == "program_id":
+            index_of[eqn.outvars[0]] = eqn.params["axis"]
+        if eqn.primitive.name == "eq" and isinstance(eqn.invars[1], Literal) and isinstance(eqn.invars[0], Var):
+            old, new = lengths.get(index_of.get(eqn.invars[0], -1), (0, 0))
+            if old and bool(eqn.invars[1].val == old - 1):
+                last = type(eqn.invars[1])(np.asarray(new - 1, eqn.invars[1].aval.dtype)[()], eqn.invars[1].aval)
+                eqn = replace_eqn(eqn, invars=[eqn.invars[0], last])
+        eqns.append(eqn)
+    return body.replace(eqns=eqns)
 
 
 def shorter_loop(body: Jaxpr, at: int, trips: int) -> Jaxpr:

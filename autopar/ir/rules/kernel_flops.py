@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 from autopar._jax import Jaxpr, JaxprEqn, bodies_in, open_jaxpr
+from autopar.ir.rules.kernel_access import is_buffer
 from autopar.ir.rules.registry import has_rule, rule_for
 from autopar.ir.rules.rule import num_elements
 
@@ -53,7 +54,7 @@ def _trips(eqn: JaxprEqn) -> int:
 def _loads(body: Jaxpr) -> Iterator[int]:
     """Of each buffer that is loaded from, how many loads it takes to see all of it."""
     for eqn in body.eqns:
-        if eqn.invars and "Ref" in type(eqn.invars[0].aval).__name__ and eqn.outvars:
+        if eqn.invars and is_buffer(eqn.invars[0]) and eqn.outvars:
             buffer, part = (getattr(var.aval, "shape", ()) for var in (eqn.invars[0], eqn.outvars[0]))
             yield num_elements(buffer) // max(num_elements(part), 1)
         for inner in bodies_in(eqn):

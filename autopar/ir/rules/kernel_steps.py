@@ -1,104 +1,112 @@
-"""Steps of a grid that go over whole arrays block by block, which they find by their own number (`program_id`).
+"""Steps of a kernel of which fewer, over shorter buffers, make a part of each result.
 
-In:     the body of a Pallas kernel, a dim of its grid.
-Out:    `steps_over_blocks`: the steps of that dim as a loop over blocks; None: fewer of them may be anything.
-Method: a step is a trip of such a loop (`kernel_loops.py`), its number the trip's. A loop inside of a step is gone through
-        trip by trip, and so is each branch. Nothing else that a step does may depend on its number.
+In:     the body of a Pallas kernel, and which steps: those of a dim of its grid, or the trips of a loop in it.
+Out:    `loops_over_blocks`, `steps_over_blocks`: each step has its own block of some buffers, which it finds by its number;
+        `dims_added_up`: results are sums over the steps.
+Method: what is found when the body is gone through once for all steps (`kernel_buffers.py`). What a step keeps for the next is
+        looked at elsewhere (`kernel_scratch.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, all_equations, bodies_in, open_jaxpr, scan_counts
-from autopar.ir.rules.kernel_access import Access, is_buffer
-from autopar.ir.rules.kernel_loops import FREE, BlockLoop, NotUnderstoodError, Trip, Value, Walk, varies
-
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-_MAX_VISITS = 2**14
+from autopar._jax import Jaxpr
+from autopar.ir.rules.kernel_access import with_last_steps
+from autopar.ir.rules.kernel_buffers import TRIPS, Dims, Steps
+from autopar.ir.rules.kernel_walk import NotUnderstoodError
 
 
-def steps_over_blocks(body: Jaxpr, dim: int, length: int, results: Sequence[int]) -> BlockLoop | None:
-    """The steps of a dim of the grid, as the kernel counts it, as a loop over blocks.
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockLoop:
+    """A loop over blocks.
 
-    `results`: positions of results among the body's arguments. One that is walked nowhere must move with the grid.
+    Attributes:
+        at: Its number among the equations of the body; None: its trips are the steps of a dim of the grid.
+        trips: How many.
+        walked: (position among the body's arguments, dim) of what is gone over; a block is the `trips`-th part of it.
+        adds_up: Whether some results are sums over the trips.
     """
-    walk = Walk(length, [body.invars[at] for at in results])
-    try:
-        _Step(walk, body, dim).visit_all(body)
-    except NotUnderstoodError:
-        return None
-    places = sorted((body.invars.index(buffer), where) for buffer, where in walk.walked)
-    return BlockLoop(None, length, tuple(places), adds_up=False) if places else None
+
+    at: int | None
+    trips: int
+    walked: tuple[tuple[int, int], ...]
+    adds_up: bool
 
 
-class _Step(Trip):
-    """The values of one step, which stands for all of its dim."""
+def loops_over_blocks(body: Jaxpr, results: Sequence[int]) -> list[BlockLoop]:
+    """Such loops of a body, whose results are the arguments at these positions; behind them stands scratch."""
+    found = []
+    made, scratch = [body.invars[at] for at in results], body.invars[max(results, default=-1) + 1 :]
+    for at, eqn in enumerate(body.eqns):
+        if eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.params["reverse"]:
+            steps = Steps(body, {TRIPS: np.arange(eqn.params["length"])}, TRIPS, made, scratch)
+            try:
+                sums = steps.through_loop(eqn)
+            except NotUnderstoodError:
+                continue
+            found.append(BlockLoop(at, eqn.params["length"], steps.places, bool(sums)))
+    return found
 
-    def __init__(self, around: Walk, body: Jaxpr, dim: int):
-        super().__init__(around, {var: var for var in body.invars if is_buffer(var)})
-        self.dim, self.visits = dim, 0
 
-    def visit_all(self, body: Jaxpr) -> None:
-        for eqn in body.eqns:
-            self.visit(eqn)
+def steps_over_blocks(
+    body: Jaxpr, dim: int, num_trips: int, trip_steps: int, results: Sequence[int], scratch: Sequence[int]
+) -> BlockLoop | None:
+    """The steps of a dim of the grid, as the kernel counts it, as a loop over blocks; None: fewer of them may be anything.
 
-    def visit(self, eqn: JaxprEqn) -> None:
-        self.visits += 1
-        if self.visits > _MAX_VISITS:
-            raise NotUnderstoodError
-        match eqn.primitive.name:
-            case "program_id":
-                is_ours = eqn.params["axis"] == self.dim
-                numbers = np.arange(self.around.trips, dtype=eqn.outvars[0].aval.dtype)
-                self.values.known[eqn.outvars[0]] = numbers if is_ours else FREE
-            case "num_programs" if eqn.params["axis"] == self.dim:
-                raise NotUnderstoodError
-            case "scan":
-                self._loop(eqn)
-            case "cond":
-                self._branches(eqn)
-            case name if name in _CALLS:
-                closed = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
-                made = self._inside(closed, eqn.invars, [self.values.of(atom) for atom in eqn.invars])
-                self.values.known.update(zip(eqn.outvars, made, strict=True))
-            case _:
-                inside = (inner for body in bodies_in(eqn) for inner in all_equations(body))
-                if any(inner.primitive.name in ("program_id", "num_programs") for inner in inside):
-                    raise NotUnderstoodError
-                super().visit(eqn)
+    Args:
+        body: Of the kernel.
+        dim: Which.
+        num_trips: Of the loop.
+        trip_steps: Steps of the dim that are one trip.
+        results: Positions of results among the body's arguments. One that is walked nowhere must move with the grid.
+        scratch: The same of buffers that outlive a step.
+    """
+    made, kept = [body.invars[at] for at in results], [body.invars[at] for at in scratch]
+    found = []
+    for first in range(trip_steps):
+        numbers = first + trip_steps * np.arange(num_trips)
+        steps = Steps(body, {dim: numbers}, dim, made, kept, own=(*made, *kept))
+        try:
+            steps.through(body)
+        except NotUnderstoodError:
+            return None
+        found.append(steps.places)
+    return BlockLoop(None, num_trips, found[0], adds_up=False) if len(set(found)) == 1 else None
 
-    def may_touch(self, access: Access, walks: bool, is_result: bool) -> bool:
-        """As of a loop; a result that is walked nowhere moves with the grid, and its block is the step's own."""
-        return super().may_touch(access, walks, is_result) if walks else is_result or access.reads
 
-    def _inside(self, closed: Jaxpr | ClosedJaxpr, operands: Sequence[Atom], values: Sequence[Value]) -> list[Value]:
-        """Through a program that is called with these; what it returns."""
-        body, consts = open_jaxpr(closed)
-        if consts or len(operands) != len(body.invars):
-            raise NotUnderstoodError
-        for var, atom, value in zip(body.invars, operands, values, strict=True):
-            self.values.known[var] = value
-            if isinstance(atom, Var) and atom in self.buffers:
-                self.buffers[var] = self.buffers[atom]
-        self.visit_all(body)
-        return [self.values.of(var) for var in body.outvars]
+def dims_added_up(
+    body: Jaxpr, grid: Sequence[int | None], shared: Mapping[int, Dims], scratch: Sequence[int] = ()
+) -> Dims:
+    """Dims of the grid, as the kernel counts them, over which all results that do not move with them are sums.
 
-    def _loop(self, eqn: JaxprEqn) -> None:
-        num_consts, num_carry = scan_counts(eqn.params)
-        inside, _ = open_jaxpr(eqn.params["jaxpr"])
-        if len(inside.invars) > num_consts + num_carry or len(inside.outvars) > num_carry:
-            raise NotUnderstoodError
-        values = [self.values.of(atom) for atom in eqn.invars]
-        for _ in range(eqn.params["length"]):
-            values[num_consts:] = self._inside(eqn.params["jaxpr"], eqn.invars, values)
-        self.values.known.update(zip(eqn.outvars, values[num_consts:], strict=True))
+    Args:
+        body: Of the kernel.
+        grid: Lengths of these dims.
+        shared: For each result, by its position among the body's arguments, the dims (longer than 1) that it does not
+            move with.
+        scratch: Positions of buffers that outlive a step.
+    """
+    of_result = {body.invars[at]: dims for at, dims in shared.items()}
+    kept = [body.invars[at] for at in scratch]
 
-    def _branches(self, eqn: JaxprEqn) -> None:
-        index, *values = [self.values.of(atom) for atom in eqn.invars]
-        made = [self._inside(branch, eqn.invars[1:], values) for branch in eqn.params["branches"]]
-        if varies(index) or any(varies(value) for each in made for value in each):
-            raise NotUnderstoodError
-        self.values.known.update(dict.fromkeys(eqn.outvars, FREE))
+    def adds_up(dim: int, times: int) -> bool:
+        """Whether results are sums over so many times the steps of a dim."""
+        lengths = {d: length * (times if d == dim else 1) for d, length in enumerate(grid) if length is not None}
+        longer = with_last_steps(body, {dim: (lengths[dim] // times, lengths[dim])})
+        sums = [var for var, dims in of_result.items() if dim in dims]
+        own = [var for var in body.invars if var not in sums and var not in kept]
+        steps = Steps(longer, {d: np.arange(length) for d, length in lengths.items()}, dim, sums, kept, own)
+        try:
+            steps.through(longer)
+        except NotUnderstoodError:
+            return False
+        complete = all(steps.is_sum(var, steps.zeroed.get(var)) for var in kept)
+        return complete and not steps.walked and all(steps.is_result_sum(var, of_result[var]) for var in sums)
+
+    dims = sorted(frozenset[int]().union(*shared.values()))
+    # What looks like a sum only over so many steps does so no more over twice as many.
+    return frozenset(dim for dim in dims if grid[dim] is not None and adds_up(dim, 1) and adds_up(dim, 2))

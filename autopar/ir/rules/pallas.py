@@ -3,12 +3,13 @@
 In:     a `pallas_call`: a grid, and for each array the shape of a block and which block each step of the grid holds.
 Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and of the operands or not at all, is a factor
         that can be split; its length is that of the grid dim. On one device runs the same kernel over fewer steps. So is
-        one whose steps add up the results that it does not walk (`added_up.py`): fewer steps make a part of the sum.
+        one whose steps add up the results that it does not walk (`kernel_steps.py`): fewer steps make a part of the sum.
 Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. What else keeps a grid dim
         whole: the kernel asks at which step it is (`program_id`: a causal mask) for more than to find its rows in whole
         arrays (`kernel_steps.py`), a block is written at several of its steps,
-        or which one a step holds is known only when it runs. In a scratch buffer a step finds what the step before it left;
-        a dim is split only if no step could tell this from the first: neither it nor a dim outside of it is asked for.
+        or which one a step holds is known only when it runs. In a scratch buffer, and in a result that nothing reads, a step
+        finds what the step before it left; a dim is split only if no step could tell this from the first: neither it nor a
+        dim outside of it is asked for, or buffers are begun anew (`kernel_scratch.py`).
         Positions within a block need no such care: a block is the same block on one device.
 """
 
@@ -21,15 +22,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_in, function_name, open_jaxpr
+from autopar._jax import DropVar, Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_in, function_name, open_jaxpr
 from autopar.errors import warn
-from autopar.ir.rules.added_up import dims_added_up, with_last_steps
 from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
-from autopar.ir.rules.kernel_access import on_shorter_buffers, resized_buffer, shorter_loop
+from autopar.ir.rules.kernel_access import on_shorter_buffers, resized_buffer, shorter_loop, with_last_steps
 from autopar.ir.rules.kernel_flops import kernel_flops
-from autopar.ir.rules.kernel_loops import BlockLoop, loops_over_blocks
-from autopar.ir.rules.kernel_steps import steps_over_blocks
+from autopar.ir.rules.kernel_scratch import is_begun_anew
+from autopar.ir.rules.kernel_steps import BlockLoop, dims_added_up, loops_over_blocks, steps_over_blocks
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
@@ -103,7 +104,7 @@ class _Kernel:
             (dim, k): next(self.fresh) for dim, digits in enumerate(self.lengths) for k in range(len(digits))
         }
         self.steps = {} if self.loops else self._steps()
-        self.loops |= {self.factor_of[dim, 0]: loop for dim, loop in self.steps.items()}
+        self.loops |= {self._step_factor(dim): loop for dim, loop in self.steps.items()}
 
     def rule(self) -> ShardingRule:
         """The rule; `whole` then says why grid dims are."""
@@ -113,12 +114,12 @@ class _Kernel:
         terms = [self._term(k) for k in range(len(self.maps))]
         operands, results = (*scalars, *terms[:num_inputs]), tuple(terms[num_inputs:])
         sums = self._added_up(results)
-        self._keep_what_is_asked_for(sums)
+        self._keep_what_is_asked_for(results, sums)
         self._keep_what_does_not_move(results, sums)
         self._keep_what_is_overwritten(operands, results)
         standing = {factor for term in (*operands, *results) for dim in term for factor in dim}
         whole = [f for (d, k), f in self.factor_of.items() if d in self.whole or k < len(self.lengths[d]) - 1]
-        steps = {dim: self.factor_of[dim, len(digits) - 1] for dim, digits in enumerate(self.lengths)}
+        steps = {dim: self._step_factor(dim) for dim in range(len(self.grid))}
         last_steps = {self._user_dims.index(dim): dim for dim in sums}
         return ShardingRule(
             operands,
@@ -148,9 +149,9 @@ class _Kernel:
         asked = dict.fromkeys(_asked_for(self.body))
         found: dict[int, BlockLoop] = {}
         for own, dim in enumerate(self._user_dims):
-            length = self.grid[dim]
-            if own in asked and len(self.lengths[dim]) == 1 and length and not self.overwrites:
-                loop = steps_over_blocks(self.body, own, length, self.results)
+            if own in asked and self.grid[dim] and not self.overwrites:
+                *inner, trips = self.lengths[dim]
+                loop = steps_over_blocks(self.body, own, trips, math.prod(inner), self.results, self.scratch)
                 if loop is not None and None not in self._walked(loop):
                     found[dim] = loop
         return found
@@ -173,12 +174,15 @@ class _Kernel:
         shared = {at: dims for at, dims in shared.items() if dims}
         return {self._user_dims[dim] for dim in dims_added_up(self.body, grid, shared, self.scratch)}
 
-    def _moves(self, term: Term, grid_dim: int) -> bool:
-        factor = self.factor_of[grid_dim, len(self.lengths[grid_dim]) - 1]
-        return any(factor in dim for dim in term)
+    def _step_factor(self, grid_dim: int) -> Factor:
+        """The major factor of a grid dim, which is split."""
+        return self.factor_of[grid_dim, len(self.lengths[grid_dim]) - 1]
 
-    def _keep_what_is_asked_for(self, sums: set[int]) -> None:
-        """Grid dims whose index the kernel reads, by `program_id` or a name; with scratch also those within them."""
+    def _moves(self, term: Term, grid_dim: int) -> bool:
+        return any(self._step_factor(grid_dim) in dim for dim in term)
+
+    def _keep_what_is_asked_for(self, results: Sequence[Term], sums: set[int]) -> None:
+        """Grid dims whose index the kernel reads, by `program_id` or a name; or where a step may find what another left."""
         asked = {self._user_dims[dim] for dim in _asked_for(self.body) if dim < len(self._user_dims)}
         asked -= sums | self.steps.keys()
         if self.mapping.grid_names is not None:
@@ -188,15 +192,31 @@ class _Kernel:
                 self.whole[dim] = "its length is known only when it runs"
             elif dim in asked:
                 self.whole[dim] = "the kernel asks for its index (`program_id`)"
-            elif self.mapping.scratch_avals and any(outer in asked for outer in range(dim)) and not self._parallel(dim):
-                self.whole[dim] = "a scratch buffer may carry values along it"
+            elif any(outer in asked for outer in range(dim)) or dim in self.steps:
+                left = [*self.scratch, *(at for at in self._unread(results, dim) if dim not in sums)]
+                if left and not self._parallel(dim) and not self._begins_anew(dim, left):
+                    self.whole[dim] = "a scratch buffer may carry values along it"
+
+    def _unread(self, results: Sequence[Term], grid_dim: int) -> list[int]:
+        """Results, among the body's arguments, that do not move with a grid dim, and that nothing reads."""
+        triples = zip(self.results, results, self.eqn.outvars, strict=True)
+        return [at for at, term, var in triples if isinstance(var, DropVar) and not self._moves(term, grid_dim)]
+
+    def _begins_anew(self, grid_dim: int, buffers: Sequence[int]) -> bool:
+        """Whether these hold nothing that was there before a step of a grid dim."""
+        numbers_of = {own: np.zeros(1, int) for own, dim in enumerate(self._user_dims) if dim > grid_dim}
+        if grid_dim in self._user_dims:
+            *inner, trips = self.lengths[grid_dim]
+            numbers_of[self._user_dims.index(grid_dim)] = math.prod(inner) * np.arange(trips)
+        return is_begun_anew(self.body, [self.body.invars[at] for at in buffers], numbers_of)
 
     def _parallel(self, dim: int) -> bool:
         """Whether who wrote the kernel says that the steps of a grid dim are independent."""
         semantics = getattr(self.eqn.params.get("compiler_params"), "dimension_semantics", None)
-        if semantics is None or len(semantics) != len(self.grid):
+        if semantics is None or len(semantics) != len(self._user_dims) or dim not in self._user_dims:
             return False
-        return str(getattr(semantics[dim], "value", semantics[dim])).lower() == "parallel"
+        own = semantics[self._user_dims.index(dim)]
+        return str(getattr(own, "value", own)).lower() == "parallel"
 
     def _inner(self, size: int) -> Dim:
         """A dim that is not split."""
@@ -241,9 +261,11 @@ class _Kernel:
         return walk
 
     def _keep_what_does_not_move(self, results: Sequence[Term], sums: set[int]) -> None:
-        """A grid dim that does not walk through every result: some block of it is written at several steps."""
+        """A grid dim that does not walk through every result that is read: some block is written at several steps."""
         for dim, length in enumerate(self.grid):
-            if length != 1 and dim not in sums and not all(self._moves(term, dim) for term in results):
+            unread = self._unread(results, dim)
+            moves = all(self._moves(term, dim) or at in unread for at, term in zip(self.results, results, strict=True))
+            if length != 1 and dim not in sums and not moves:
                 self.whole.setdefault(dim, "results do not move with it: blocks are written at several of its steps")
 
     def _keep_what_is_overwritten(self, operands: Sequence[Term], results: Sequence[Term]) -> None:

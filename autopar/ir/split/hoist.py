@@ -56,7 +56,7 @@ class Hoist:
                 if kind is Split:
                     self.gathered = self.gathered or Cause(eqn, var)
                 self.solution.early.update(dict.fromkeys(cone))
-                self.solution.taken_whole[var] = None
+                self.solution.read_as[var] = REPLICATED
             if cheap:
                 return True
         return False

@@ -84,7 +84,7 @@ class LayerPlacements:
             if placement != REPLICATED:
                 solution.made[var] = placement
             if not isinstance(placement, Split):
-                solution.taken_whole[var] = None  # parts are joined at once
+                solution.read_as[var] = REPLICATED  # parts are joined at once
 
     def split_borders(self, uses: Uses) -> tuple[dict[int, int], dict[int, int]]:
         """Inputs and outputs that become parts, and along which dim."""

@@ -268,7 +268,7 @@ class _Loop(ShardWriter):
         """How a value that the loop makes is put together."""
         made = self.solution.made_as(var)
         of_numbers = jnp.issubdtype(var.aval.dtype, jnp.inexact)
-        if var in self.solution.own and made != SUM and (of_numbers or not isinstance(made, Partial)):
+        if self.solution.of(var) == OWN and made != SUM and (of_numbers or not isinstance(made, Partial)):
             return OWN
         return made
 

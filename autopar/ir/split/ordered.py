@@ -5,14 +5,14 @@ Out:    `Ordering.transfer`: how those of its results lie, and what is done to e
         give another result.
 Method: a stable sort by a key gives each row a place, and what is by rows does not care for places. So a value in sorted order
         has `Rows` in the order of a key, a number; values of one order meet only each other. Numbers that say where rows are
-        (`argsort`, and what is computed of them) are tables over the places there are, worked out in NumPy: those of a part
-        are of its own rows, counted from its first. Rows are taken by them into the order, or out of it. How many rows have
+        (`argsort`, and what is computed of them) are those of a part's own rows, counted from its first, if they are such for
+        the places 0, 1, 2, ... (`known_values.py`). Rows are taken by them into the order, or out of it. How many rows have
         each key (`bincount`, a sum of `one_hot`) is counted of each part, too, for its group sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
@@ -36,32 +36,19 @@ PRODUCTS = ("ragged_dot_general", "grouped_product")
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Values that say where rows are: in the order of a key, or, of rows that are in it, where they were.
-
-    Attributes:
-        key: Which.
-        table: Where rows are, by what is known of it (`Ordering.tables`); negative: it is not.
-    """
-
-    key: int
-    table: int
-
-
-@dataclass(frozen=True, slots=True)
 class Rows:
     """A value has rows along a dim, in equal parts that stand behind each other.
 
     Attributes:
         dim: Along which.
         order: The key by which those of each part are sorted; None: they are as they were.
-        places: The values are such places.
+        places: The values say where rows are: in the order of this key, or, of rows that are in it, where they were.
         depth: Of stacks, in how many loops the rows were sorted that the dims in front count.
     """
 
     dim: int
     order: int | None = None
-    places: Places | None = None
+    places: int | None = None
     depth: int = 0
 
     def moved(self, by: int) -> Rows:
@@ -71,7 +58,7 @@ class Rows:
     @property
     def keys(self) -> list[int]:
         """By which it is sorted, or says where rows are."""
-        return [key for key in (self.order, self.places.key if self.places else None) if key is not None]
+        return [key for key in (self.order, self.places) if key is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +109,12 @@ class Ordering:
     Attributes:
         count: How many.
         key_of: For each value by which rows are sorted, the number of the key.
-        tables: Numbers that say where rows are: for each place the number.
         blind: Of equations, done so, whether they ask where a part stands.
     """
 
     def __init__(self, jaxpr: Jaxpr, count: int):
         self.count = count
         self.key_of: dict[Var, int] = {}
-        self.tables: list[np.ndarray] = []
         self.blind: dict[object, bool] = {}
         sorts = [eqn for eqn, _ in equations_within(jaxpr) if self._is_sort(eqn)]
         self.values = KnownValues(jaxpr if sorts else make_jaxpr([], [], []))
@@ -157,13 +142,13 @@ class Ordering:
         match name:
             case "sort":
                 return self._inverts(eqn, known)
-            case "gather" if isinstance(known[1], Rows) and known[1].places:
+            case "gather" if isinstance(known[1], Rows) and known[1].places is not None:
                 return self._takes(eqn, known[0], known[1])
-            case "scatter" | "scatter-add" if isinstance(known[1], Rows) and known[1].places:
+            case "scatter" | "scatter-add" if isinstance(known[1], Rows) and known[1].places is not None:
                 return self._puts(eqn, known)
             case _ if name in PRODUCTS:
                 return self._multiplies(eqn, known)
-            case _ if any(rows.places for rows in own) and name not in RESHAPES:
+            case _ if any(rows.places is not None for rows in own) and name not in RESHAPES:
                 return self._computes_places(eqn, known)
         return self._as_others(eqn, known)
 
@@ -189,8 +174,7 @@ class Ordering:
         if key is None:
             return None
         counts = [self.values.is_count(atom) for atom in eqn.invars]
-        places = Places(key, self._table(np.arange(eqn.invars[0].aval.shape[0])))
-        results = tuple(Rows(0, key, places if number else None) for number in counts)
+        results = tuple(Rows(0, key, key if number else None) for number in counts)
         return Transfer(results, tuple(None if number else 0 for number in counts), (0,) * len(results))
 
     def _inverts(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
@@ -198,9 +182,9 @@ class Ordering:
         order = known[0]
         if not self._is_sort(eqn) or not isinstance(order, Rows) or order.order is None or len(eqn.invars) != 2:
             return None
-        if order.places is None or not self._is_identity(order.places) or not self.values.is_count(eqn.invars[1]):
+        if not self._is_identity(eqn.invars[0]) or not self.values.is_count(eqn.invars[1]):
             return None
-        results = Rows(0, places=Places(order.order, -1)), Rows(0, places=order.places)
+        results = Rows(0, places=order.order), Rows(0, places=order.places)
         return Transfer(results, (0, None), (0, 0))
 
     # Taking rows into the order and out of it.
@@ -209,7 +193,7 @@ class Ordering:
         """`x[order]`, `x[order // k]`, `h[argsort(order)]`."""
         rule, dim = rule_for(eqn), _one(eqn.params["dimension_numbers"].start_index_map)
         factor = _one(rule.operands[1][at.dim])
-        if dim is None or factor is None or not self._are_rows(at.places, eqn.invars[0].aval.shape[dim]):
+        if dim is None or factor is None or not self._are_rows(eqn.invars[1], eqn.invars[0].aval.shape[dim]):
             return None
         found = [d for d, names in enumerate(rule.results[0]) if factor in names]
         if len(found) != 1 or not self._lies(eqn.invars[0], table, dim, at):
@@ -222,9 +206,9 @@ class Ordering:
         dim = _one(eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)
         assert isinstance(at, Rows) and at.places is not None
         factor = _one(rule.operands[1][at.dim])
-        if dim is None or factor is None or not self._are_rows(at.places, eqn.invars[0].aval.shape[dim]):
+        if dim is None or factor is None or not self._are_rows(eqn.invars[1], eqn.invars[0].aval.shape[dim]):
             return None
-        if eqn.primitive.name == "scatter" and (not self._is_identity(at.places) or eqn.params["update_jaxpr"]):
+        if eqn.primitive.name == "scatter" and (not self._is_identity(eqn.invars[1]) or eqn.params["update_jaxpr"]):
             return None
         behind = [d for d, names in enumerate(rule.operands[2]) if factor in names]
         if len(behind) != 1 or not self._lies(eqn.invars[0], known[0], dim, at):
@@ -232,29 +216,42 @@ class Ordering:
         updates = _unless_plain(Rows(behind[0], at.order))
         if known[2] != updates and (known[2] is not None or not self.values.is_uniform(eqn.invars[2], behind[0])):
             return None
-        table = Rows(dim, None if at.order is not None else at.places.key)
+        table = Rows(dim, None if at.order is not None else at.places)
         return Transfer((_unless_plain(table),), (dim, at.dim, behind[0]), (dim,))
 
     def _lies(self, atom: Atom, have: Lies, dim: int, at: Rows) -> bool:
         """Whether the array whose rows are at these places is as it was, or in the order."""
         assert at.places is not None
         if at.order is not None:
-            return have is None and at.order == at.places.key
-        return have == Rows(dim, at.places.key) or (have is None and self.values.is_uniform(atom, dim))
+            return have is None and at.order == at.places
+        return have == Rows(dim, at.places) or (have is None and self.values.is_uniform(atom, dim))
 
-    def _are_rows(self, places: Places | None, length: int) -> bool:
+    def _numbers(self, places: Atom) -> np.ndarray | None:
+        """What places are computed as, if those by which rows were sorted are 0, 1, 2, ...; None: it is not known."""
+        leaves = {atom: None for atom, made in self.values.parts(places, ()) if made is None and isinstance(atom, Var)}
+        if len(leaves) != 1:
+            return None
+        (leaf,) = leaves
+        if leaf in self.values.rows:  # through the stack of a loop
+            stack, _ = self.values.made(self.values.rows[leaf])
+            row = self.values.rows.get(stack) if isinstance(stack, Var) else None
+            numbers = None if row is None else self._numbers(row)
+        else:
+            numbers = np.arange(leaf.aval.size) if self.values.is_order(leaf) else None
+        made = None if numbers is None else self.values.function(places, {leaf: numbers.astype(leaf.aval.dtype)})
+        return None if made is None or numbers is None else np.broadcast_to(made, numbers.shape)
+
+    def _are_rows(self, places: Atom, length: int) -> bool:
         """Whether the numbers of each part are rows of its own, as those of the first are of the first."""
-        if places is None or places.table < 0:
+        numbers, count = self._numbers(places), self.count
+        if numbers is None or len(numbers) % count or length % count or numbers.min() < 0 or numbers.max() >= length:
             return False
-        table, count = self.tables[places.table], self.count
-        if len(table) % count or length % count or table.min() < 0 or table.max() >= length:
-            return False
-        parts = table.reshape(count, -1) - np.arange(count)[:, None] * (length // count)
+        parts = numbers.reshape(count, -1) - np.arange(count)[:, None] * (length // count)
         return bool((parts == parts[0]).all()) and bool(parts[0].max() < length // count)
 
-    def _is_identity(self, places: Places) -> bool:
-        table = self.tables[places.table] if places.table >= 0 else np.zeros(1)
-        return np.array_equal(table, np.arange(len(table))) and places.table >= 0
+    def _is_identity(self, places: Atom) -> bool:
+        numbers = self._numbers(places)
+        return numbers is not None and np.array_equal(numbers, np.arange(len(numbers)))
 
     # Groups.
 
@@ -283,7 +280,7 @@ class Ordering:
         own = [rows for rows in known if isinstance(rows, Rows)]
         orders = dict.fromkeys((rows.order, rows.places, rows.depth) for rows in own)
         (order, places, depth), rule = next(iter(orders)), rule_for(eqn)
-        if len(orders) > 1 or (places and eqn.primitive.name not in RESHAPES):
+        if len(orders) > 1 or (places is not None and eqn.primitive.name not in RESHAPES):
             return None
         for strategy in strategies(rule, self.count):
             if strategy.factor is None or REPLICATED in strategy.results or strategy.picks:
@@ -310,35 +307,10 @@ class Ordering:
 
     def _computes_places(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
         """`order // k`, and what makes indices of such numbers."""
-        found = dict.fromkeys(rows for rows in known if isinstance(rows, Rows) and rows.places)
-        like = dict.fromkeys((rows.dim, rows.order, rows.places.key) for rows in found if rows.places)
-        tables = []
-        for atom, rows in zip(eqn.invars, known, strict=True):
-            if isinstance(rows, Rows) and rows.places:
-                tables.append(self.tables[rows.places.table] if rows.places.table >= 0 else None)
-            else:
-                tables.append(self.values.constant(atom) if rows is None else None)
-        if (
-            len(like) > 1
-            or eqn.primitive.name not in OPERATIONS
-            or len(eqn.outvars) != 1
-            or any(table is None for table in tables)
-        ):
-            return None
-        (dim, order, key), count = next(iter(like)), _num_places(tables)
-        made = np.asarray(OPERATIONS[eqn.primitive.name](eqn.params, *tables)).astype(eqn.outvars[0].aval.dtype)
-        return Transfer((Rows(dim, order, Places(key, self._table(np.broadcast_to(made, (count,))))),))
-
-    def _table(self, table: np.ndarray) -> int:
-        for k, known in enumerate(self.tables):
-            if known.dtype == table.dtype and np.array_equal(known, table):
-                return k
-        self.tables.append(table)
-        return len(self.tables) - 1
-
-
-def _num_places(tables: Iterable[Any]) -> int:
-    return max(len(table) for table in tables if table.ndim)
+        like = dict.fromkeys(rows for rows in known if rows is not None)
+        others = [atom for atom, rows in zip(eqn.invars, known, strict=True) if rows is None]
+        is_known = len(like) == 1 and all(self.values.constant(atom) is not None for atom in others)
+        return Transfer(tuple(like)) if is_known and eqn.primitive.name in OPERATIONS else None
 
 
 def _is_by_rows(rule: ShardingRule, strategy: AxisStrategy) -> bool:
@@ -356,7 +328,7 @@ def _unless_plain(rows: Rows) -> Rows | None:
     return rows if rows.keys else None
 
 
-def _rows(placement: Placement, order: int | None, places: Places | None = None, depth: int = 0) -> Rows | None:
+def _rows(placement: Placement, order: int | None, places: int | None = None, depth: int = 0) -> Rows | None:
     return Rows(placement.dim, order, places, depth) if isinstance(placement, Split) else None
 
 

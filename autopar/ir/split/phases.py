@@ -33,7 +33,7 @@ from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
 from autopar.ir.split.sorted_parts import sort_in_parts
-from autopar.ir.split.waiting import SamplesWaitError, Waiting
+from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
 
@@ -103,7 +103,7 @@ class _Phases:
         self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
-        self.waiting = Waiting(jaxpr, self.solution, self.late)
+        self.waiting: dict[JaxprEqn, MicrobatchError] = {}
 
     def run(self, batch: Sequence[int]) -> None:
         for position in batch:
@@ -112,9 +112,10 @@ class _Phases:
         at = 0
         while at < len(self.jaxpr.eqns):
             at = self.visit(at, matters[at])
-        self.waiting.check()
+        self.check_waiting()
         self.check_early_work()
         self.check_late_work()
+        self.check_waiting()
 
     def visit(self, at: int, matters: bool) -> int:
         """Decide equation number `at`; returns the number of the equation to go on with."""
@@ -179,13 +180,11 @@ class _Phases:
         if matters and takes_own and (has_samples or not is_backward(eqn)):
             # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
             sums = sums_behind(self.jaxpr, solution, cause.operand)
-            solution.own.update(dict.fromkeys(sums))
+            solution.read_as |= dict.fromkeys(sums, OWN)
             return min(self.position.get(cause.eqn, at), *(self.first_reader.get(var, at) for var in sums))
         joined_later = self.behind is not None and not any(var in self.behind for var in eqn.outvars)
         if matters and has_samples and not joined_later:
-            self.waiting.add(eqn, self.refusal(cause, eqn))
-        else:
-            self.waiting.follow(eqn)
+            self.waiting.setdefault(eqn, self.refusal(cause, eqn))
         solution.phase[eqn] = "after"
         self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
@@ -202,7 +201,7 @@ class _Phases:
         """In a body, a microbatch takes its own value, if it may."""
         if not self.may_take_own(cause.operand):
             return False
-        self.solution.own[cause.operand] = None
+        self.solution.read_as[cause.operand] = OWN
         return True
 
     def refusal(self, cause: Cause, eqn: JaxprEqn) -> MicrobatchError:
@@ -215,6 +214,11 @@ class _Phases:
         of_numbers = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
         return OWN in placements and not has_samples and not of_numbers
 
+    def check_waiting(self) -> None:
+        """Samples wait for nothing that all of them make together."""
+        if self.waiting:
+            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late)
+
     # Work.
 
     def check_early_work(self) -> None:
@@ -225,7 +229,7 @@ class _Phases:
             for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
                 of_phase[self.solution.phase[eqn]] += cost
             if of_phase["before"] > of_phase["loop"]:
-                self.solution.taken_whole.pop(cause.operand, None)
+                self.solution.read_as.pop(cause.operand, None)
                 raise self.refusal(cause, cause.eqn)
 
     def check_late_work(self) -> None:
@@ -244,8 +248,7 @@ class _Phases:
                         self.late[var] for var in eqn.outvars if var in self.late
                     ]  # a callback may have no result
                     cause = causes[0] if causes else Cause(eqn, inputs_of(eqn)[0])
-                    self.waiting.add(eqn, self.refusal(cause, eqn))
-        self.waiting.check()
+                    self.waiting[eqn] = self.refusal(cause, eqn)
 
 
 class _LoopDemand(Demand):

@@ -15,7 +15,7 @@ from autopar.ir.region import Binding, Region, bodies_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.blocks import block_strategies
-from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Split, share_of
+from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Replicated, Split, share_of
 from autopar.ir.split.strategy import AxisStrategy, has_program, strategies
 
 
@@ -28,16 +28,15 @@ class Solution:
         made: For each value that shards make, or have, its placement; others are whole.
         strategy_of: How each plain equation is done; absent: as it stands.
         own_trips: Scans over what is split, of which each shard does its own trips: its placement.
-        taken_whole: Values that are made in shards and read whole, from where they are made once.
-        own: Values of which each shard takes its own for that of all (local statistics).
+        read_as: Values that are made in shards and read otherwise: whole, from where they are made once, or each shard's own
+            for that of all (local statistics).
     """
 
     axis: Axis
     made: dict[Var, Placement] = field(default_factory=dict)
     strategy_of: dict[JaxprEqn, AxisStrategy] = field(default_factory=dict)
     own_trips: dict[JaxprEqn, Split] = field(default_factory=dict)
-    taken_whole: dict[Var, None] = field(default_factory=dict)
-    own: dict[Var, None] = field(default_factory=dict)
+    read_as: dict[Var, Replicated] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -46,9 +45,7 @@ class Solution:
 
     def of(self, atom: Atom | None) -> Placement:
         """The placement in which a reader finds a value."""
-        if not isinstance(atom, Var) or atom in self.taken_whole:
-            return REPLICATED
-        return OWN if atom in self.own else self.made.get(atom, REPLICATED)
+        return self.read_as.get(atom) or self.made_as(atom) if isinstance(atom, Var) else REPLICATED
 
     def made_as(self, var: Var) -> Placement:
         """The placement in which shards make a value."""

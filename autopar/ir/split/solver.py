@@ -194,7 +194,7 @@ class Solver:
         (test,) = self.body(loop.bodies[0])
         (b,) = loop.of_role("test")
         if isinstance(test, Partial) and test != SUM and is_done_apart(loop) and isinstance(b.value, Var):
-            self.solution.own[b.value] = None
+            self.solution.read_as[b.value] = OWN
         elif not isinstance(test, Replicated):
             raise StuckError(loop.eqn, b.value)
 

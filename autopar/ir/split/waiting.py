@@ -1,6 +1,6 @@
 """What samples wait for: values that all microbatches make together, and that are needed before one of them can go on.
 
-In:     equations that would read such values, as the policy comes by them (`phases.py`).
+In:     the equations of a step that would read such values, as the policy comes by them (`phases.py`).
 Out:    `SamplesWaitError`: the first of them, for the user; and the values, for who can have them made before (`rounds.py`).
 Method: from such an equation back through what would run after the loop, to what the loop makes: sums, or if nothing but
         samples is read, these. What waits for equations that wait themselves is left for later: it may need nothing else.
@@ -8,7 +8,7 @@ Method: from such an equation back through what would run after the loop, to wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
@@ -16,7 +16,6 @@ from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.placement import Partial, Split
 from autopar.ir.split.solution import LoopSolution
-from autopar.ir.split.solver import Cause
 
 
 class SamplesWaitError(Exception):
@@ -32,70 +31,45 @@ class SamplesWaitError(Exception):
         solution: How far it has come.
     """
 
-    def __init__(self, waiting: Waiting, error: MicrobatchError):
+    def __init__(
+        self, jaxpr: Jaxpr, solution: LoopSolution, waiting: Mapping[JaxprEqn, MicrobatchError], late: Collection[Var]
+    ):
+        """`waiting`: equations on samples that would have to run after the loop; `late`: what is made there."""
         super().__init__()
-        self.error, self.sums, self.samples = error, tuple(waiting.sums), tuple(waiting.samples)
-        self.rows = tuple(waiting.rows)
-        roots = [root for var in waiting.sums for root in sums_behind(waiting.jaxpr, waiting.solution, var)]
-        summing = [waiting.maker[root] for root in roots if root in waiting.maker]
-        added_up = (var for var in read_by(summing) if var in waiting.maker)
-        self.summed = tuple(var for var in added_up if isinstance(waiting.solution.of(var), Split))
-        solution = self.solution = waiting.solution
-        self.incomplete = tuple(v for v in waiting.maker if isinstance(solution.of(v), Partial) or v in waiting.late)
+        self.error, self.solution, maker = next(iter(waiting.values())), solution, makers(jaxpr.eqns)
+        sums: dict[Var, None] = {}
+        samples: dict[Var, None] = {}
+        rows: dict[Var, None] = {}
+        behind: dict[Var, None] = {}
+        for eqn in jaxpr.eqns:
+            if not behind.keys().isdisjoint(inputs_of(eqn)):
+                behind.update(dict.fromkeys(eqn.outvars if solution.phase.get(eqn) == "after" else ()))
+            elif eqn in waiting:
+                needs = _needed(eqn, maker, late)
+                needed_sums = [var for var in needs if isinstance(solution.of(var), Partial)]
+                sums.update(dict.fromkeys(needed_sums))
+                samples.update(dict.fromkeys(() if needed_sums else _in_parts(needs, solution)))
+                rows.update(dict.fromkeys(_in_parts(inputs_of(eqn), solution)))
+                behind.update(dict.fromkeys(eqn.outvars))
+        self.sums, self.samples, self.rows = tuple(sums), tuple(samples), tuple(rows)
+        roots = (root for var in sums for root in sums_behind(jaxpr, solution, var))
+        added_up = (var for var in read_by(maker[root] for root in roots if root in maker) if var in maker)
+        self.summed = tuple(_in_parts(added_up, solution))
+        self.incomplete = tuple(var for var in maker if isinstance(solution.of(var), Partial) or var in late)
 
     def is_sum(self, var: Var) -> bool:
         """Whether a value, of the step or of a body, is a sum over samples, or the largest or smallest of them."""
         return isinstance(self.solution.made_as(var), Partial)
 
 
-class Waiting:
-    """Collects equations of one step that wait."""
+def _in_parts(values: Iterable[Var], solution: LoopSolution) -> list[Var]:
+    return [var for var in values if isinstance(solution.of(var), Split)]
 
-    def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, late: Mapping[Var, Cause]):
-        """`late` is what would be made after the loop; it grows while equations are added."""
-        self.jaxpr, self.solution, self.late = jaxpr, solution, late
-        self.maker = makers(jaxpr.eqns)
-        self.error: MicrobatchError | None = None
-        self.sums: dict[Var, None] = {}
-        self.samples: dict[Var, None] = {}
-        self.rows: dict[Var, None] = {}
-        self.behind: dict[Var, None] = {}
 
-    def check(self) -> None:
-        """Raise what was found.
-
-        Raises:
-            SamplesWaitError: An equation waits.
-        """
-        if self.error is not None:
-            raise SamplesWaitError(self, self.error)
-
-    def add(self, eqn: JaxprEqn, error: MicrobatchError) -> None:
-        """An equation on samples that would have to run after the loop."""
-        self.error = self.error or error
-        if self._is_behind(eqn):
-            self.follow(eqn)
-            return
-        found = self._needed(eqn)
-        sums = [var for var in found if isinstance(self.solution.of(var), Partial)]
-        samples = [var for var in found if isinstance(self.solution.of(var), Split)]
-        self.sums.update(dict.fromkeys(sums))
-        self.samples.update(dict.fromkeys(() if sums else samples))
-        self.rows.update(dict.fromkeys(a for a in inputs_of(eqn) if isinstance(self.solution.of(a), Split)))
-        self.behind.update(dict.fromkeys(eqn.outvars))
-
-    def follow(self, eqn: JaxprEqn) -> None:
-        """Any other equation that would run after the loop."""
-        if self._is_behind(eqn):
-            self.behind.update(dict.fromkeys(eqn.outvars))
-
-    def _is_behind(self, eqn: JaxprEqn) -> bool:
-        return not self.behind.keys().isdisjoint(inputs_of(eqn))
-
-    def _needed(self, eqn: JaxprEqn) -> list[Var]:
-        """What the loop makes and an equation needs of all microbatches."""
-        read = inputs_of(eqn)
-        first = [a for a in read if a in self.late] or read
-        behind = ancestors(first, lambda var: inputs_of(self.maker[var]) if var in self.late else ())
-        # What it reads itself besides, it has of its own microbatch.
-        return [var for var in behind if var not in self.late and (var in first or var not in read)]
+def _needed(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], late: Collection[Var]) -> list[Var]:
+    """What the loop makes and an equation needs of all microbatches."""
+    read = inputs_of(eqn)
+    first = [a for a in read if a in late] or read
+    behind = ancestors(first, lambda var: inputs_of(maker[var]) if var in late else ())
+    # What it reads itself besides, it has of its own microbatch.
+    return [var for var in behind if var not in late and (var in first or var not in read)]

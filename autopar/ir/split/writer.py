@@ -30,7 +30,7 @@ from autopar.ir.build import Equations
 from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
 from autopar.ir.split.solution import Solution
 from autopar.ir.split.strategy import mask_program, part_of, scale_program, shard_program, slice_program
 
@@ -84,7 +84,7 @@ class ShardWriter:
 
     def made(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value in another placement than the one that it was made in."""
-        if var in self.solution.own:
+        if self.solution.read_as.get(var) == OWN:
             if isinstance(want, Replicated):
                 return self.own_value(var, source)
             return self.converted(var, self.value(var, REPLICATED, source), want, source)

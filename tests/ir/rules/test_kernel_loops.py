@@ -74,6 +74,16 @@ def in_scratch(add, start=jnp.zeros_like, end=lambda total: total):
     return fun
 
 
+def in_the_result(x, y, result):
+    """The same, where the sum is to be."""
+    result[...] = jnp.zeros_like(result)
+    lax.fori_loop(0, 8, lambda k, _: result.__setitem__(..., result[...] + rows(x, y, result, k)), None)
+
+
+def added_there(x, y):
+    return pl.pallas_call(in_the_result, out_shape=jax.ShapeDtypeStruct((8,), jnp.float32), interpret=True)(x, y)
+
+
 def add(total, more):
     total[...] += more
 
@@ -138,6 +148,7 @@ SUMS = {
     "scaled": (in_a_loop(rows, end=lambda total: total * 0.5), TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
     "places": (in_a_loop(by_places), TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
     "loop in scratch": (in_scratch(add), TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
+    "loop in the result": (added_there, TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
     "stored": (storing, TWICE, "(ab)c,(ad)e->(af)g {whole b c d e f g}"),
     "scratch": (product(is_seventh), MATRICES, "(ad)(ce),(cf)g->(ah)i {sum c, whole d e f g h i}"),
     "counted scratch": (product(is_last), MATRICES, "(ad)(ce),(cf)g->(ah)i {sum c, whole d e f g h i}"),
@@ -182,6 +193,7 @@ def test_what_is_no_sum_over_trips(name):
     [
         product(is_last, lambda total, _: jnp.tanh(total)),
         product(lambda step: pl.when(step == 5)),
+        product(lambda step: pl.when(step + 1 == 8)),  # as many as there are stands where it is not found
         product(is_any, lambda total, step: total * step),
     ],
 )

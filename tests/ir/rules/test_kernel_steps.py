@@ -14,6 +14,7 @@ from autopar.ir.rules import rule_for
 from tests.ir.rules.harness import check_function, eqn_of
 
 ROWS, STEPS = 32, 8
+SCRATCH = [pltpu.VMEM((4, 8), jnp.float32)]
 
 
 def kernel_of(body, more=(), scratch=()):
@@ -72,7 +73,14 @@ def row_by_row(x, y, out, sums):
     "body, more", [(rows, ()), (by_places, ()), (row_by_row, [(STEPS, 8)])], ids=["rows", "places", "row by row"]
 )
 def test_steps_split(body, more):
-    fun = kernel_of(body, more)
+    check_split(kernel_of(body, more))
+
+
+def test_steps_that_use_scratch_split():
+    check_split(kernel_of(in_scratch, scratch=SCRATCH))
+
+
+def check_split(fun):
     rule = rule_for(eqn_of("pallas_call", fun, (ROWS, 8), (ROWS, 8)))
     assert [rule.sizes[f] for f in rule.splittable()] == [STEPS]
     assert check_function(fun, (ROWS, 8), (ROWS, 8), only=["pallas_call"]) > 1
@@ -112,8 +120,13 @@ def first_only(x, y, out):
     out[here()] = x[here()]
 
 
-def carried(x, y, out, total):
+def in_scratch(x, y, out, total):
     total[...] = x[here()]
+    out[here()] = total[...]
+
+
+def carried(x, y, out, total):
+    total[...] += x[here()]
     out[here()] = total[...]
 
 
@@ -127,6 +140,6 @@ REFUSED = [strided, backwards, neighbours, numbered, twice, read_back, first_onl
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
 @pytest.mark.filterwarnings("ignore:the Pallas kernel")
 def test_other_steps_stay_whole(body):
-    fun = kernel_of(body, scratch=[pltpu.VMEM((4, 8), jnp.float32)] if body is carried else ())
+    fun = kernel_of(body, scratch=SCRATCH if body is carried else ())
     rule = rule_for(eqn_of("pallas_call", fun, (ROWS, 8), (ROWS, 8)))
     assert not rule.splittable()

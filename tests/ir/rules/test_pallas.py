@@ -217,6 +217,12 @@ def running_after(x, out, first):
     x[...] = after
 
 
+def read_before_it_begins(x, out, first):
+    before = out[...]
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] = before + x[...]
+
+
 def inside_a_condition(x, out, first):
     pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
     out[...] += x[...]
@@ -235,7 +241,18 @@ def begun_anew():
     )
 
 
-NO_SUMS = [weighed, decayed, squared, largest, from_one, twice, running, running_after, inside_a_condition]
+NO_SUMS = [
+    weighed,
+    decayed,
+    squared,
+    largest,
+    from_one,
+    twice,
+    running,
+    running_after,
+    inside_a_condition,
+    read_before_it_begins,
+]
 
 
 @pytest.mark.parametrize("step", NO_SUMS)
@@ -388,15 +405,22 @@ def test_attention_for_tpus_splits_by_batch_and_heads():
     assert all([rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()] == [4, 2] for eqn in kernels)
 
 
-def test_splash_attention_splits_by_batch():
-    """Of its heads it asks for the index, to look up which blocks the mask leaves."""
-    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((256, 256))] * 2)
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_splash_attention_splits_by_batch_and_heads_of_keys(key_heads):
+    """What it keeps for the next step are results that nothing reads; each head begins them anew."""
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((256, 256))] * 4)
     kernel = splash_attention_kernel.make_splash_mha_single_device(mask, interpret=True)
-    fun = gradient_of(jax.vmap(kernel))
-    kernels = [eqn for eqn in flat_eqns(fun, *[(8, 2, 256, 128)] * 3) if eqn.primitive.name == "pallas_call"]
+    fun, keys = gradient_of(jax.vmap(kernel)), (8, key_heads, 256, 128)
+    kernels = [eqn for eqn in flat_eqns(fun, (8, 4, 256, 128), keys, keys) if eqn.primitive.name == "pallas_call"]
     assert len(kernels) == 3
-    assert all([rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()] == [8] for eqn in kernels)
-    assert check_equation(kernels[0], limit=2) == 2
+    assert all(sorted(rule_for(e).sizes[f] for f in rule_for(e).splittable()) == [key_heads, 8] for e in kernels)
+
+
+def test_parts_of_splash_attention():
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((128, 128))] * 4)
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, interpret=True)
+    fun, keys = gradient_of(jax.vmap(kernel)), (2, 2, 128, 128)
+    assert check_function(fun, (2, 4, 128, 128), keys, keys, only=["pallas_call"], limit=1) == 3
 
 
 def test_grouped_product_splits_by_columns():
