@@ -36,6 +36,7 @@ class Case:
         shapes: Of one device: first of what a turn makes anew, then of what it only reads.
         dtype: Of all of them.
         turn: From these arrays on one device to the first of them, anew; the axis of a group is `"x"`.
+        num_made: How many a turn makes anew; if several, it returns a tuple.
         kernels: What a turn is to the cost model.
         collectives: The same: (kind, bytes on one device as the model counts them).
         group: Devices of a group that communicate; 1: nothing is sent.
@@ -46,11 +47,12 @@ class Case:
     text: str
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
-    turn: Callable[..., jax.Array]
+    turn: Callable[..., jax.Array | tuple[jax.Array, ...]]
     kernels: tuple[Kernel, ...]
     collectives: tuple[tuple[CollectiveKind, float], ...] = ()
     group: int = 1
     is_fitted: bool = True
+    num_made: int = 1
 
 
 def all_cases(num_devices: int, is_cpu: bool, blocks: Iterable[Case] = ()) -> list[Case]:
@@ -61,6 +63,7 @@ def all_cases(num_devices: int, is_cpu: bool, blocks: Iterable[Case] = ()) -> li
         list(_passes(is_cpu)),
         list(_rows(is_cpu)),
         list(_products(is_cpu)),
+        list(_turned(is_cpu)),
         list(blocks),
         list(_convolutions(is_cpu)),
         list(_attention(is_cpu)),
@@ -117,8 +120,9 @@ def _rows(is_cpu: bool) -> Iterator[Case]:
 def _products(is_cpu: bool) -> Iterator[Case]:
     """(count, rows, columns, depth): large, small, tall, many at once."""
     if is_cpu:
-        shapes = [(1, 256, 256, 256), (1, 64, 1024, 1024), (1, 512, 512, 64), (1, 64, 64, 64), (1, 512, 512, 512)]
+        shapes = [(1, 256, 256, 256), (1, 64, 1024, 1024), (1, 512, 512, 64), (1, 64, 64, 64), (1, 32, 1024, 1024)]
         shapes += [(16, 64, 64, 64), (1, 1024, 64, 256), (1, 64, 1024, 256), (1, 128, 128, 128), (1, 1024, 1024, 64)]
+        shapes += [(1, 512, 512, 512)]
         few = [(1, 256, 256, 256), (1, 64, 1024, 256)]
         both = [*((shape, "float32") for shape in shapes), *((shape, "bfloat16") for shape in few)]
     else:
@@ -147,6 +151,31 @@ def product(count: int, rows: int, columns: int, depth: int, dtype: str, kind: s
         lambda x, x0, w, v: x0 * 0.5 + SMALL * ((x @ w) @ v),
         (there, back, Pass(3.0 * size * jnp.dtype(dtype).itemsize)),
     )
+
+
+def _turned(is_cpu: bool) -> Iterator[Case]:
+    """Products whose first operands lie with their depth before their rows, as those of gradients of weights."""
+    sides = ((256, 1024, 64), (256, 256, 256), (256, 256, 1024)) if is_cpu else ((4096, 4096, 4096), (1024, 8192, 2048))
+    dtype = "float32" if is_cpu else "bfloat16"
+    for rows, columns, depth in sides:
+        num_bytes = _bytes(dtype, 1, rows, columns, depth)
+        there, back = (
+            Product(1, rows, columns, depth, num_bytes, (dtype, dtype), is_turned=True),
+            Product(1, depth, columns, rows, num_bytes, (dtype, dtype), is_turned=True),
+        )
+
+        def turn(x: jax.Array, x0: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+            across = lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ())))  # noqa: E731
+            return x0 * 0.5 + SMALL * across(v, across(w, x))
+
+        yield Case(
+            "turned",
+            f"[{depth}, {rows}]' x [{depth}, {columns}] and back, {dtype}",
+            ((depth, columns), (depth, columns), (depth, rows), (rows, depth)),
+            dtype,
+            turn,
+            (there, back, Pass(3.0 * depth * columns * jnp.dtype(dtype).itemsize)),
+        )
 
 
 def _bytes(dtype: str, count: int, rows: int, columns: int, depth: int) -> float:

@@ -33,7 +33,7 @@ except ImportError:  # Windows does not tell: memory is taken to be kept
     resource = None  # type: ignore[assignment]
 
 CALL_SECONDS = 0.02
-"""A call has so many turns that it takes about so long."""
+"""A call has so many turns that these take about so long."""
 MOST_TURNS = 1 << 14
 REPEATS = 5
 NUM_ARGUMENTS = 8
@@ -56,8 +56,13 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
 
     def loop(turns: Any, *arrays: jax.Array) -> jax.Array:
         def on_device(turns: Any, *arrays: jax.Array) -> jax.Array:
-            first, *others = (array[0] for array in arrays)
-            return lax.fori_loop(0, turns, lambda _, x: case.turn(x, *others), first)[None]
+            made, others = (tuple(a[0] for a in part) for part in (arrays[: case.num_made], arrays[case.num_made :]))
+
+            def turn(_: Any, made: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                anew = case.turn(*made, *others)
+                return anew if isinstance(anew, tuple) else (anew,)
+
+            return lax.fori_loop(0, turns, turn, made)[0][None]
 
         specs = (sharding.spec,) * len(arrays)
         if is_static:
@@ -81,12 +86,13 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
         return clock, (time.process_time() - busy) / cores if cores else clock
 
     call(1)
-    turns, (taken, _) = 1, call(1)
+    once, _ = call(1)
+    turns, taken = 1, 0.0
     while taken < CALL_SECONDS / 4 and turns < MOST_TURNS and time.monotonic() < deadline:
-        turns *= 8
+        turns *= 2 if turns == 1 else 4
         call(turns)
-        taken, _ = call(turns)
-    many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / taken)
+        taken = call(turns)[0] - once  # arrays that each call makes take long, too
+    many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / max(taken, CALL_SECONDS / 100))
     many, few = max(2, many), max(1, many // 8)
     call(few), call(many)
     taken_by: dict[int, list[tuple[float, float]]] = {few: [], many: []}

@@ -41,6 +41,7 @@ class Product:
         highest: Whether all digits of float32 are asked for.
         work: FLOPs of one multiplication with its addition; complex ones have more.
         is_convolution: Whether it is the implicit product of one.
+        is_turned: Whether the first operand lies with its depth before its rows.
     """
 
     count: int
@@ -52,6 +53,7 @@ class Product:
     highest: bool = False
     work: float = 2.0
     is_convolution: bool = False
+    is_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ def product_seconds(kernel: Product, device: Device) -> float:
     rate = device.product_flops_per_second(kernel.dtypes, kernel.highest) * reached.product
     if kernel.is_convolution:
         rate *= reached.convolution
+    if kernel.is_turned:
+        rate *= reached.turned
     if any(jnp.dtype(name).itemsize == 1 for name in kernel.dtypes):
         rate *= reached.narrow
     if not reached.cores:

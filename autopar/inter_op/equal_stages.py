@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from autopar._jax import Jaxpr
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
-from autopar.inter_op.stage_tasks import Slot, Task
+from autopar.inter_op.stage_tasks import Slot, Task, read_as_given
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.ir.canonical import canonical_key
@@ -30,12 +30,12 @@ def take_over(
     """
     if like.program is program:
         return like
-    taken = StagePlan(program, like.mesh, like.sharded, like.tasks, borrowed=True)
-    if len(program.tasks) == len(like.tasks) and all(
-        _are_equal(task, other, key_of) for task, other in zip(program.tasks, like.tasks, strict=True)
+    taken = dataclasses.replace(like, program=program, borrowed=True)
+    tasks = read_as_given(program.tasks, like.unchanged)
+    if len(tasks) == len(like.tasks) and all(
+        _are_equal(task, other, key_of) for task, other in zip(tasks, like.tasks, strict=True)
     ):
-        tasks = tuple(map(_renamed, program.tasks, like.tasks))
-        return dataclasses.replace(taken, tasks=tasks)
+        return dataclasses.replace(taken, tasks=tuple(map(_renamed, tasks, like.tasks)))
     return lowered(taken, device)
 
 

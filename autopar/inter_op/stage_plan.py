@@ -26,6 +26,7 @@ import numpy as np
 from autopar._jax import Literal, Var, on_host
 from autopar.cost import collective_seconds
 from autopar.inter_op.stage import HELD, Slot, StageProgram, Task, TaskKind
+from autopar.inter_op.stage_tasks import read_as_given
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.graph import Graph, Tables, stacked
@@ -118,6 +119,7 @@ class StagePlan:
         mesh: On which logical mesh.
         sharded: The solution of the joint program.
         tasks: In order of a step.
+        unchanged: Arguments that its loop reads as they lie, and not as copies: positions as of `read_as_given`.
         borrowed: Whether `sharded`, and the bodies of the tasks, are those of an equal stage (`equal_stages.py`): good for
             the clock, and to be lowered before anything runs.
     """
@@ -126,6 +128,7 @@ class StagePlan:
     mesh: LogicalMesh
     sharded: Sharded
     tasks: tuple[TaskPlan, ...]
+    unchanged: frozenset[int] = frozenset()
     borrowed: bool = False
 
     @property
@@ -220,7 +223,10 @@ def resting_bytes(stage: StagePlan, in_flight: int) -> int:
 
 def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:
     """The tasks of a stage under the choices of `sharded`."""
-    return StagePlan(program, mesh, sharded, tuple(_Lowering(program, mesh, device, sharded).tasks()))
+    lowering = _Lowering(program, mesh, device, sharded)
+    unchanged = lowering.unchanged(program.tasks[0])
+    tasks = tuple(map(lowering.task, read_as_given(program.tasks, unchanged)))
+    return StagePlan(program, mesh, sharded, tasks, unchanged)
 
 
 def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
@@ -306,8 +312,15 @@ class _Lowering:
         leading = (self.program.count,) if slot.kind in ("piece", "rows") else ()
         return placed(slot, self.sharding(slot), (*leading, *shape), dtype, self.mesh)
 
-    def tasks(self) -> list[TaskPlan]:
-        return [self.task(task) for task in self.program.tasks]
+    def unchanged(self, first: Task) -> frozenset[int]:
+        """Results of the first task that are arguments, as these lie."""
+        found = []
+        for at, slot in enumerate(first.outputs):
+            if slot.kind == "const" and slot.var in self.argument_at:
+                found += (
+                    [at] if self.placed(slot).type == self.placed(Slot("argument", slot.var, slot.var)).type else []
+                )
+        return frozenset(found)
 
     def task(self, task: Task) -> TaskPlan:
         inputs, outputs = tuple(map(self.placed, task.inputs)), tuple(map(self.placed, task.outputs))

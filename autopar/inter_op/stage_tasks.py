@@ -9,7 +9,7 @@ Method: a result of the loop is added up by the task that makes a microbatch's p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr
@@ -25,6 +25,31 @@ def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:
     loop = [*builder.loop()]
     forward = [task for task in loop if task.kind == "F"]
     return (builder.before(), *forward, *builder.between(), *loop[len(forward) :], *builder.updates())
+
+
+def read_as_given(tasks: Sequence[Task], unchanged: Collection[int]) -> tuple[Task, ...]:
+    """The tasks of a stage whose loop reads arguments as they are.
+
+    `unchanged` are positions among the results of its first task, which makes these no more, and is left out if it makes
+    nothing.
+    """
+    if not unchanged:
+        return tuple(tasks)
+    first, *others = tasks
+    argument = {slot.key: slot.var for at, slot in enumerate(first.outputs) if at in unchanged}
+    outputs = [slot for at, slot in enumerate(first.outputs) if at not in unchanged]
+    results = [slot.var for at, slot in enumerate(first.outputs[: len(first.jaxpr.outvars)]) if at not in unchanged]
+    read = read_by(first.jaxpr.eqns, results)
+    inputs = [slot for slot in first.inputs if slot.var in read]
+    jaxpr = make_jaxpr([slot.var for slot in inputs], results, first.jaxpr.eqns)
+    made = [dataclasses.replace(first, jaxpr=jaxpr, inputs=tuple(inputs), outputs=tuple(outputs))] if outputs else []
+    for task in others:
+        own = [
+            Slot("argument", argument[s.key], s.var) if s.kind == "const" and s.key in argument else s
+            for s in task.inputs
+        ]
+        made.append(dataclasses.replace(task, inputs=tuple(own)))
+    return tuple(made)
 
 
 class _Builder:

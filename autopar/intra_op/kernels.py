@@ -60,7 +60,8 @@ def _product(
     """A product of matrices; with vectors (inner, outer, matrix by vector) XLA multiplies and sums in one pass."""
     if 1 in _lengths(eqn, [tuple(atom.aval.shape) for atom in eqn.invars])[1:]:
         return Pass(num_bytes)
-    return Product(*_lengths(eqn, shapes), num_bytes, dtypes, _is_highest(eqn), _work(eqn))
+    lengths = _lengths(eqn, shapes)
+    return Product(*lengths, num_bytes, dtypes, _is_highest(eqn), _work(eqn), is_turned=_is_turned(eqn))
 
 
 def _lengths(eqn: JaxprEqn, shapes: Sequence[Shape]) -> tuple[int, int, int, int]:
@@ -71,6 +72,13 @@ def _lengths(eqn: JaxprEqn, shapes: Sequence[Shape]) -> tuple[int, int, int, int
     depth = math.prod(lhs[d] for d in lhs_depth)
     each = max(1, count * depth)
     return count, num_elements(lhs) // each, num_elements(rhs) // each, depth
+
+
+def _is_turned(eqn: JaxprEqn) -> bool:
+    """Whether what is summed over lies before the rows of the first operand."""
+    (depth, _), (batch, _) = eqn.params["dimension_numbers"]
+    rows = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in (*depth, *batch)]
+    return bool(rows and depth) and max(depth) < max(rows)
 
 
 def _convolution(

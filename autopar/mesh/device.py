@@ -59,6 +59,8 @@ class Achieved:
         passes: How often elementwise work on samples goes through memory, and in how many kernels, for each time that it
             would if all of it that stands together were one kernel; compilers for GPUs come near 1, XLA's for CPUs does not.
         update_passes: The same of work on parameters alone, such as an optimizer's.
+        turned: Rate of products whose first operand lies the other way round, what is summed over before its rows, as a part
+            of that of others: gradients of weights are such. Libraries for GPUs read either way as fast, those for CPUs not.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -81,10 +83,11 @@ class Achieved:
     kept_bytes: float = 0.0
     passes: float = 1.0
     update_passes: float = 1.0
+    turned: float = 1.0
 
     def __post_init__(self) -> None:
         shares = "product", "memory", "fused", "overlap"
-        positive = *shares[:3], "convolution", "narrow", "fresh_bytes_per_second", "passes", "update_passes"
+        positive = *shares[:3], "convolution", "narrow", "fresh_bytes_per_second", "passes", "update_passes", "turned"
         for name in (part.name for part in dataclasses.fields(self) if part.name != "tile"):
             least, most = None if name in positive else 0, 1.0 if name in shares else math.inf
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)

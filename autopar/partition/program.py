@@ -22,7 +22,7 @@ from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instructi
 from autopar.ir.region import kind_of, region_of
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead, is_seed, waits_at
-from autopar.partition.collectives import apply_fused, apply_step, as_it_lies
+from autopar.partition.collectives import apply_fused, apply_step, as_it_lies, is_along_rows
 from autopar.partition.equation import run_equation
 from autopar.partition.late import find_waits
 from autopar.partition.order import after, communicates, needs_order
@@ -113,7 +113,7 @@ def _run_instruction(
             if isinstance(instruction, Move) and platform in GPU_PLATFORMS:
                 arrays = [as_it_lies(arrays[0], instruction.step)]
             exact = all((move.var, move.source) in owned for move in moves)
-            results = _move(arrays, [move.step for move in moves], axis_sizes, exact)
+            results = _move(arrays, [move.step for move in moves], axis_sizes, platform, exact)
             return {
                 (m.var, m.target): a if m.narrow is None else a.astype(m.var.aval.dtype)
                 for m, a in zip(moves, results, strict=True)
@@ -134,10 +134,10 @@ def _run_instruction(
 
 
 def _move(
-    arrays: Sequence[jax.Array], steps: Sequence[Step], axis_sizes: Mapping[str, int], exact: bool
+    arrays: Sequence[jax.Array], steps: Sequence[Step], axis_sizes: Mapping[str, int], platform: str, exact: bool
 ) -> list[jax.Array]:
     def carry_out(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        if len(arrays) == 1:
+        if len(arrays) == 1 and not (platform == "cpu" and is_along_rows(steps[0])):
             return [apply_step(arrays[0], steps[0], axis_sizes)]
         return apply_fused(arrays, steps, axis_sizes)
 

@@ -2,9 +2,10 @@
 
 In:     a `TransferPlan` (`streams/transfers.py`), the devices of both meshes.
 Out:    `Transfer`: called with an array on the source, returns it on the target.
-Method: tiles are cut on the device that holds them, copied to the one that wants them and put together there; an
-        all-gather inside the target makes copies. Nothing waits: a general `jax.device_put` to another mesh would go
-        through the host, so it is used only where every device sends to one device all that it has.
+Method: where each device has what its counterpart wants, or is to copy to the others there, that is one `jax.device_put`.
+        Else tiles are cut on the device that holds them, copied to the one that wants them and put together there, for a
+        general `jax.device_put` to another mesh would go through the host. An all-gather inside the target makes copies.
+        Nothing waits.
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ def make_transfer(
         return lambda array: jnp.array(array, copy=True)
     plan = plan_transfer(source.shape, source.sharding, source.mesh, target.sharding, target.mesh)
     shared = set(source_places.devices.flat) & set(target_places.devices.flat)
-    if plan.straight or shared or source.on_host or not math.prod(source.shape):
+    held = source.boxes()
+    if held == target.boxes() or shared or source.on_host or not math.prod(source.shape):
         # Of two stages on the same devices, the sender's program may take the array's memory over. What lies on the host
         # need not be cut by a device.
         return lambda array: jax.device_put(array, want, may_alias=False)
+    if held == boxes(source.shape, plan.middle, target.mesh):
+        middle = ArrayType(source.shape, source.dtype, plan.middle, target.mesh).on(target_places)
+        gather = _gather(source, middle, want)
+        return lambda array: gather(jax.device_put(array, middle, may_alias=False))
     return _by_tiles(plan, source, source_places, target, target_places)
 
 

@@ -39,13 +39,11 @@ class TransferPlan:
         tiles: What crosses.
         middle: The sharding in which it arrives; an all-gather makes the wanted one of it.
         forwards: (device, device) of the target: a copy handed on inside, where `middle` could not be split further.
-        straight: Tile k goes from device k to device k and is all that it holds.
     """
 
     tiles: tuple[Tile, ...]
     middle: Sharding
     forwards: tuple[tuple[int, int], ...]
-    straight: bool
 
     @property
     def num_elements(self) -> int:
@@ -71,18 +69,13 @@ def plan_transfer(
     if len(held) == len(wanted) and held == wanted:
         tiles = tuple(Tile(k, k, box) for k, box in enumerate(wanted))
         if source.num_shards(source_mesh) == source_mesh.num_devices:
-            return TransferPlan(tiles, target, (), True)
+            return TransferPlan(tiles, target, ())
     middle = _split_further(shape, target, target_mesh)
     arriving = boxes(shape, middle, target_mesh)
     firsts = {box: device for device, box in reversed([*enumerate(arriving)])}
     forwards = [(firsts[box], device) for device, box in enumerate(arriving) if firsts[box] != device]
     asked = sorted((device, box) for box, device in firsts.items())
-    tiles_found = list(tiles_of(held, asked, [0] * len(held)))
-    straight = (
-        middle == target and not forwards and len(held) == len(arriving)
-        and all(t.source == t.target == k and t.box == held[k] for k, t in enumerate(tiles_found))
-    )  # fmt: skip
-    return TransferPlan(tuple(tiles_found), middle, tuple(forwards), straight)
+    return TransferPlan(tuple(tiles_of(held, asked, [0] * len(held))), middle, tuple(forwards))
 
 
 def tiles_of(held: Sequence[Box], wanted: Iterable[tuple[int, Box]], load: MutableSequence[int]) -> Iterator[Tile]:

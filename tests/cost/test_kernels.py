@@ -52,6 +52,12 @@ def test_products_of_eight_bits_reach_less_of_their_peak():
     assert wide / narrow == pytest.approx(1402.6 / 794.5, rel=0.02)
 
 
+def test_gradients_of_weights_read_their_operand_the_other_way_round():
+    slow = Device("d", 1e12, achieved=Achieved(turned=0.5))
+    plain, turned = product(1, 64, 64, 64), product(1, 64, 64, 64, is_turned=True)
+    assert product_seconds(turned, slow) == 2 * product_seconds(plain, slow) == 2 * product_seconds(turned, IDEAL)
+
+
 def test_a_device_without_measurements_is_a_roofline():
     assert kernel_seconds(Product(1, 1000, 1000, 500_000, 0, ("float32",)), IDEAL) == 1.0
     assert kernel_seconds(Pass(1e9), IDEAL) == 1.0

@@ -29,7 +29,10 @@ def test_renamed_tasks_keep_the_same_clock():
     pipeline = planned()
     middle = pipeline.stages[1]
     taken = take_over(pipeline.stages[2].program, middle, CLUSTER.device)
-    assert taken.borrowed and [t.task for t in taken.tasks] == list(pipeline.stages[2].program.tasks)
+    assert taken.borrowed and [t.task.name for t in taken.tasks] == [t.name for t in pipeline.stages[2].program.tasks]
+    here = {slot.key for task in pipeline.stages[2].program.tasks for slot in (*task.inputs, *task.outputs)}
+    here.update(pipeline.stages[2].program.arguments.values())
+    assert all(slot.key in here for task in taken.tasks for slot in (*task.inputs, *task.outputs))
     stages = [*pipeline.stages[:2], taken, pipeline.stages[3]]
     again = assemble(pipeline.cut, pipeline.borders, pipeline.tasks, stages, CLUSTER, pipeline.schedule)
     assert again.simulation.seconds == pipeline.simulation.seconds

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar import Cluster, PipelineParallel
+from autopar import Cluster, PipelineParallel, ThreeD
 
 LAYERS, WIDTH, ROWS = 8, 256, 16
 
@@ -19,13 +19,16 @@ def train_step(weights, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss_of)(weights))
 
 
-def test_gradients_are_added_up_in_place_and_where_they_are_made():
+def planned(method, devices):
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    method = PipelineParallel(num_stages=2, num_microbatches=2)
-    step = autopar.parallelize(train_step, cluster=Cluster.of("2 h100"), method=method, batch_argnums=(1,))
-    pipeline = step.plan([array(WIDTH, WIDTH)] * LAYERS, array(ROWS, WIDTH)).attached.pipeline
+    step = autopar.parallelize(train_step, cluster=Cluster.of(devices), method=method, batch_argnums=(1,))
+    return step.plan([array(WIDTH, WIDTH)] * LAYERS, array(ROWS, WIDTH)).attached.pipeline
+
+
+def test_gradients_are_added_up_in_place_and_where_they_are_made():
+    pipeline = planned(PipelineParallel(num_stages=2, num_microbatches=2), "2 h100")
     weight = WIDTH * WIDTH * 4
     for stage in pipeline.stages:
         back, update = stage.task("B") or stage.task("W"), stage.task("U")
@@ -35,3 +38,23 @@ def test_gradients_are_added_up_in_place_and_where_they_are_made():
         # New weights take the memory of the old.
         taken = [update.inputs[k].num_bytes for k in pipeline.streams.overwritten[update.task.name]]
         assert sum(taken) == sum(sums) and update.working_bytes < weight
+
+
+def test_weights_are_read_as_they_lie():
+    """What comes before the loop makes no copy of them, and where it has nothing to make there is no such program."""
+    pipeline = planned(PipelineParallel(num_stages=2, num_microbatches=2), "2 h100")
+    for stage in pipeline.stages:
+        assert [value.kind for value in stage.task("init").outputs] == ["sum"] * (LAYERS // 2)
+        weights = [value for value in stage.task("F").inputs if value.kind == "argument"]
+        assert len(weights) == LAYERS // 2 and not any(v.kind == "const" for t in stage.tasks for v in t.inputs)
+        assert {v.key for v in weights} <= {v.key for v in stage.task("U").inputs}
+
+
+def test_what_lies_otherwise_than_the_loop_wants_it_is_made_once():
+    """Weights that are split, and gathered before the loop: copies of those, and of nothing else."""
+    pipeline = planned(ThreeD(data=2, pipeline=2, num_microbatches=2, zero=3), "4 h100")
+    for stage in pipeline.stages:
+        first = stage.task("init")
+        given = {value.key: value.type for value in first.inputs}
+        copies = [value for value in first.outputs if value.kind == "const"]
+        assert len(copies) == LAYERS // 2 and all(given[copy.var] != copy.type for copy in copies)
