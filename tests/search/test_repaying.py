@@ -12,9 +12,11 @@ from autopar.intra_op import solve as solving
 from autopar.intra_op.problem import Problem, num_pairs, planning_seconds
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
+from autopar.search import meshes
 from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
+from tests.tuned import tune
 
 CLUSTER = autopar.Cluster(1, 8, SLOW, QUICK)
 
@@ -85,3 +87,19 @@ def test_equal_problems_are_solved_once(monkeypatch):
     assert SLOW.achieved.overlap == 0
     plan(autopar.ShardParallel())
     assert len(asked) > 3 and len(asked) == len(set(asked))
+
+
+def test_ties_of_a_small_program_are_undone_whatever_that_wins(monkeypatch):
+    """It takes less than half a second. Of others, and on other meshes, they are where that repays."""
+    asked, real = [], meshes.untie
+
+    def untie(jaxpr, sharded, *how):
+        asked.append(sharded.graph.mesh.shape)
+        return real(jaxpr, sharded, *how)
+
+    monkeypatch.setattr(meshes, "untie", untie)
+    automatic = plan(autopar.Auto(steps=1e-9))
+    assert asked == [automatic.mesh.shape]
+    tune(monkeypatch, meshes, untied_each=0)
+    plan(autopar.Auto(steps=1e-9))
+    assert len(asked) == 1
