@@ -36,7 +36,7 @@ from autopar.report.show import show, write_page
 from autopar.search.method_names import method_of
 from autopar.step import ParallelStep
 
-STEP_HELP = "the step, as module:name; parallelized or not"
+STEP_HELP = "the step, as module:name (train:step is `step` in ./train.py); parallelized or not"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
 CLUSTER_HELP = 'a machine, which need not be there: "8 h100", "8x8 h200", "v5p-64"'
 METHOD_HELP = 'how to split: "auto", "fsdp", "PipelineParallel(num_stages=4)"; else the step\'s own'
@@ -99,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=words)
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=words, description=f"{words[0].upper()}{words[1:]}."
+    )
     command.set_defaults(run=run)
     return command
 
@@ -160,7 +162,9 @@ def _add_compare(commands: Any) -> None:
     command.add_argument("--method", nargs="+", help=METHOD_HELP)
     command.add_argument("--price", metavar="FILE", help=PRICE_HELP)
     command.add_argument("--html", metavar="FILE", help="write a page with bars, too")
-    command.add_argument("--sort", choices=("step", "rate", "price", "energy"), default="step", help="(step)")
+    command.add_argument(
+        "--sort", choices=("step", "rate", "price", "energy"), default="step", help="order of rows (step)"
+    )
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -174,8 +178,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _add_diff(commands: Any) -> None:
     command = _command(commands, "diff", _diff, "what differs between two plan files; exit status 1 if anything does")
-    command.add_argument("this")
-    command.add_argument("other")
+    command.add_argument("this", help="a plan file")
+    command.add_argument("other", help="the plan file to hold beside it")
     command.add_argument("--html", metavar="FILE", help="write both, beside each other, as a page of pictures")
 
 
@@ -194,15 +198,26 @@ def _add_explain(commands: Any) -> None:
     command.add_argument(
         "name",
         help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"; or "compute": '
-        'where the time goes, or "stages": why it is cut so',
+        'where the step\'s time goes; or "stages": why a pipeline is cut where it is',
     )
     _add_step(command, required=True, why=": a file holds what was decided, not the alternatives")
 
 
 def _explain(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.file)
+    options.method = options.method or _readable(plan.method)
     step, args = _replanned(options)
-    print(step.attach(*args, plan=Plan.load(options.file)).explain(options.name))
+    print(step.attach(*args, plan=plan).explain(options.name))
     return 0
+
+
+def _readable(method: str) -> str | None:
+    """The method of a plan, whose restrictions forbid alternatives; None: its settings are no numbers and texts."""
+    try:
+        method_of(method)
+    except AutoparError:
+        return None
+    return method
 
 
 def _add_verify(commands: Any) -> None:

@@ -90,6 +90,20 @@ def test_explain(saved):
     assert status == 2 and "no such argument" in err
 
 
+def test_alternatives_of_a_plan_by_another_method_are_those_of_that_method(saved):
+    """Of ZeRO-3 nothing is kept whole, whatever the step's own method would allow."""
+    assert saved("plan", STEP, ARGS, "--method=fsdp", "--save=fsdp.json")[0] == 0
+    text = saved("explain", "fsdp.json", "w", STEP, ARGS)[1]
+    assert text.startswith("state/w") and "the method, DataParallel(zero=3)" in text
+
+
+def test_each_command_says_what_it_does(run, capsys):
+    with pytest.raises(SystemExit):
+        run("explain", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Why an argument or operation is sharded as it is." in text and '"compute"' in text and '"stages"' in text
+
+
 def test_a_plan_for_a_machine_that_is_not_there(run):
     """The sequence that `autopar` alone prints."""
     there = ("--cluster=4 h100", STEP, ARGS)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.gpu import attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar._jax import all_equations
 
 SIZES = "block_q block_k block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
 BLOCKS = attention.BlockSizes(**dict.fromkeys(SIZES, 16))
@@ -103,6 +105,45 @@ def test_heads_are_split_where_the_batch_cannot_be():
     specs = plan.shardings[0][0]
     assert specs == {"qkv": PartitionSpec(None, None, "x", None), "out": PartitionSpec("x", None, None)}
     assert [(each.kind, each.bytes) for each in plan.cost.collectives] == [("all-reduce", 2048 * 4096 * 2)]
+
+
+def splash(q, k, v):
+    """Attention for TPUs, whose heads of queries share heads of keys."""
+    masks = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((128, 128))] * HEADS)
+    kernel = splash_attention_kernel.make_splash_mha_single_device(masks, interpret=True)
+    return jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+
+
+def test_splash_attention_with_shared_keys():
+    """In layers that run again, in stages and microbatches: of each stage both devices have heads of all samples."""
+
+    def block(x, params):
+        q, k, v = jnp.split(jnp.einsum("bsd,dhe->bshe", x, params["qkv"]), [HEADS, HEADS + 2], axis=2)
+        return x + jnp.einsum("bshe,hed->bsd", splash(q, k, v), params["out"]), None
+
+    step = make_step(lambda params, x: jax.lax.scan(jax.checkpoint(block), x, params)[0])
+    rng = np.random.default_rng(0)
+    params = {"qkv": (2, WIDTH, HEADS + 4, 16), "out": (2, HEADS, 16, WIDTH)}
+    params = {name: np.float32(rng.normal(size=shape) * 0.2) for name, shape in params.items()}
+    batch = {name: np.float32(rng.normal(size=(2, 128, WIDTH)) * 0.2) for name in "xy"}
+    method = autopar.ThreeD(data=1, tensor=2, pipeline=2, num_microbatches=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the Pallas kernel")
+        parallel = autopar.parallelize(step, cluster=autopar.Cluster.local(jax.devices()[:4]), method=method)
+        compiled = parallel.compile(params, batch)
+    kernels = [
+        eqn.outvars[-1].aval.shape
+        for function in compiled.functions.values()
+        for eqn in all_equations(
+            jax.make_jaxpr(function.code)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in function.inputs)).jaxpr
+        )
+        if eqn.primitive.name == "pallas_call"
+    ]
+    assert {heads for _, heads, *_ in kernels} == {HEADS // 2, 1}  # of queries, of keys
+    results = parallel(params, batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results, jax.jit(step)(params, batch)
+    )
 
 
 NUM_EXPERTS = 4

@@ -283,7 +283,8 @@ def check_stage_count(cut: CutStep, num_stages: int, chunks: int = 1) -> None:
             "the step cannot be cut into so many stages.",
             given=f"num_stages={num_stages // chunks}"
             + (f", a schedule that makes {chunks} stages of each: {num_stages}" if chunks > 1 else ""),
-            wrong=f"its forward pass has {cut.chain.num_segments} operations that a stage could begin with.",
-            do="use fewer stages.",
+            wrong="places where a stage could begin, in its forward pass before the gradient is taken: "
+            f"{cut.chain.num_segments}. A loop around the gradient is one place.",
+            do="use fewer stages; on one mesh, any step can be split: ShardParallel(), DataParallel().",
             num_stages=num_stages,
         )

@@ -314,13 +314,12 @@ class _Lowering:
 
     def unchanged(self, first: Task) -> frozenset[int]:
         """Results of the first task that are arguments, as these lie."""
-        found = []
-        for at, slot in enumerate(first.outputs):
-            if slot.kind == "const" and slot.var in self.argument_at:
-                found += (
-                    [at] if self.placed(slot).type == self.placed(Slot("argument", slot.var, slot.var)).type else []
-                )
-        return frozenset(found)
+        return frozenset(at for at, slot in enumerate(first.outputs) if self._lies_as_given(slot))
+
+    def _lies_as_given(self, slot: Slot) -> bool:
+        if slot.kind != "const" or slot.var not in self.argument_at:
+            return False
+        return self.placed(slot).type == self.placed(Slot("argument", slot.var, slot.var)).type
 
     def task(self, task: Task) -> TaskPlan:
         inputs, outputs = tuple(map(self.placed, task.inputs)), tuple(map(self.placed, task.outputs))

@@ -126,12 +126,7 @@ class _Builder:
     def read_elsewhere(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """Values of the loop made here that other stages read, in order."""
         mine = [v for v in makers(eqns) if self.tasks.made_at.get(v, ("", -1))[1] == self.stage]
-        found: set[Var] = set()
-        for other in range(self.tasks.num_stages):
-            if other != self.stage:
-                theirs = (*self.tasks.forward[other], *self.tasks.backward[other], *self.tasks.weight[other])
-                found |= read_by(theirs).keys() - makers(theirs).keys()
-        return [v for v in mine if v in found]
+        return [v for v in mine if not self.tasks.readers.get(v, set()) <= {self.stage}]
 
     def arguments(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """Arguments of the step that are read here, and those that live here and are results, as they are or anew."""
@@ -162,7 +157,5 @@ class _Builder:
 
     def leaving(self, made: Collection[Var]) -> list[Var]:
         """Values made here behind the loop that other stages read, or the second half of the loop."""
-        others = [self.update.rounds[other] for other in range(self.tasks.num_stages) if other != self.stage]
-        read = read_by(eqn for rounds in others for eqns in rounds for eqn in eqns)
-        sent = [v for v in read if v in made and self.update.stage_of.get(v) == self.stage]
+        sent = [v for v in self.tasks.left_behind_loop[self.stage] if v in made]
         return list(dict.fromkeys([*sent, *self.tasks.joined_for_others(self.stage), *self.joins.values()]))

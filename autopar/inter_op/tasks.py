@@ -11,6 +11,7 @@ Method: an equation of the loop runs where its segment is. Light ones run wherev
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -55,6 +56,27 @@ class Tasks:
     between: tuple[tuple[JaxprEqn, ...], ...]
     update: Update
     made_at: Mapping[Var, tuple[str, int]]
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, set[int]]:
+        """The stages whose part of the loop reads each value without making it."""
+        found: dict[Var, set[int]] = {}
+        for stage, own in enumerate(zip(self.forward, self.backward, self.weight, strict=True)):
+            eqns = [eqn for part in own for eqn in part]
+            for var in read_by(eqns).keys() - makers(eqns).keys():
+                found.setdefault(var, set()).add(stage)
+        return found
+
+    @functools.cached_property
+    def left_behind_loop(self) -> list[dict[Var, None]]:
+        """Per stage, what lives there and other stages read behind the loop, in the order of these."""
+        found: list[dict[Var, None]] = [{} for _ in range(self.num_stages)]
+        for stage, rounds in enumerate(self.update.rounds):
+            for var in read_by(eqn for eqns in rounds for eqn in eqns):
+                home = self.update.stage_of.get(var, stage)
+                if home != stage:
+                    found[home][var] = None
+        return found
 
     def joined_for_others(self, stage: int) -> list[Var]:
         """What a stage's forward passes make and other stages need between theirs and their backward passes."""

@@ -61,8 +61,9 @@ def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
         if before is None:
             continue
         listed = node.strategies or node.shardings
-        place = places.setdefault(id(listed), {key: k for k, key in reversed([*enumerate(_keys(node))])})
-        found[index] = place.get(_key(before, choices[before.index], axes), found[index])
+        if id(listed) not in places:
+            places[id(listed)] = {key: k for k, key in reversed([*enumerate(_keys(node))])}
+        found[index] = places[id(listed)].get(_key(before, choices[before.index], axes), found[index])
     return tuple(found)
 
 

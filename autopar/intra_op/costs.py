@@ -213,8 +213,16 @@ class _NodeCosts:
         traffic = self.traffic[node.index]
         key = (node.signature, node.weight, id(traffic), node.communicates)
         if key not in self.known:
-            self.known[key] = node.weight * self.operation(node, traffic)
+            self.known[key] = node.weight * self.once(node, traffic)
         return self.known[key]
+
+    def once(self, node: Node, traffic: Traffic) -> np.ndarray:
+        """Of one run, which is the same in all programs on the mesh."""
+        key = (self.graph.signatures[node.signature], traffic, node.communicates, self.device)
+        known = self.graph.tables.operations
+        if key not in known:
+            known[key] = self.operation(node, traffic)
+        return known[key]
 
     def operation(self, node: Node, traffic: Traffic) -> np.ndarray:
         if not any(traffic.counts) and not is_contraction(node.rule):

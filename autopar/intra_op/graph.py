@@ -139,12 +139,14 @@ class Tables:
         ports: All shardings of a shape, with partial sums or without.
         choices: Of what is equal for equal equations, their strategies, and the shardings that these want and give.
         conversions: What conversions take (`costs.py`).
+        operations: Of what is equal for equal operations, what one run takes under each strategy (`costs.py`).
     """
 
     lists: dict[Shardings, Shardings] = field(default_factory=dict)
     ports: dict[tuple[tuple[int, ...], bool], Shardings] = field(default_factory=dict)
     choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = field(default_factory=dict)
     conversions: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
+    operations: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)

@@ -91,7 +91,7 @@ class Ahead:
         if isinstance(instruction, Gate):
             latest, held = instruction.earlier, list(instruction.copies)
         else:
-            read = list(dict.fromkeys(copies_read(instruction)))
+            read = [copy for copy in dict.fromkeys(copies_read(instruction)) if not on_host(copy[0].aval)]
             if all(self.made_at[copy] < 0 for copy in read):
                 return [], []
             latest = max(read, key=lambda copy: self.made_at[copy])

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopar._jax import on_host
 from autopar.cost.steps import step_kind
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region
 
@@ -42,9 +43,9 @@ def needs_order(body: Body) -> bool:
 
 
 def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
-    """`operand`, which now waits for all that is `earlier`."""
-    awaited = [array for array in earlier if array is not None and array.size]
-    if not awaited or operand.size == 0:
+    """`operand`, which now waits for all that is `earlier`; in the memory of hosts nothing computes, and nothing waits."""
+    awaited = [array for array in earlier if array is not None and array.size and not on_host(jax.typeof(array))]
+    if not awaited or operand.size == 0 or on_host(jax.typeof(operand)):
         return operand
     if len(awaited) == 1:
         sign = never(*awaited)

@@ -61,8 +61,8 @@ def explain(plan: Decision, path_or_op: str) -> str:
         )
     if path_or_op == "compute":
         return page_text(compute_page(plan))
-    if path_or_op == "stages" and not plan.is_one_program:
-        return page_text(cuts_page(plan))
+    if path_or_op == "stages":
+        return page_text(_stages_page(plan))
     of_stages = studies(plan)
     paths = dict.fromkeys(path for study in of_stages for path in study.paths.values())
     found = _matching_paths(list(paths), path_or_op)
@@ -79,6 +79,17 @@ def explain(plan: Decision, path_or_op: str) -> str:
         left = len(decisions) - MAX_DECISIONS
         texts.append(f"and {left} more decisions over {what} with this name: ask for one of them")
     return "\n\n".join(texts)
+
+
+def _stages_page(plan: Decision) -> Page:
+    if plan.is_one_program:
+        raise AutoparError(
+            "this plan has no stages.",
+            given=f"explain('stages') on a plan of `{plan.name}` by {plan.method}",
+            wrong="the whole step is one program on one mesh, so it is cut nowhere.",
+            do="ask for an argument, an operation or 'compute'; or plan with method=PipelineParallel(num_stages=...).",
+        )
+    return cuts_page(plan)
 
 
 def _matching_paths(paths: Sequence[str], asked: str) -> list[str]:
@@ -110,7 +121,7 @@ def _unknown(plan: Decision, of_stages: Sequence[Study], asked: str) -> AutoparE
         wrong=f"`{plan.name}` has {len(paths)} arguments and {len(operations)} different operations, none so named.",
         do=f"did you mean {', '.join(near)}?"
         if near
-        else f"name one such as {', '.join(paths[:4])}; print(plan) has them all.",
+        else f"name one such as {', '.join(paths[:4])}; print(plan) has them all. Or 'compute', or 'stages' of a pipeline.",
         near=tuple(near),
     )
 

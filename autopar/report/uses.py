@@ -61,7 +61,7 @@ def _move_text(move: Move, mesh: LogicalMesh, times: int, companions: int) -> st
     return (
         text
         + (f", {times} times" if times > 1 else "")
-        + (f", in one message with {companions} others" if companions else "")
+        + (f", in one message with {companions} other{'s' * (companions > 1)}" if companions else "")
     )
 
 

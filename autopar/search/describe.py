@@ -132,7 +132,8 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     for number, stage in enumerate(planned.stages):
         for task in stage.tasks:
             if task.task.kind == "step":
-                held = held_values(stage.sharded.graph).difference(atom for atom, _ in task.body.outputs)
+                returned = {atom for atom, _ in task.body.outputs if isinstance(atom, Var)}
+                held = held_values(stage.sharded.graph) - returned
                 for name, var, sharding in _activations(task.body):
                     if var in held:
                         shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)

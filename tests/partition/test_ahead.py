@@ -4,8 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 import autopar
+from autopar._jax import all_equations, on_host
 from autopar.intra_op.sharded import Region, local_bytes
 from autopar.partition.ahead import Ahead, waits_at
 from autopar.partition.order import after
@@ -245,3 +247,30 @@ def test_the_loss_is_there_before_the_backward_pass():
     product = next(eqn for eqn in reversed(jaxpr.eqns) if eqn.primitive.name == "dot_general")
     (total,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum" and not eqn.outvars[0].aval.shape]
     assert total in needed_by(jaxpr, product)
+
+
+def test_what_lies_on_the_host_does_not_wait():
+    """Nothing is computed there: what runs again reads it as it is, beside what waits."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["entering"],
+        names_which_can_be_offloaded=["mid"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def block(x, w):
+        mid = checkpoint_name(x + jnp.tanh(checkpoint_name(jnp.sin(x), "entering") @ w), "mid")
+        return mid + jnp.cos(mid) @ w
+
+    def train_step(layers, x):
+        def loss_of(layers):
+            kept = jax.checkpoint(block, policy=policy)
+            return jnp.mean(jax.lax.scan(lambda x, w: (kept(x, w), None), x, layers)[0] ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, layers, jax.grad(loss_of)(layers))
+
+    body, mesh = body_of(train_step, array(4, 512, 512), array(64, 1024, 512))
+    program = emitted(body, mesh)
+    there = [eqn for eqn in all_equations(program) for var in eqn.outvars if on_host(var.aval)]
+    assert any(eqn.primitive.name == "device_put" for eqn in there)
+    assert not any(eqn.primitive.name == "select_n" for eqn in there)

@@ -99,6 +99,8 @@ def test_names_that_are_none(small):
     assert KERNEL in caught.value.near
     with pytest.raises(AutoparError, match="no such argument or operation"):
         small.explain("qqqq")
+    with pytest.raises(AutoparError, match="this plan has no stages"):
+        small.explain("stages")
 
 
 def test_a_file_must_be_attached_first(small, make_step, types, tmp_path):
