@@ -202,6 +202,8 @@ _FITS: tuple[tuple[str, Callable[[Device, Sequence[Sample]], Device]], ...] = (
     ("pass", _fit_passes),
     ("product", _fit_products),
     ("launch", _fit_launch),  # again: now it is known what else these kernels take
+    ("product", _fit_products),
+    ("launch", _fit_launch),
     ("turned", functools.partial(_fit_share, name="turned", least=0.1, most=4.0)),
     ("convolution", functools.partial(_fit_share, name="convolution", least=0.01, most=4.0)),
     ("attention", functools.partial(_fit_share, name="fused", least=0.01, most=1.0)),
