@@ -45,12 +45,6 @@ def sliced(x, w):
     return (jnp.exp(rest) @ w) * rest
 
 
-def turned(x, w):
-    """Written turned for the product that reads it so: the other reader finds it there."""
-    positive = jnp.maximum(x @ w, 0.0)
-    return (positive.T @ w) * positive
-
-
 @pytest.mark.parametrize(
     "step, held",
     [
@@ -59,7 +53,6 @@ def turned(x, w):
         (added, ["dot_general", "transpose", *["dot_general"] * 3, "add", "tanh", "dot_general", "mul"]),
         (added_once, ["dot_general", "dot_general", "tanh", "dot_general", "mul"]),
         (sliced, ["dot_general", "exp", "dot_general", "mul"]),
-        (turned, ["dot_general", "max", "dot_general", "mul"]),
     ],
 )
 def test_what_is_held(step, held):
