@@ -59,6 +59,8 @@ class Tuning:
     """Equations. So many must be equal in a row before a distance between them is looked at: fewer are found everywhere."""
     untied_each: int = 2_000
     """Graphs with no more nodes are solved without ties on every mesh whose answer is nearly the best."""
+    untied_seconds: float = 0.5
+    """Seconds. The best answer is solved without ties whatever that wins, if it takes no longer."""
     untied_near: float = 0.015
     """Part of the step: as much may be won by what ties keep alike."""
     untied_pairs: int = 30_000_000

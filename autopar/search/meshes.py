@@ -112,15 +112,14 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
 
 
 def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Sharded]:
-    """The best plan with every node by itself, of small programs whatever that wins; and the best of all of these that are
-    nearly as fast, where that may win what it takes."""
+    """The best plan with every node by itself; of small programs the best of all that are nearly as fast. Where that takes
+    long, it is done if it may win as much."""
     mesh, best = searched.best
     options, budget = request.options, request.budget_bytes
-    small = len(best.graph.nodes) <= TUNING.untied_each
 
     def untied(sharded: Sharded) -> Sharded:
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
-        at_once = small and sharded is best  # it takes less than half a second
+        at_once = sharded is best and takes <= TUNING.untied_seconds
         if not at_once and not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             return sharded
         return untie(
@@ -134,6 +133,7 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
         )
 
     near = (1 + TUNING.untied_near) * best.step_seconds
+    small = len(best.graph.nodes) <= TUNING.untied_each
     others = [(m, s) for m, s in searched.results if s is not best and len(m.shape) < 3 and s.step_seconds <= near]
     found: list[tuple[LogicalMesh, Sharded]] = []
     # Three axes last: of such an answer a bound is still to be found, if it is not beaten by now.

@@ -90,7 +90,7 @@ def test_equal_problems_are_solved_once(monkeypatch):
 
 
 def test_ties_of_a_small_program_are_undone_whatever_that_wins(monkeypatch):
-    """It takes less than half a second. Of others, and on other meshes, they are where that repays."""
+    """Where it takes less than half a second. Of others, and on other meshes, they are where that repays."""
     asked, real = [], meshes.untie
 
     def untie(jaxpr, sharded, *how):
@@ -100,6 +100,6 @@ def test_ties_of_a_small_program_are_undone_whatever_that_wins(monkeypatch):
     monkeypatch.setattr(meshes, "untie", untie)
     automatic = plan(autopar.Auto(steps=1e-9))
     assert asked == [automatic.mesh.shape]
-    tune(monkeypatch, meshes, untied_each=0)
+    tune(monkeypatch, meshes, untied_seconds=0.0)
     plan(autopar.Auto(steps=1e-9))
     assert len(asked) == 1
