@@ -377,8 +377,8 @@ def _overlaps(row: Cells) -> bool:
 
 def _is_sequence_parallel(row: Cells) -> bool:
     said = says(row, "sequence parallel|reduce_scatter", "recompute", "schedule", "notes")
-    # No other tensor parallelism can hide its collectives behind products. On devices newer than
-    # it is nobody went without it who did not leave that to a solver.
+    # No other tensor parallelism can hide its collectives behind products. It came before Hopper: on devices from then on it is
+    # taken for granted, but where a solver decided.
     newer = says(row, r"\bG?[BH]\d|MI3", "gpu_type") and not says(row, "auto", "framework")
     return said or newer or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
 
