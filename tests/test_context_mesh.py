@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import ConstraintError
 
-README = Path(__file__).parent.parent / "README.md"
+METHODS = Path(__file__).parent.parent / "docs" / "methods.md"
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 BATCH = {name: np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32) for name in ("x", "y")}
 METHOD = autopar.ShardParallel(mesh_shape=(2, 4))
@@ -31,7 +31,7 @@ def params():
 
 
 def step_with(sharding):
-    """The README's step; None: without the constraint."""
+    """The step that docs/methods.md prints; None: without the constraint."""
 
     def train_step(params, batch):
         def loss_fn(params):
@@ -130,9 +130,9 @@ def test_a_bare_spec_in_the_old_context():
     assert spec_of_hidden(step) == P("x", "y")
 
 
-def test_the_readmes_example():
+def test_the_example_of_the_docs():
     """As printed."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", METHODS.read_text(), re.DOTALL)
     (block,) = (text for text in blocks if "with_sharding_constraint" in text)
     names = {"jax": jax, "jnp": jnp, "autopar": autopar, "P": P}
     exec(block, names)
