@@ -115,7 +115,7 @@ class _Phases:
         self.check_waiting()
         self.check_early_work()
         self.check_late_work()
-        self.check_waiting()
+        self.check_waiting(late_work=True)
 
     def visit(self, at: int, matters: bool) -> int:
         """Decide equation number `at`; returns the number of the equation to go on with."""
@@ -214,10 +214,10 @@ class _Phases:
         of_numbers = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
         return OWN in placements and not has_samples and not of_numbers
 
-    def check_waiting(self) -> None:
-        """Samples wait for nothing that all of them make together."""
+    def check_waiting(self, late_work: bool = False) -> None:
+        """Samples wait for nothing that all of them make together. `late_work`: nor are they too much work for one go."""
         if self.waiting:
-            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late)
+            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late, late_work)
 
     # Work.
 
