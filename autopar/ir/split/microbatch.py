@@ -109,7 +109,10 @@ def split_at_joins(
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
             if better is jaxpr and joins is not None:
-                asked = (*waits.sums, *waits.samples)  # of the samples, those that a gradient is taken of are made behind
+                asked = (
+                    *waits.sums,
+                    *waits.samples,
+                )  # of the samples, those that a gradient is taken of are made behind
                 better, more = with_joins(jaxpr, samples_behind(jaxpr, asked, waits.solution))
             if better is jaxpr and joins is not None:
                 raise (too_much_at_once(first, TUNING.joined_work) if waits.is_late_work else first) from None

@@ -93,7 +93,8 @@ def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:
         error.summary,
         given=error.given,
         wrong=f"{error.wrong} To do that of all samples at once, while the stages wait, is more than {limit:.0%} of the work.",
-        do=error.do.removesuffix(".") + ", or a smaller batch: what is done for all pairs of samples grows with its square.",
+        do=error.do.removesuffix(".")
+        + ", or a smaller batch: what is done for all pairs of samples grows with its square.",
         **error.facts,
     )
 
