@@ -185,12 +185,13 @@ def test_pairs_whose_rows_and_columns_are_the_same(count):
 
 
 def test_too_much_at_once_is_told():
-    """All that is done for pairs would be done of all samples, while the stages wait."""
+    """All that is done for pairs would be done of all samples, while the stages wait; so is what a callback is told."""
 
     def loss(params, batch):
         pairs = batch["x"] @ params["w1"] @ batch["x"].T
         for _ in range(6):
             pairs = jnp.sin(pairs @ pairs.T)
+        jax.debug.callback(lambda x: None, pairs)
         return (pairs * (batch["x"] @ params["w2"])[:, :1]).mean()
 
     program, batch = trace_case(Case(sgd(loss)))
