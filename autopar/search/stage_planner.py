@@ -14,7 +14,15 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
-from autopar.errors import BatchError, DeviceCountError, InfeasibleError, MicrobatchError, PipelineError, warn
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    DeviceCountError,
+    InfeasibleError,
+    MicrobatchError,
+    PipelineError,
+    warn,
+)
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.stage import StageProgram
@@ -29,6 +37,7 @@ from autopar.ir.source import is_backward
 from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
+from autopar.search.one_mesh import in_microbatches
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import SlowerError, plan_pipeline
 from autopar.search.progress import Report, silent
@@ -155,7 +164,7 @@ def pipeline_under(
         return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
-    cut, whole = _first_cut(partial(cut_in, num_stages), count, method.num_microbatches is None)
+    cut, whole = _first_cut(request, partial(cut_in, num_stages), count, method.num_microbatches is None)
     again = partial(cut_in, count=cut.split.count)
     parts = even_parts(cut, num_stages)
     cut = cut if parts == cut.stacks.count else again(parts)
@@ -169,7 +178,7 @@ def pipeline_under(
     return planned
 
 
-def _first_cut(cut_for: Callable[[int], CutStep], count: int, is_open: bool) -> tuple[CutStep, str]:
+def _first_cut(request: Request, cut_for: Callable[[int], CutStep], count: int, is_open: bool) -> tuple[CutStep, str]:
     """The step cut for so many microbatches; where the user leaves open how many and it has none, for one, and what to say.
 
     Raises:
@@ -179,12 +188,29 @@ def _first_cut(cut_for: Callable[[int], CutStep], count: int, is_open: bool) -> 
         return cut_for(count), ""
     except (BatchError, MicrobatchError) as error:
         if not is_open or count == 1:
-            raise
+            raise (_of_pipelines(request, count, error) if isinstance(error, MicrobatchError) else error) from None
         why = f"{error.summary.rstrip('.')} ({error.given})"
         return cut_for(1), (
             f"num_microbatches is left open, and {why}; so its stages take the whole batch at once, and each waits for the "
             f"others: that saves memory, and no time. To say what is wanted, {error.do}"
         )
+
+
+def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> MicrobatchError:
+    """The same, and what else the step can be worked through with, if it can on one mesh."""
+    semantics, num_devices = request.options.microbatch_semantics, request.cluster.num_devices
+    try:
+        in_microbatches(request.program, request.roles, count, semantics, num_devices)
+    except AutoparError:
+        return error
+    return MicrobatchError(
+        error.summary,
+        given=error.given,
+        wrong=f"{error.wrong} A pipeline goes through its microbatches once: forwards, then backwards.",
+        do=f"{error.do.removesuffix('.')}; or, on one mesh, ShardParallel(num_microbatches={count}), which goes through them "
+        "again for what waits, and is exact.",
+        **error.facts,
+    )
 
 
 def _waits_text(planned: PipelinePlan) -> str:

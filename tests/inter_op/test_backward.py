@@ -124,3 +124,20 @@ def test_one_stage_changes_alone():
     assert changed.levels == (CHEAP, CHEAP, ALL, CHEAP)
     assert [a is b for a, b in zip(tasks.behind, changed.behind, strict=True)] == [True, True, False, True]
     assert changed.forward == tasks.forward and changed.update is tasks.update
+
+
+@pytest.mark.parametrize("split_backward", ["nowhere", "everywhere"])
+def test_who_reads_what(split_backward):
+    """Of each value of the loop its readers elsewhere, told stage by stage and equation by equation."""
+    tasks = tasks_of("unrolled", 3, split_backward=split_backward)
+    expected = {}
+    for stage in range(3):
+        eqns = [*tasks.forward[stage], *tasks.backward[stage], *tasks.weight[stage]]
+        made = {var for eqn in eqns for var in eqn.outvars}
+        for eqn in eqns:
+            for var in inputs_of(eqn):
+                if var not in made:
+                    expected.setdefault(var, set()).add(stage)
+    assert tasks.readers == expected
+    crossing = {var: stages for var, stages in expected.items() if var in tasks.made_at}
+    assert {frozenset(stages) for stages in crossing.values()} >= {frozenset({0}), frozenset({1}), frozenset({2})}

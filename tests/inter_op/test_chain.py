@@ -12,8 +12,9 @@ import pytest
 
 import autopar
 from autopar._jax import Literal, make_jaxpr
-from autopar.inter_op.chain import Chain, balanced_borders
+from autopar.inter_op.chain import Chain, balanced_borders, make_chain
 from autopar.inter_op.cut import cut_step
+from autopar.ir.build import flat_function
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import Work
@@ -164,6 +165,17 @@ def test_values_flow_forward_and_cotangents_back(name):
         made |= {var: (segment, behind) for var in eqn.outvars}
     assert list(chain.cut_bytes) == [sum(crossing[k].values()) for k in range(chain.num_segments + 1)]
     assert chain.cut_bytes[0] == chain.cut_bytes[-1] == 0
+
+
+def test_what_reads_late_inputs_runs_behind():
+    """What forward passes make together enters the loop between them and the backward passes: so does what is made of it."""
+    array = jax.ShapeDtypeStruct((96, 96), np.float32)
+    loop = flat_function(lambda w, x, late: [(x @ w) @ w, jnp.tanh(x @ w) @ late], array, array, array)
+    kernel, _, late = loop.invars
+    early, behind = make_chain(loop, [kernel]), make_chain(loop, [kernel], [late])
+    assert not any(early.backward)
+    reads = [late in operands_of(eqn) for eqn in loop.eqns]
+    assert sum(reads) == 1 and list(behind.backward) == reads
 
 
 def marked_step(params, batch):

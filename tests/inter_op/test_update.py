@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.ir.dataflow import inputs_of
 from autopar.streams.instructions import Run, Send
 from autopar.tuning import TUNING
 from tests.models.registry import CASES
@@ -179,3 +180,14 @@ def test_tied_embeddings(num_stages, num_microbatches):
     last = num_stages - 1
     assert [(m, p) for m, p, kind in crossing if kind == "argument"] == [(0, last)], "the parameter, once"
     assert [(m, p) for m, p, kind in crossing if kind != "argument"] == [(last, 0)], "its gradient, once"
+
+
+def test_what_others_read_behind_the_loop():
+    """A clipped norm is made of what all stages have: each leaves its part, and none what it alone reads."""
+    tasks = planned_mlp(4, NARROW).origin.pipeline.tasks
+    stages = range(tasks.num_stages)
+    read = [{var for eqns in rounds for eqn in eqns for var in inputs_of(eqn)} for rounds in tasks.update.rounds]
+    for stage, left in enumerate(tasks.left_behind_loop):
+        elsewhere = set().union(*(read[other] for other in stages if other != stage))
+        assert set(left) == {var for var in elsewhere if tasks.update.stage_of.get(var) == stage}
+    assert sum(bool(left) for left in tasks.left_behind_loop) > 1

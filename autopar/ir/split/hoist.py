@@ -61,6 +61,12 @@ class Hoist:
                 return True
         return False
 
+    def take_up_front(self, values: Iterable[Var]) -> bool:
+        """Compute values up front, of the whole batch, beside what each microbatch does, if that is cheap; whether it was."""
+        cone = self._cone(var for var in values if self.solution.of(var) != REPLICATED)
+        self.solution.early.update(dict.fromkeys(cone or ()))
+        return cone is not None
+
     def _reads_parameters(self, cone: Iterable[JaxprEqn]) -> bool:
         """Whether arrays of numbers that are no samples have a part in what these equations make."""
         inputs = (a for a in read_by(cone) if a not in self.maker)

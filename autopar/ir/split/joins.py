@@ -48,14 +48,14 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), joins) if joins else (jaxpr, [])
 
 
-def samples_behind(jaxpr: Jaxpr, sums: Sequence[Var], solution: LoopSolution) -> list[Var]:
-    """What single samples have, of the forward pass or the batch, and the backward pass makes sums of.
+def samples_behind(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) -> list[Var]:
+    """What single samples have, of the forward pass or the batch, and the backward pass makes values of.
 
-    `sums`: values that the backward pass makes.
+    `wanted`: such values: sums, or what all samples have.
     """
     behind, maker = made_behind(jaxpr), makers(jaxpr.eqns)
     made_of = {var: inputs_of(maker[var]) for var in behind}
-    seen = ancestors([var for var in sums if var in behind], lambda var: made_of.get(var, ()))
+    seen = ancestors([var for var in wanted if var in behind], lambda var: made_of.get(var, ()))
     return [var for var in seen if var not in behind and isinstance(solution.of(var), Split)]
 
 

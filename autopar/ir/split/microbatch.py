@@ -28,9 +28,11 @@ from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import samples_behind, with_joins
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
+from autopar.ir.split.refusal import too_much_at_once
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.split.writer import Programs, ShardWriter
+from autopar.tuning import TUNING
 
 NO_BATCH = (
     "every argument is state, or has no dims, or holds arrays that differ in their first dim; a batch's share it."
@@ -107,9 +109,13 @@ def split_at_joins(
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
             if better is jaxpr and joins is not None:
-                better, more = with_joins(jaxpr, samples_behind(jaxpr, waits.sums, waits.solution))
+                asked = (
+                    *waits.sums,
+                    *waits.samples,
+                )  # of the samples, those that a gradient is taken of are made behind
+                better, more = with_joins(jaxpr, samples_behind(jaxpr, asked, waits.solution))
             if better is jaxpr and joins is not None:
-                raise first from None
+                raise (too_much_at_once(first, TUNING.joined_work) if waits.is_late_work else first) from None
             jaxpr, joins = better, [*(joins or ()), *more]
         except MicrobatchError as error:
             raise first or error from None

@@ -45,6 +45,7 @@ def find_phases(
     per_microbatch: bool = False,
     apart: bool = False,
     joins: Collection[JaxprEqn] | None = None,
+    whole: Collection[JaxprEqn] = (),
 ) -> LoopSolution:
     """Decide how a program is worked through in `count` microbatches.
 
@@ -55,12 +56,13 @@ def find_phases(
         apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
         joins: Copies of what all forward passes make together, for the backward passes to read (`joins.py`): what is made of
             samples between these passes may wait for all of them. None: there is no such place.
+        whole: Loops that have microbatches of their own, and are given all samples (`turns.py`).
 
     Raises:
         SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
-    policy = _Phases(jaxpr, count, per_microbatch, joins)
+    policy = _Phases(jaxpr, count, per_microbatch, joins, whole)
     policy.run(batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
@@ -89,8 +91,15 @@ def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
 
 
 class _Phases:
-    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool, joins: Collection[JaxprEqn] | None):
-        self.jaxpr, self.per_microbatch, self.joins = jaxpr, per_microbatch, joins or ()
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        count: int,
+        per_microbatch: bool,
+        joins: Collection[JaxprEqn] | None,
+        whole: Collection[JaxprEqn],
+    ):
+        self.jaxpr, self.per_microbatch, self.joins, self.whole = jaxpr, per_microbatch, joins or (), whole
         self.behind = None if joins is None else made_behind(jaxpr)
         self.between: dict[Var, None] = {}
         self.solution = LoopSolution(Axis(count))
@@ -115,7 +124,7 @@ class _Phases:
         self.check_waiting()
         self.check_early_work()
         self.check_late_work()
-        self.check_waiting()
+        self.check_waiting(late_work=True)
 
     def visit(self, at: int, matters: bool) -> int:
         """Decide equation number `at`; returns the number of the equation to go on with."""
@@ -126,6 +135,8 @@ class _Phases:
             self.between.update(dict.fromkeys(eqn.outvars))
             return at + 1
         late = [a for a in inputs_of(eqn) if a in self.late]
+        if eqn in self.whole:
+            return self.take_samples(at, late)
         if late:
             return self.end_loop(at, matters, self.late[late[0]])
         if all(solution.of(a) == REPLICATED for a in eqn.invars):
@@ -155,6 +166,16 @@ class _Phases:
             return at + 1
         solution.phase[eqn] = "loop"
         solution.made.update(zip(eqn.outvars, made, strict=True))
+        return at + 1
+
+    def take_samples(self, at: int, late: Sequence[Var]) -> int:
+        """A loop of steps runs before the loop over microbatches, if what it reads is there; or else behind it."""
+        eqn = self.jaxpr.eqns[at]
+        ready = not late and self.hoist.take_up_front(inputs_of(eqn))
+        self.solution.phase[eqn] = "before" if ready else "after"
+        if not ready:
+            cause = self.late[late[0]] if late else Cause(eqn, inputs_of(eqn)[0])
+            self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
 
     def added_up(self, at: int, matters: bool) -> list[Placement] | None:
@@ -214,10 +235,10 @@ class _Phases:
         of_numbers = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
         return OWN in placements and not has_samples and not of_numbers
 
-    def check_waiting(self) -> None:
-        """Samples wait for nothing that all of them make together."""
+    def check_waiting(self, late_work: bool = False) -> None:
+        """Samples wait for nothing that all of them make together. `late_work`: nor are they too much work for one go."""
         if self.waiting:
-            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late)
+            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late, late_work)
 
     # Work.
 
@@ -227,7 +248,7 @@ class _Phases:
         if cause is not None:
             of_phase = dict.fromkeys(("before", "loop", "between", "after"), 0.0)
             for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
-                of_phase[self.solution.phase[eqn]] += cost
+                of_phase["loop" if eqn in self.whole else self.solution.phase[eqn]] += cost
             if of_phase["before"] > of_phase["loop"]:
                 self.solution.read_as.pop(cause.operand, None)
                 raise self.refusal(cause, cause.eqn)
@@ -240,6 +261,8 @@ class _Phases:
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
             phase = self.solution.phase[eqn]
             gathers = any(a in late or isinstance(self.solution.of(a), Split) for a in inputs_of(eqn))
+            if eqn in self.whole:
+                continue
             if phase == "between" or (gathers and phase == "after"):
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost

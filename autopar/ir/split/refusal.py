@@ -87,6 +87,18 @@ def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, c
     )
 
 
+def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:
+    """The same, where it could be done of all samples at once, but for work: more than `limit`, a part of the step's."""
+    return MicrobatchError(
+        error.summary,
+        given=error.given,
+        wrong=f"{error.wrong} To do that of all samples at once, while the stages wait, is more than {limit:.0%} of the work.",
+        do=error.do.removesuffix(".")
+        + ", or a smaller batch: what is done for all pairs of samples grows with its square.",
+        **error.facts,
+    )
+
+
 def _named(eqn: JaxprEqn) -> str:
     return f"`{eqn.primitive}` at {source_line(eqn)}"
 

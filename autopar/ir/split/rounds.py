@@ -29,6 +29,7 @@ from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.turns import split_turns
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.work import Work
 from autopar.tuning import TUNING
@@ -64,7 +65,18 @@ def accumulate_in_rounds(
         MicrobatchError: Too much would be done more than once.
     """
     check_divides(jaxpr, count, batch, name)
-    rounds = _best_rounds(jaxpr, partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch))
+    decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch)
+    try:
+        rounds = _best_rounds(jaxpr, decide)
+    except MicrobatchError as error:
+
+        def of_turn(body: Jaxpr, rows: Sequence[int]) -> Jaxpr:
+            return accumulate_in_rounds(body, count, rows, per_microbatch, name)
+
+        jaxpr, loops = split_turns(jaxpr, count, batch, of_turn)
+        if not loops:
+            raise error from None
+        rounds = _best_rounds(jaxpr, partial(decide, whole=loops))
     made: dict[Var, Atom] = {var: var for var in jaxpr.invars}
     eqns = Equations()
     for each in rounds:

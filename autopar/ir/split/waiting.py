@@ -29,13 +29,20 @@ class SamplesWaitError(Exception):
         summed: Of the sums that are waited for, what the step makes of single samples and adds up there.
         incomplete: All values of the step that are not complete before every microbatch has made its part.
         solution: How far it has come.
+        is_late_work: Nothing waits any more, but too much would be done of all samples at once.
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, solution: LoopSolution, waiting: Mapping[JaxprEqn, MicrobatchError], late: Collection[Var]
+        self,
+        jaxpr: Jaxpr,
+        solution: LoopSolution,
+        waiting: Mapping[JaxprEqn, MicrobatchError],
+        late: Collection[Var],
+        is_late_work: bool = False,
     ):
         """`waiting`: equations on samples that would have to run after the loop; `late`: what is made there."""
         super().__init__()
+        self.is_late_work = is_late_work
         self.error, self.solution, maker = next(iter(waiting.values())), solution, makers(jaxpr.eqns)
         sums: dict[Var, None] = {}
         samples: dict[Var, None] = {}

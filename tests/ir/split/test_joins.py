@@ -16,6 +16,7 @@ from autopar.ir.dataflow import inputs_of
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins
 from autopar.ir.split.placement import SUM, Split
+from autopar.ir.split.strategy import join_parts
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, assert_same, full_batch, mlp, sgd, squares, trace_case
 from tests.ir.split.losses import normalized_head_loss
 
@@ -86,7 +87,7 @@ def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> li
             found.append(run_loop(jnp.int32(k), *given, *parts))
         for result, parts in zip(split.results, zip(*found, strict=True), strict=True):
             if isinstance(result.placement, Split):
-                values[result.var] = jnp.concatenate(parts, result.placement.dim)
+                values[result.var] = join_parts(parts, result.placement)
             else:
                 assert result.placement == SUM
                 values[result.var] = sum(parts)
@@ -156,3 +157,43 @@ def test_layers_that_run_again_or_in_a_loop(by_scan, again):
     run = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
     found = program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
     assert_same(found, full_batch(case))
+
+
+def supervised_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Two views of each sample against all views of all, those of one class being its like: rows and columns are the same."""
+    views = []
+    for x in (batch["x"], jnp.roll(batch["x"], 1, axis=1)):
+        for _ in range(6):
+            x = jnp.tanh(x @ params["w1"])
+        views.append(x @ params["w2"])
+    z, label = jnp.concatenate(views), jnp.tile(batch["label"], 2)
+    logits = jnp.where(jnp.eye(len(z), dtype=bool), -1e9, z @ z.T)
+    like = (label[:, None] == label[None]) - jnp.eye(len(z))
+    return -((like * jax.nn.log_softmax(logits)).sum(1) / like.sum(1).clip(1)).mean()
+
+
+@pytest.mark.parametrize("count", (2, 4))
+def test_pairs_whose_rows_and_columns_are_the_same(count):
+    """The gradient of the pairs, too, is one that samples wait for: of what it is made is joined."""
+    case = Case(sgd(supervised_loss))
+    program, batch = trace_case(case)
+    jaxpr, split = split_at_joins(program.jaxpr, count, batch)
+    check_phases(jaxpr)(split)
+    assert any(eqn.outvars[0].aval.shape == (2 * BATCH, 2 * BATCH) for eqn in split.between)
+    found = in_two_halves(jaxpr, split, program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
+    assert_same(program.unflatten_outputs(found), full_batch(case))
+
+
+def test_too_much_at_once_is_told():
+    """All that is done for pairs would be done of all samples, while the stages wait; so is what a callback is told."""
+
+    def loss(params, batch):
+        pairs = batch["x"] @ params["w1"] @ batch["x"].T
+        for _ in range(6):
+            pairs = jnp.sin(pairs @ pairs.T)
+        jax.debug.callback(lambda x: None, pairs)
+        return (pairs * (batch["x"] @ params["w2"])[:, :1]).mean()
+
+    program, batch = trace_case(Case(sgd(loss)))
+    with pytest.raises(MicrobatchError, match="more than 20% of the work"):
+        split_at_joins(program.jaxpr, 2, batch)

@@ -1,0 +1,109 @@
+"""Loops whose turns are training steps: each turn goes through its own batch in microbatches."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar._jax import eval_jaxpr
+from autopar.errors import MicrobatchError
+from autopar.ir.check import check_program
+from autopar.ir.region import equations_within
+from autopar.ir.split.rounds import accumulate_in_rounds
+from tests.ir.split.cases import COUNTS, Case, Tree, assert_same, cases, descend, full_batch, mlp, squares, traced
+
+
+def critics(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """A critic is trained three times, with noise of its own each time; then, on the same batch, what it judges."""
+
+    def loss(judge, params, noise):
+        return (jnp.tanh(mlp(params, batch["x"]) @ judge + noise) ** 2).mean() - (batch["y"] @ judge).mean()
+
+    def turn(judge, key):
+        noise = jax.random.normal(key, (len(batch["x"]), 1))
+        value, grads = jax.value_and_grad(loss)(judge, state["params"], noise)
+        return judge - 0.1 * grads, value
+
+    judge, values = jax.lax.scan(turn, jnp.ones((4, 1)), jax.random.split(jax.random.key(1), 3))
+    value, grads = jax.value_and_grad(lambda params: -loss(judge, params, 0.0))(state["params"])
+    return {**state, "params": descend(state["params"], grads)}, {"loss": value, "judged": values}
+
+
+def epochs(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Two epochs over shuffled minibatches of four, whose weights are divided by their own mean."""
+
+    def loss(params, part):
+        return (part["weight"] / part["weight"].mean() * squares(params, part)).mean()
+
+    def turn(params, part):
+        value, grads = jax.value_and_grad(loss)(params, part)
+        return descend(params, grads), value
+
+    def epoch(params, key):
+        order = jax.random.permutation(key, len(batch["x"]))
+        parts = jax.tree.map(lambda x: x[order].reshape(-1, 4, *x.shape[1:]), batch)
+        return jax.lax.scan(turn, params, parts)
+
+    params, values = jax.lax.scan(epoch, state["params"], jax.random.split(jax.random.key(0), 2))
+    return {**state, "params": params}, {"loss": values.mean()}
+
+
+def normed(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Batch statistics in every layer of a turn."""
+
+    def loss(params):
+        x = batch["x"]
+        for _ in range(8):
+            x = jnp.tanh(x @ params["w1"] @ params["w2"] @ params["w2"].T @ params["w1"].T)
+            x = (x - x.mean(0)) / (x.std(0) + 1e-3)
+        return (x**2).mean()
+
+    params, _ = jax.lax.scan(lambda p, _: (descend(p, jax.grad(loss)(p)), None), state["params"], None, length=2)
+    return {**state, "params": params}, {"loss": jnp.zeros(())}
+
+
+CASES = {"critics": Case(critics), "epochs": Case(epochs)}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@cases(CASES)
+def test_equal(case, count):
+    program, batch = traced(case)
+    flat = accumulate_in_rounds(program.jaxpr, count, batch)
+    check_program(flat)
+    run = jax.jit(lambda *args: eval_jaxpr(flat, (), *args))
+    found = program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
+    assert_same(found, full_batch(case))
+
+
+def test_products_are_of_microbatches():
+    """No product of a turn has more rows than a microbatch of a minibatch; there are as many of them."""
+    program, batch = traced(CASES["epochs"])
+
+    def rows_of_products(jaxpr):
+        """Of products with the first weights, how many rows each has, and how often it runs."""
+        found = Counter()
+        for eqn, times in equations_within(jaxpr):
+            if eqn.primitive.name == "dot_general" and eqn.invars[1].aval.shape == (16, 16):
+                found[eqn.outvars[0].aval.shape[0]] += times
+        return found
+
+    whole, split = rows_of_products(program.jaxpr), rows_of_products(accumulate_in_rounds(program.jaxpr, 2, batch))
+    assert whole == {4: 4} and split == {2: 8}
+
+
+def test_what_no_turn_can_split_is_refused():
+    program, batch = traced(Case(normed))
+    with pytest.raises(MicrobatchError, match="batch statistics"):
+        accumulate_in_rounds(program.jaxpr, 2, batch)
+
+
+def test_rows_that_do_not_divide():
+    """Minibatches of four rows have no eight parts."""
+    program, batch = traced(CASES["epochs"])
+    with pytest.raises(MicrobatchError, match="divide into 8 microbatches") as caught:
+        accumulate_in_rounds(program.jaxpr, 8, batch)
+    assert "test_turns.py" in caught.value.given
