@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar._jax import Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
-from autopar.intra_op.traffic import is_fused, is_picking
+from autopar.intra_op.traffic import is_fused, is_picking, is_view
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
@@ -43,10 +43,11 @@ def _find_held(graph: Graph) -> set[Var]:
             readers[var] = readers.get(var, 0) + 1
     held = {node.var for node in graph.nodes if node.kind == "port" and node.var is not None}
     held.update(edge.var for edge in graph.edges if graph.nodes[edge.target].kind == "port")
+    made_by = {var: node for node in nodes for var in node.eqn.outvars}
     for node in nodes:
         if not _makes_again(node):
             held.update(node.eqn.outvars)
-            held.update(_read_from_memory(node))
+            held.update(_as_written(var, made_by) for var in _read_from_memory(node))
     for scattered, total in _scattered_sums(nodes, readers):
         held.discard(scattered)
         held.add(total)
@@ -89,6 +90,16 @@ def _read_from_memory(node: Node) -> list[Var]:
         return []
     first = 1 if is_picking(node) or _scatters(node) else 0
     return [atom for atom in node.eqn.invars[first:] if not isinstance(atom, Literal)]
+
+
+def _as_written(var: Var, made_by: Mapping[Var, Node]) -> Var:
+    """What is in memory where a value is to be: elementwise work writes its result as the reader wants it turned, and who
+    reads it otherwise finds it there; what a product makes, or the program is given, is turned by a kernel of its own."""
+    written, maker = var, made_by.get(var)
+    while maker is not None and is_view(maker.eqn):
+        (written,) = inputs_of(maker.eqn)
+        maker = made_by.get(written)
+    return written if maker is not None and _makes_again(maker) else var
 
 
 def _scatters(node: Node) -> bool:

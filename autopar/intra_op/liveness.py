@@ -32,6 +32,7 @@ from autopar.intra_op.sharded import (
     local_bytes,
     share_bytes,
 )
+from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
@@ -268,7 +269,8 @@ class _Versions:
 def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | None) -> _Versions:
     """When each copy is made and read last; who reads what takes no memory reads what that is made of.
 
-    `stored` None: all do but the results of barriers, which are the operands.
+    What is scattered into zeros that its reader adds to something is only then no array of its own when the reader takes it
+    in the sharding in which it was made. `stored` None: all take memory but the results of barriers, which are the operands.
     """
     count = len(body.instructions)
     copies, starts = list(body.inputs), [-1] * len(body.inputs)
@@ -276,6 +278,7 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
     current = {copy: k for k, copy in enumerate(copies)}
     made_of: list[tuple[int, ...]] = [(k,) for k in range(len(copies))]
     results = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
+    moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in copies_read(i)}
     for position, instruction in enumerate(body.instructions):
         read = tuple(dict.fromkeys(number for copy in copies_read(instruction) for number in made_of[current[copy]]))
         for number in read:
@@ -283,6 +286,7 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
         passed = _passed_on(instruction) if stored is None else {}
         for copy in copies_made(instruction):
             is_there = stored is None or not isinstance(instruction, Compute) or copy[0] in stored or copy in results
+            is_there = is_there or copy in moved and not is_fused(instruction)
             own = (len(copies),) if is_there else read
             made_of.append(made_of[current[passed[copy]]] if copy in passed else own)
             current[copy] = len(copies)

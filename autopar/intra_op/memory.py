@@ -20,6 +20,7 @@ from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe_moment
+from autopar.intra_op.traffic import is_fused
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.work import num_bytes
 from autopar.mesh import Sharding
@@ -86,6 +87,8 @@ def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
             row.constant += alive.num_bytes
         elif not is_there:
             row.add_here(owner, owners.choices, alive.num_bytes)
+        elif (other := owners.merges_with(var, owner)) is not None:
+            row.add(var, other, owner, alive.times)
         else:
             row.add(var, first_of.setdefault(var, owner), owner, alive.times)
     for move in liveness.packed:
@@ -173,6 +176,16 @@ class _Owners:
             if shardings[self.choices[self.class_of[node]]] == sharding:
                 return rank, (node, shardings)
         return len(line), None
+
+    def merges_with(self, var: Var, owner: _Owner) -> _Owner | None:
+        """Of what is scattered to be added to a value, the other of those two who choose its sharding: where they agree it is
+        part of the sum and no array of its own (`held.py`). None of everything else."""
+        made = self.graph.produced.get(var)
+        maker = None if made is None or var in held_values(self.graph) else self.graph.nodes[made.node]
+        if maker is None or maker.kind != "op" or is_fused(maker):
+            return None
+        line = self._line(var, "fbuo")
+        return next((other for other in line if other[0] != owner[0]), None)
 
     def _line(self, var: Var, phases: str) -> list[_Owner]:
         """Who chooses a sharding for a value that readers of these phases wait for."""

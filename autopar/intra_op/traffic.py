@@ -85,6 +85,16 @@ def is_picking(node: Node) -> bool:
     return node.eqn.primitive.name in _PICKING
 
 
+def is_view(eqn: JaxprEqn) -> bool:
+    """Whether an operation shows an array that is there by another shape, or with its dims in another order."""
+    return (
+        eqn.primitive.name in VIEWS
+        and len(eqn.invars) == 1
+        and not isinstance(eqn.invars[0], Literal)
+        and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    )
+
+
 def is_fused(node: Node | Compute) -> bool:
     """Whether compilers put the operation into one kernel with its neighbours: elementwise work, sums of one operand."""
     rule, name = node.rule, node.eqn.primitive.name
@@ -134,7 +144,7 @@ class _Finder:
             read = self.operands(eqn)
             solid = [var for var in read if var not in self.floating]
             self.level_of[node.index] = None
-            if _is_view(eqn):
+            if is_view(eqn):
                 self.root[eqn.outvars[0]] = read[0]
                 continue
             level = max((self.level.get(var, 0) for var in solid), default=0)
@@ -166,7 +176,7 @@ class _Finder:
             if not self.fused[node.index]:
                 self.stored.update(node.eqn.outvars)
         for node in self.ops:
-            if not self.fused[node.index] or _is_view(node.eqn):
+            if not self.fused[node.index] or is_view(node.eqn):
                 continue
             read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
             again = sum(map(num_bytes, read))
@@ -210,7 +220,7 @@ class _Finder:
             eqn = node.eqn
             num_operands = len(eqn.invars)
             counts, touched = [0.0] * (num_operands + len(eqn.outvars)), list(range(num_operands + len(eqn.outvars)))
-            is_free = _is_view(eqn) or (self.fused[node.index] and self.level_of[node.index] is None)
+            is_free = is_view(eqn) or (self.fused[node.index] and self.level_of[node.index] is None)
             kernel = self.find(node.index) if self.fused[node.index] else node.index
             is_free = is_free or (self.fused[node.index] and kernel not in leaving)
             for k, atom in enumerate(() if is_free else eqn.invars):
@@ -231,15 +241,6 @@ class _Finder:
             traffic = Traffic(tuple(counts), tuple(touched), launches, on_samples)
             found[node.index] = same.setdefault(traffic, traffic)
         return found
-
-
-def _is_view(eqn: JaxprEqn) -> bool:
-    return (
-        eqn.primitive.name in VIEWS
-        and len(eqn.invars) == 1
-        and not isinstance(eqn.invars[0], Literal)
-        and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-    )
 
 
 def _is_larger(eqn: JaxprEqn) -> bool:

@@ -7,10 +7,12 @@ import pytest
 from autopar import Cluster
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.held import held_values
-from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.liveness import fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower
+from autopar.intra_op.memory import broken_memory_rows
 from autopar.ir.trace.trace import trace_step
-from autopar.mesh import logical_mesh
+from autopar.mesh import Sharding, logical_mesh
+from autopar.tuning import TUNING
 
 N = 64
 SQUARE = N * N * 4
@@ -45,6 +47,12 @@ def sliced(x, w):
     return (jnp.exp(rest) @ w) * rest
 
 
+def turned(x, w):
+    """Written turned for the product that reads it so: the other reader finds it there."""
+    positive = jnp.maximum(x @ w, 0.0)
+    return (positive.T @ w) * positive
+
+
 @pytest.mark.parametrize(
     "step, held",
     [
@@ -53,6 +61,7 @@ def sliced(x, w):
         (added, ["dot_general", "transpose", *["dot_general"] * 3, "add", "tanh", "dot_general", "mul"]),
         (added_once, ["dot_general", "dot_general", "tanh", "dot_general", "mul"]),
         (sliced, ["dot_general", "exp", "dot_general", "mul"]),
+        (turned, ["dot_general", "max", "dot_general", "mul"]),
     ],
 )
 def test_what_is_held(step, held):
@@ -72,3 +81,33 @@ def test_what_a_value_is_made_of_waits_for_its_readers():
     body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
     peak = measure_liveness(body, graph.mesh, held_values(graph)).peak_bytes
     assert peak == 5 * SQUARE + 4 * N
+
+
+def scattered(x, at, y):
+    return jnp.zeros((N, N)).at[at].add(x) + y
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_scattered_takes_memory_unless_it_is_added_as_it_was_made(whole):
+    """Into zeros, to be added to `y` by each device's half of the columns: where these are scattered, too, it is part of the
+    sum; where all of them are, there is a whole array of its own. The rows of memory say the same."""
+    given = [((N, N), "float32"), ((N,), "int32"), ((N, N), "float32")]
+    program = trace_step(scattered, [jax.ShapeDtypeStruct(*each) for each in given])
+    graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 2), (2,)), {})
+    columns, everything = Sharding(((), ("x",))), Sharding(((), ()))
+    choices = [_choice(node, everything if whole and node.name == "scatter-add" else columns) for node in graph.nodes]
+    body = lower(program.jaxpr, graph, choices)
+    moments = fullest_moments(body, graph.mesh, held_values(graph), [False] * 3, TUNING.memory_rows)
+    arguments, half = SQUARE + 2 * N, SQUARE // 2
+    if whole:  # the half of it that is added, then the sum
+        assert list(moments[0].curve[-2:]) == [arguments + SQUARE + half, arguments + 2 * half]
+    else:
+        assert moments[0].curve[-1] == arguments + 4 * N + half  # the sum, and where to scatter
+    rows = broken_memory_rows(graph, range(len(graph.nodes)), choices, body, [False] * 3, 0.0)
+    assert [row.used(choices) for row in rows] == [moment.peak_bytes for moment in moments]
+
+
+def _choice(node, sharding):
+    """The choice by which a node's value, or its result, is split so; the first, where there is none."""
+    given = [strategy.results[0] for strategy in node.strategies] or list(node.shardings)
+    return given.index(sharding) if sharding in given else 0

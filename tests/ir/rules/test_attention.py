@@ -55,10 +55,9 @@ def on_cpu():
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(function)), platform="cpu")
 
 
-def attend(query, key, value, bias=None, lengths=None, is_causal=True):
-    return jax.nn.dot_product_attention(
-        query, key, value, bias, is_causal=is_causal, key_value_seq_lengths=lengths, implementation="cudnn"
-    )
+def attend(query, key, value, bias=None, lengths=None, is_causal=True, **options):
+    options = {"is_causal": is_causal, "key_value_seq_lengths": lengths, "implementation": "cudnn", **options}
+    return jax.nn.dot_product_attention(query, key, value, bias, **options)
 
 
 def kernels(heads, key_heads, *others, **options):
@@ -91,8 +90,21 @@ def test_splits_by_batch_and_heads(heads, key_heads, others, splits):
         assert check_equation(eqn, limit=5) > 1
 
 
-def test_lengths_are_of_each_sample():
-    both = kernels(4, 4, lengths=jnp.full((8,), 7, jnp.int32), is_causal=False)
+SEVEN = jnp.full((8,), 7, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lengths": SEVEN, "is_causal": False},
+        {"lengths": SEVEN, "query_seq_lengths": SEVEN},
+        {"local_window_size": (4, 0)},
+        {"mask": jnp.ones((8, 1, 16, 16), bool)},
+    ],
+)
+def test_variants_split_by_batch_and_heads_too(options):
+    """Lengths are of each sample, and so may masks be."""
+    both = kernels(8, 4, **options)
     assert [" ".join(rule_for(eqn).splittable()) for eqn in both] == ["b n", "b n"]
 
 

@@ -12,8 +12,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention, decode_attention, layer_norm, rms_norm, softmax
-from jax.experimental.pallas.ops.tpu import flash_attention, megablox
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.experimental.pallas.ops.tpu import megablox
 
 import autopar
 from autopar.ir.rules import rule_for
@@ -395,32 +394,6 @@ def test_library_kernels(name):
     else:
         assert check_function(fun, *shapes, only=["pallas_call"], limit=3) > 1
     assert all(rule_for(eqn).flops > math.prod(eqn.outvars[0].aval.shape) for eqn in kernels)
-
-
-def test_attention_for_tpus_splits_by_batch_and_heads():
-    """Its scratch is begun anew for each block of queries; the interpreter does not run it on several devices."""
-    fun = gradient_of(functools.partial(flash_attention.flash_attention, causal=True))
-    kernels = [eqn for eqn in flat_eqns(fun, *[(4, 2, 256, 128)] * 3) if eqn.primitive.name == "pallas_call"]
-    assert len(kernels) == 3
-    assert all([rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()] == [4, 2] for eqn in kernels)
-
-
-@pytest.mark.parametrize("key_heads", [4, 2])
-def test_splash_attention_splits_by_batch_and_heads_of_keys(key_heads):
-    """What it keeps for the next step are results that nothing reads; each head begins them anew."""
-    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((256, 256))] * 4)
-    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, interpret=True)
-    fun, keys = gradient_of(jax.vmap(kernel)), (8, key_heads, 256, 128)
-    kernels = [eqn for eqn in flat_eqns(fun, (8, 4, 256, 128), keys, keys) if eqn.primitive.name == "pallas_call"]
-    assert len(kernels) == 3
-    assert all(sorted(rule_for(e).sizes[f] for f in rule_for(e).splittable()) == [key_heads, 8] for e in kernels)
-
-
-def test_parts_of_splash_attention():
-    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((128, 128))] * 4)
-    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, interpret=True)
-    fun, keys = gradient_of(jax.vmap(kernel)), (2, 2, 128, 128)
-    assert check_function(fun, (2, 4, 128, 128), keys, keys, only=["pallas_call"], limit=1) == 3
 
 
 def test_grouped_product_splits_by_columns():

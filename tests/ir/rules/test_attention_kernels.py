@@ -1,0 +1,87 @@
+"""JAX's attention kernels, in the variants that code uses: which dims their rules split."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas.ops.gpu import attention, paged_attention
+from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import check_function, flat_eqns, gradient_of
+from tests.ir.rules.test_pallas import BLOCKS
+
+
+def test_attention_for_tpus_splits_by_batch_and_heads():
+    """Its scratch is begun anew for each block of queries; the interpreter does not run it on several devices."""
+    fun = gradient_of(functools.partial(flash_attention.flash_attention, causal=True))
+    kernels = [eqn for eqn in flat_eqns(fun, *[(4, 2, 256, 128)] * 3) if eqn.primitive.name == "pallas_call"]
+    assert len(kernels) == 3
+    assert all([rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()] == [4, 2] for eqn in kernels)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_splash_attention_splits_by_batch_and_heads_of_keys(key_heads):
+    """What it keeps for the next step are results that nothing reads; each head begins them anew."""
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((256, 256))] * 4)
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, interpret=True)
+    fun, keys = gradient_of(jax.vmap(kernel)), (8, key_heads, 256, 128)
+    kernels = [eqn for eqn in flat_eqns(fun, (8, 4, 256, 128), keys, keys) if eqn.primitive.name == "pallas_call"]
+    assert len(kernels) == 3
+    assert all(sorted(rule_for(e).sizes[f] for f in rule_for(e).splittable()) == [key_heads, 8] for e in kernels)
+
+
+def splash(mask, segments=False, **options):
+    """Splash attention of 8 samples, 4 heads of queries, and its gradient."""
+    kernel = splash_attention_kernel.make_splash_mha_single_device(
+        splash_attention_mask.MultiHeadMask([mask] * 4), interpret=True, **options
+    )
+    ids = splash_attention_kernel.SegmentIds(*[jnp.zeros((8, 256), jnp.int32)] * 2) if segments else None
+    return gradient_of(lambda q, k, v: jax.vmap(kernel)(q, k, v, ids))
+
+
+WINDOW = splash_attention_mask.LocalMask((256, 256), (64, 0), 0)
+CAUSAL = splash_attention_mask.CausalMask((256, 256))
+HEADS = [(8, 4, 256, 128)] * 3
+IDS = jnp.zeros((8, 256), jnp.int32)
+SEGMENTS = flash_attention.SegmentIds(IDS, IDS)
+PAGES = [(8, 4, 16), (2, 64, 16, 16), (2, 64, 16, 16)]
+VARIANTS = {
+    "splash, a window": (splash(WINDOW), HEADS, [[4, 8]] * 3),
+    "splash, segments, capped logits": (splash(CAUSAL, segments=True, attn_logits_soft_cap=30.0), HEADS, [[4, 8]] * 3),
+    "flash, segments": (
+        gradient_of(lambda *qkv: flash_attention.flash_attention(*qkv, None, SEGMENTS, causal=True)),
+        HEADS,
+        [[4, 8]] * 3,
+    ),
+    "segments": (
+        gradient_of(lambda *qkv: attention.mha(*qkv, IDS[:, :32], causal=True, block_sizes=BLOCKS, interpret=True)),
+        [(8, 32, 2, 16)] * 3,
+        [[2, 8], [2, 2, 8], [2, 8]],
+    ),
+    "decoding from pages, capped logits": (
+        lambda *qkv: paged_attention.paged_attention(
+            *qkv, jnp.zeros((8, 16), jnp.int32), IDS[:, 0], k_splits=4, attn_logits_soft_cap=30.0, interpret=True
+        ),
+        PAGES,
+        [[2, 8]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_attention_split_by_batch_and_heads(name):
+    fun, shapes, splits = VARIANTS[name]
+    kernels = [eqn for eqn in flat_eqns(fun, *shapes) if eqn.primitive.name == "pallas_call"]
+    assert [sorted(rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()) for eqn in kernels] == splits
+
+
+def test_parts_of_splash_attention():
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((128, 128))] * 4)
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, interpret=True)
+    fun, keys = gradient_of(jax.vmap(kernel)), (2, 2, 128, 128)
+    assert check_function(fun, (2, 4, 128, 128), keys, keys, only=["pallas_call"], limit=1) == 3
