@@ -286,7 +286,8 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
         passed = _passed_on(instruction) if stored is None else {}
         for copy in copies_made(instruction):
             is_there = stored is None or not isinstance(instruction, Compute) or copy[0] in stored or copy in results
-            is_there = is_there or copy in moved and not is_fused(instruction)
+            if isinstance(instruction, Compute) and copy in moved:
+                is_there = is_there or not is_fused(instruction)
             own = (len(copies),) if is_there else read
             made_of.append(made_of[current[passed[copy]]] if copy in passed else own)
             current[copy] = len(copies)
