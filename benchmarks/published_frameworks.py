@@ -99,6 +99,19 @@ def stage_layers(run: Run) -> list[int]:
     return [*[most] * (count - 1), run.layers - most * (count - 1)]
 
 
+def usual_pipeline(run: Run) -> dict[str, int]:
+    """What a framework takes where its user does not say it, of a run in stages.
+
+    torchtitan's microbatches are as many as stages (`build_pipeline_schedule`), and an interleaved schedule has two of them on
+    each device (`stages_per_rank`).
+    """
+    if "torchtitan" not in run.framework or run.pipeline == 1:
+        return {}
+    per_replica = run.batch // run.data
+    several = re.search("interleav|looped", run.schedule, re.IGNORECASE)
+    return {"microbatch": max(1, per_replica // run.pipeline), "chunks": 2 if several else 1}
+
+
 def waiting_part(run: Run) -> float:
     """How long a pipeline waits, over what 1F1B does: schedules that compute gradients of weights late wait less.
 
