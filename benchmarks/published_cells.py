@@ -83,6 +83,8 @@ def recompute_of(row: Cells) -> str | None:
     lower = text_of(row, "recompute").lower()
     if re.match(r"none|no\b|off\b|false|0$", lower):
         return "none"
+    if recomputed_part(row) < 1:
+        return "full"
     if re.match(r"selective|attention|attn|core", lower):
         return "selective"
     if "dot" in lower or lower == "minimal":  # so MaxText calls it
@@ -92,29 +94,60 @@ def recompute_of(row: Cells) -> str | None:
     return None
 
 
-def zero_of(row: Cells, data: int) -> tuple[int, int]:
+def recomputed_part(row: Cells) -> float:
+    """The part of the layers, or of a layer, that full recomputation makes again: all, or what the cell says.
+
+    torchtitan's "selective" is of every second layer, or of every second product of each (`apply_ac`: `mm_count % 2`).
+    """
+    lower = text_of(row, "recompute").lower()
+    part = re.search(r"\b(\d+)\s*(?:/|of|out of)\s*(\d+)\b", lower)
+    percent = re.search(r"(\d+(?:\.\d+)?)\s*%", lower)
+    if part and 0 < int(part[1]) <= int(part[2]):
+        return int(part[1]) / int(part[2])
+    if percent and float(percent[1]) <= 100:
+        return float(percent[1]) / 100
+    halves = r"\bhalf\b|(every|each|all) (other|second|2nd|2\b)|alternat|selective[ _-](layer|op)"
+    if re.search(halves, lower) or (lower.startswith("selective") and says(row, "torchtitan", "framework")):
+        return 0.5
+    return 1.0
+
+
+def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int]:
     """Stage of ZeRO, and over how many replicas the state is split.
+
+    Where the cell is empty the framework's name says it: FSDP splits everything, NeMo's and Megatron-Bridge's recipes have the
+    distributed optimizer on.
 
     Raises:
         ValueError: It is none that there is.
     """
-    text = text_of(row, "zero")
-    lower = text.lower()
+    lower = text_of(row, "zero").lower() or _usual_zero(row)
     if "offload" in lower:
         raise ValueError("its state is on the host")
     fsdp = re.search(r"f?sdp([12]\b)?[ =(]*(\d+)?", lower)
     stage = re.match(r"(?:zero|stage|deepspeed|[\s_-])*([0-9])\b", lower) or re.search(r"zero[\s_-]*([0-9])\b", lower)
+    group = re.search(r"(?:\bover|\bwithin|\bamong|\bgroups? of|\bsize|=)\s*(\d+)", lower)
+    is_hybrid = re.search(r"hsdp|hybrid|zero\+\+|(within|per|inside|in) (a |an |each |one )?(node|host)", lower)
+    shards = min(int(group[1]) if group else per_host if is_hybrid else data, data)
     if lower.startswith(("distributed optimizer", "optimizer")):
-        return 1, data
+        return 1, shards
     if stage:
         if int(stage[1]) > 3:
             raise ValueError(f"there is no ZeRO-{stage[1]}")
-        return int(stage[1]), data if int(stage[1]) else 1
+        return int(stage[1]), shards if int(stage[1]) else 1
     if fsdp or re.search(r"full.?shard|fully.?shard|hybrid.?shard|zero\+\+", lower):
-        return 3, min(int((fsdp and fsdp[2]) or data), data)
+        return 3, min(int((fsdp and fsdp[2]) or shards), data)
     if lower and not re.match(r"no|off|false|ddp|dp\b|data", lower):
         raise ValueError("zero is none that is known here")
     return 0, 1
+
+
+def _usual_zero(row: Cells) -> str:
+    framework = text_of(row, "framework")
+    stated = re.search(r"zero[\s_-]*[0-9]|\bf?sdp[12]?\b", f"{framework} {text_of(row, 'notes')}", re.IGNORECASE)
+    if stated and not says(row, r"DDP", "framework"):
+        return stated[0].lower()
+    return "distributed optimizer" if re.search("NeMo|Megatron-Bridge", framework) else ""
 
 
 def attention_of(row: Cells) -> int | None:

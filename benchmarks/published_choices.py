@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from published_frameworks import usual_pipeline
 from published_runs import Run
 from published_steps import Prediction, predict
 
@@ -26,7 +27,7 @@ def settle(run: Run, predict: Callable[[Run], Prediction] = predict) -> tuple[Ru
     Raises:
         AutoparError: It cannot be predicted.
     """
-    found = [(taken, predict(taken)) for taken in alternatives(run)]
+    found = [(taken, _whole_or_in_part(taken, predict)) for taken in alternatives(run)]
     recomputing = any(name == "recompute" for name, _ in run.unstated)
     if recomputing:
         found += _in_part(found)
@@ -53,17 +54,32 @@ def _in_part(found: Sequence[tuple[Run, Prediction]]) -> Iterator[tuple[Run, Pre
         if run.recompute != "none" or full is None or not full.needed_bytes < none.capacity_bytes < none.needed_bytes:
             continue
         part = (none.needed_bytes - none.capacity_bytes) / (none.needed_bytes - full.needed_bytes)
-        mixed = {f.name: (1 - part) * getattr(none, f.name) + part * getattr(full, f.name) for f in fields(none)}
-        yield replace(run, recompute=f"full in {part:.0%} of the layers"), Prediction(**mixed)
+        yield replace(run, recompute="full", recomputed=part), _mixed(none, full, part)
+
+
+def _whole_or_in_part(run: Run, predict: Callable[[Run], Prediction]) -> Prediction:
+    """The prediction of a run of which all layers are made again, none, or as many as its row says."""
+    if run.recompute != "full" or run.recomputed == 1:
+        return predict(run)
+    none = predict(replace(run, recompute="none"))
+    return _mixed(none, predict(run), run.recomputed)
+
+
+def _mixed(none: Prediction, full: Prediction, part: float) -> Prediction:
+    """Where a part of the layers is made again and the others are not."""
+    return Prediction(**{f.name: (1 - part) * getattr(none, f.name) + part * getattr(full, f.name) for f in fields(none)})
 
 
 def alternatives(run: Run) -> Iterator[Run]:
     """All that a run may have been, itself if its row says all."""
     named = {name: values for name, values in run.unstated if name not in _SIZES}
+    found: list[Run] = []
     for values in itertools.product(*named.values()):
         taken = _with_experts(_with(run, dict(zip(named, values, strict=True))))
-        if taken.batch % (taken.data * taken.microbatch) == 0:
-            yield taken
+        taken = replace(taken, **{name: value for name, value in usual_pipeline(taken).items() if name in named})
+        if taken.batch % (taken.data * taken.microbatch) == 0 and taken not in found:
+            found.append(taken)
+    yield from found
 
 
 def _with(run: Run, chosen: dict[str, Any]) -> Run:

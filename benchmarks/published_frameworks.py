@@ -55,6 +55,8 @@ QUANTIZED = 5 / 3
 """Launches for a product of 8 bits or fewer, over those for a wider one: of an expert's three products with one weight, forward
 and backward, what enters and the gradient of what leaves are made narrow first, by a kernel each (Transformer Engine,
 `GroupedLinear`)."""
+GROUPED_SINCE = (26, 6)
+"""Year and month of the first container whose kernels multiply for all experts at once."""
 MASK_GROUP = 2048
 """Tokens that share a mask where XLA sends tokens to experts by a product with it (GShard; so many in Alpa's suites);
 DeepSpeed's mask is of all tokens of a device (`sharded_moe.py`)."""
@@ -97,6 +99,19 @@ def stage_layers(run: Run) -> list[int]:
         most = (run.layers + 2) // count
         return [most - 1, *[most] * (count - 2), most - 1]
     return [*[most] * (count - 1), run.layers - most * (count - 1)]
+
+
+def usual_pipeline(run: Run) -> dict[str, int]:
+    """What a framework takes where its user does not say it, of a run in stages.
+
+    torchtitan's microbatches are as many as stages (`build_pipeline_schedule`), and an interleaved schedule has two of them on
+    each device (`stages_per_rank`).
+    """
+    if "torchtitan" not in run.framework or run.pipeline == 1:
+        return {}
+    per_replica = run.batch // run.data
+    several = re.search("interleav|looped", run.schedule, re.IGNORECASE)
+    return {"microbatch": max(1, per_replica // run.pipeline), "chunks": 2 if several else 1}
 
 
 def waiting_part(run: Run) -> float:
@@ -157,10 +172,21 @@ def expert_launches(run: Run, kernels: tuple[Kernel, ...]) -> float:
     and nothing runs ahead of it. Libraries launch the products of each expert one by one. Programs of XLA's have one kernel for
     all experts, and where experts have room for so many tokens the host need not wait.
     """
-    if run.whole or run.experts is None or run.experts.is_padded:
+    if run.whole or run.experts is None or run.experts.is_padded or multiplies_at_once(run):
         return 0.0
     launches = sum(k.count * (QUANTIZED if _is_narrow(k) else 1) if isinstance(k, Product) else 1 for k in kernels)
     return launches * HOST_SECONDS
+
+
+def multiplies_at_once(run: Run) -> bool:
+    """Whether one kernel multiplies for all experts of a device, and takes their numbers of tokens from memory.
+
+    On Blackwell in 8 or 4 bits, in NVIDIA's containers since June 2026 (Megatron-Bridge, `cutedsl_fused_grouped_mlp` with
+    `cuda_graph_impl="full_iteration"`).
+    """
+    release = re.search(r"\b(2[5-9])\.(\d\d)(?:\.\d+)?\b", f"{run.framework} {run.source}")
+    is_new = release is not None and (int(release[1]), int(release[2])) >= GROUPED_SINCE
+    return is_new and "B" in run.device and run.dtype in ("float8", "float4")
 
 
 def mask_kernels(run: Run, tokens: int) -> dict[str, tuple[Kernel, ...]]:

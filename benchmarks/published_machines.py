@@ -19,6 +19,13 @@ from autopar.mesh.catalog import Model
 from autopar.mesh.find_device import slice_chips
 
 
+EXPONENTIALS = 16 * 1.7e9
+"""Per second on one multiprocessor: 16 in a clock (NVIDIA, "CUDA programming guide", throughput of special functions)."""
+_TWICE_THE_EXPONENTIALS = (10, 3)
+"""Blackwell Ultra (NVIDIA, "Inside NVIDIA Blackwell Ultra", 2025)."""
+_STATED_FOR = 128
+
+
 @dataclass(frozen=True)
 class Machine:
     """A device and its links: inside a host, and between hosts."""
@@ -49,10 +56,25 @@ def machine_of(run: Run) -> Machine:
         reached = OMNI_PATH if "Omni-Path" in run.network else inter.bytes_per_second / model.inter_peak
         inter = replace(inter, bytes_per_second=rate * reached)
     device = model.device
-    if run.kernel == 1:
-        fused = device.achieved.fused * FIRST_FLASH[generation_of(device)]
+    if run.kernel:
+        fused = device.achieved.fused * _part_for_heads(model, run.head_size)
+        fused *= FIRST_FLASH[generation_of(device)] if run.kernel == 1 else 1
         device = replace(device, achieved=replace(device.achieved, fused=fused))
     return Machine(device, per_host, intra, inter)
+
+
+def _part_for_heads(model: Model, size: int) -> float:
+    """What fused attention reaches with heads of this size, over what it does with 128, for which the catalog states it.
+
+    Of each score a GPU takes one exponential forward and one backward, whatever the heads' size, besides 14 FLOPs for each of
+    their numbers: Shah et al., "FlashAttention-3", 2024, sec. 3.1 (and figures 5, 6: 497 TFLOP/s with 64, 648 with 128).
+    """
+    cores = model.device.achieved.cores
+    if not cores or size >= _STATED_FOR:
+        return 1.0
+    exponentials = cores * EXPONENTIALS * (2 if model.capability == _TWICE_THE_EXPONENTIALS else 1)
+    part = 2 / (14 * _STATED_FOR) * model.device.product_flops_per_second(["bfloat16"]) / exponentials
+    return (1 + part) / (1 + part * _STATED_FOR / size)
 
 
 def by_devices(run: Run) -> Run:

@@ -62,8 +62,8 @@ def plan_groups(rows: Sequence[Row], least: int = 3) -> list[Group]:
     for run, predicted in rows:
         if run.seconds is None:
             continue
-        model = (run.source, run.framework, run.layers, run.width, run.heads, run.tokens, run.dtype, run.recompute)
-        plans = found.setdefault((*model, run.batch, run.device, run.model, run.devices), {})
+        model = (run.source, run.framework, run.layers, run.width, run.heads, run.tokens, run.dtype)
+        plans = found.setdefault((*model, run.recompute, run.recomputed, run.batch, run.device, run.model, run.devices), {})
         settings = {
             "tensor": run.tensor,
             "pipeline": run.pipeline,

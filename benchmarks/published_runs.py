@@ -26,6 +26,7 @@ from published_cells import (
     needed,
     number_of,
     recompute_of,
+    recomputed_part,
     says,
     seconds_of,
     text_of,
@@ -63,6 +64,7 @@ class Run:
         decoder: Tokens of a decoder beside an encoder of `tokens`, each `layers` deep; 0: there is none.
         experts: Of a mixture of them.
         net: Of a convolutional one, which has none of the sizes above.
+        recomputed: The part of the layers for which `recompute` is full; of the others nothing is made again.
         mesh: On which a solver sharded that, if one did; `()`: all devices in a row.
         unstated: What the row does not say, each with what it may be, the likeliest first.
     """
@@ -111,6 +113,7 @@ class Run:
     decoder: int = 0
     experts: Experts | None = None
     net: Net | None = None
+    recomputed: float = 1.0
     mesh: tuple[int, ...] | None = None
     unstated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
@@ -231,7 +234,7 @@ def _run(row: Cells, line: int) -> Run:
     microbatch = stated("microbatch", microbatch_of(row, per_replica, devices // data // pipeline), *several)
     if per_replica % microbatch:
         raise ValueError("the batch does not divide")
-    zero, shards = zero_of(row, data * context)
+    zero, shards = zero_of(row, data * context, count_of(row, "gpus_per_node") or 8)
     if says(row, r"Alpa \(auto", "framework") and not text_of(row, "zero"):
         zero, shards = 2, data  # its solver prefers reduce-scatter (`prefer_reduce_scatter` of Alpa's suites)
     if is_jax and not text_of(row, "zero"):
@@ -241,9 +244,7 @@ def _run(row: Cells, line: int) -> Run:
     # Megatron-LM sends between stages behind products only where they are interleaved (`overlap_p2p_comm`).
     interleaved = says(row, r"interleav|overlap.*\bPP\b", "vpp", "schedule") and len(several) > 1
     chunks = stated("chunks", chunks, *(several[1:] if interleaved else (1,)))
-    kernel = stated(
-        "kernel", attention_of(row), 2 if says(row, "[HBL]\\d|TPU|MI3|A100|A800|trillium", "gpu_type") else 0
-    )
+    kernel = stated("kernel", attention_of(row), 2 if _is_recent(row) else 0)
     made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if is_jax else ()), "full")
     run = Run(
         source=text_of(row, "source"),
@@ -271,6 +272,7 @@ def _run(row: Cells, line: int) -> Run:
         microbatch=microbatch,
         dtype=stated("dtype", dtype_of(row), "float16" if says(row, "V100|T4", "gpu_type") else "bfloat16"),
         recompute=stated("recompute", recompute_of(row), *made_again),
+        recomputed=recomputed_part(row),
         zero=zero,
         shards=shards,
         sequence=_is_sequence_parallel(row),
@@ -332,7 +334,8 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
 
 
 def _is_split(row: Cells) -> bool:
-    return says(row, "fsdp|sdp|^3", "zero") or says(row, _JAX, "framework")
+    """Whether what is run says that devices have other samples and nothing else: its tensors are not split further."""
+    return says(row, "fsdp|sdp|^3", "zero") or says(row, _JAX + r"|\bFSDP|\bDDP\b|Composer|fairscale", "framework")
 
 
 def _dense(run: Run) -> Dense:
@@ -356,13 +359,21 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
     if not flops or run.net:  # of the FLOPs of a net, people count what they like
         raise ValueError("no time is published")
     # What attention counted for, and what was made again, is seldom said.
-    again = 4 / 3 if says(row, "hardware|incl. recompute", "tflops_kind") and run.recompute == "full" else 1
+    again = 1 + run.recomputed / 3 if says(row, _HARDWARE, "tflops_kind") and run.recompute == "full" else 1
     seconds = again * run.flops / (flops * 1e12 * run.devices)
     return {"seconds": seconds, "unstated": (*run.unstated, ("seconds", (seconds,)))}
 
 
+_HARDWARE = r"hardware|incl. recompute|\bHFU\b"
 _JAX = r"JAX|XLA|MaxText|Pax|praxis|EasyLM|Levanter|T5X|Flax|AXLearn|GSPMD|TensorFlow"
 _COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
+
+
+def _is_recent(row: Cells) -> bool:
+    """Whether attention was fused by then: on Ampere, who still trained in fp16 with its scaled losses did so before that."""
+    if says(row, "A100|A800|A40|A10|A6000|3090", "gpu_type"):
+        return dtype_of(row) != "float16"
+    return says(row, "[HBL]\\d|TPU|MI[23]|RTX|trillium|ironwood|gaudi|trainium", "gpu_type")
 
 
 def _overlaps(row: Cells) -> bool:

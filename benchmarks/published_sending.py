@@ -14,6 +14,7 @@ from published_machines import Machine
 from published_runs import Run
 
 from autopar.cost import collective_seconds
+from autopar.cost.steps import CollectiveKind
 from autopar.mesh import Link, LogicalMesh
 
 
@@ -101,31 +102,53 @@ def data_seconds(
     replicas = run.data * run.context
     if replicas == 1:
         return 0.0, 0.0
-    inside = math.gcd(replicas, max(1, machine.per_host // run.tensor))
-    links = machine.inter, machine.intra.within(inside * run.tensor)
-    mesh = LogicalMesh((replicas // inside, inside), links=links)
-    if "DeepSpeed" in run.framework and run.zero == 3 and run.devices > machine.per_host:
-        mesh = LogicalMesh((replicas,), links=(machine.inter,))
+    every, group, others = _meshes(run, machine)
 
-    def seconds(kind: str, num_bytes: float) -> float:
+    def seconds(kind: CollectiveKind, num_bytes: float, mesh: LogicalMesh = group) -> float:
         return collective_seconds(kind, num_bytes, mesh.axis_names, mesh)
 
     width = 4 if run.dtype == "float32" else 2
     if run.dtype == "bfloat16" and "Megatron-DeepSpeed" in run.framework:
         # `bf16_optimizer.py` adds gradients up in 32 bits on every replica, and gathers what each has updated.
-        return seconds("all-reduce", params * 4) + seconds("all-gather", params * 2), 0.0
+        return seconds("all-reduce", params * 4, every) + seconds("all-gather", params * 2, every), 0.0
     behind = machine.device.achieved.overlap
 
     def exposed(length: float, meanwhile: float) -> float:
         """What nothing hides of a collective: it goes on for longer, or takes a part of the cores."""
         return max(length - meanwhile, (1 - behind) * length)
 
-    if run.zero < 3:
-        sums, parts = ("all-reduce", 0) if run.zero == 0 else ("reduce-scatter", 1)
-        reduced, gathered = seconds(sums, params * width), parts * seconds("all-gather", params * width)
-        if run.hides_gradients:
-            reduced, gathered = exposed(reduced, layers * (whole - forward)), exposed(gathered, layers * forward)
-        return reduced + gathered, 0.0
-    gather, scatter = (seconds(kind, params / layers * width) for kind in ("all-gather", "reduce-scatter"))
-    alone = exposed(gather, forward) + exposed(gather + scatter, whole - forward)
-    return gather + scatter, layers * alone
+    # Parameters that are stored split are gathered, and their gradients reduced, by layers.
+    num_bytes = params * width / (layers if run.zero == 3 else 1)
+    if run.zero == 0:
+        reduced, gathered = seconds("all-reduce", num_bytes, every), 0.0
+    else:
+        # Who has the same part of the state adds up that part of the gradients.
+        between = seconds("all-reduce", num_bytes / math.prod(group.shape), others)
+        reduced, gathered = seconds("reduce-scatter", num_bytes) + between, seconds("all-gather", num_bytes)
+    if run.zero == 3:
+        alone = exposed(gathered, forward) + exposed(gathered + reduced, whole - forward)
+        return gathered + reduced, layers * alone
+    if run.hides_gradients:
+        reduced, gathered = exposed(reduced, layers * (whole - forward)), exposed(gathered, layers * forward)
+    return reduced + gathered, 0.0
+
+
+def _meshes(run: Run, machine: Machine) -> tuple[LogicalMesh, LogicalMesh, LogicalMesh]:
+    """All that see other tokens, those that the state is split over, and those that have the same part of it.
+
+    Of each axis between hosts and inside, the state is split inside first.
+    """
+    replicas = run.data * run.context
+    if "DeepSpeed" in run.framework and run.zero == 3 and run.devices > machine.per_host:
+        flat = LogicalMesh((replicas,), links=(machine.inter,))
+        return flat, flat, LogicalMesh((1,), links=(machine.inter,))
+    within = math.gcd(replicas, max(1, machine.per_host // run.tensor))
+    shards = run.shards if run.zero and replicas % run.shards == 0 else replicas
+
+    def mesh(size: int, inside: int, reach: int) -> LogicalMesh:
+        links = machine.inter, machine.intra.within(reach * run.tensor)
+        return LogicalMesh((size // inside, inside), links=links)
+
+    near = math.gcd(shards, within)
+    far = math.gcd(replicas // shards, within // near)
+    return mesh(replicas, within, within), mesh(shards, near, near), mesh(replicas // shards, far, within)

@@ -219,7 +219,7 @@ _AMPERE = _ampere(312, 19.5, 19.5)
 _V100 = _reached(0.755, 80, 0.35, _OLD_TILES)
 _A100 = _reached(0.869, 108, 0.6, _OLD_TILES)
 _H100 = _reached(0.803, 132)
-_B200 = _reached(0.776, 148)
+_B200 = _reached(0.776, 148, 0.48)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
 """A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
 rings through a group of four find four."""
@@ -287,12 +287,12 @@ MODELS: dict[str, Model] = {
         host_gigabytes=480),
     "b200": _gpu("B200", {**_BLACKWELL, "float4": 9000}, 180, 8000, 900, 50, _B200,
         "NVIDIA DGX B200 datasheet, one of eight", (10, 0), switch_gb_per_second=480, watts=1000),
-    "b300": _gpu("B300", {**_BLACKWELL, "float4": 13500}, 288, 8000, 900, 100, _reached(0.786, 148),
+    "b300": _gpu("B300", {**_BLACKWELL, "float4": 13500}, 288, 8000, 900, 100, _reached(0.786, 148, 0.6),
         "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s", (10, 3), switch_gb_per_second=480, watts=1400),
-    "gb200": _gpu("GB200", {**_GRACE_BLACKWELL, "float4": 10000}, 186, 8000, 900, 50, _reached(0.729, 148),
+    "gb200": _gpu("GB200", {**_GRACE_BLACKWELL, "float4": 10000}, 186, 8000, 900, 50, _reached(0.729, 148, 0.46),
         "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", (10, 0), per_host=72, switch_gb_per_second=480,
         watts=1200, host_gb_per_second=_C2C, host_gigabytes=240),
-    "gb300": _gpu("GB300", {**_GRACE_BLACKWELL, "float4": 15000}, 288, 8000, 900, 100, _reached(0.74, 148),
+    "gb300": _gpu("GB300", {**_GRACE_BLACKWELL, "float4": 15000}, 288, 8000, 900, 100, _reached(0.74, 148, 0.58),
         "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", (10, 3), per_host=72, switch_gb_per_second=480,
         watts=1400, host_gb_per_second=_C2C, host_gigabytes=240),
     "rtx-5090": _card("RTX-5090", _rates(419, 209.5, 104.8, 104.8), 32, 1792, _reached(0.7, 170, 0.4, _OLD_TILES),
