@@ -61,6 +61,9 @@ class Tuning:
     """Graphs with no more nodes are solved without ties on every mesh whose answer is nearly the best."""
     untied_seconds: float = 0.5
     """Seconds. The best answer is solved without ties whatever that wins, if it takes no longer."""
+    proved_seconds: float = 5.0
+    """Seconds. Of the best answer, where it was found two axes at a time, a bound is looked for whatever that wins, if it takes
+    no longer: without one nothing is known of it."""
     untied_near: float = 0.015
     """Part of the step: as much may be won by what ties keep alike."""
     untied_pairs: int = 30_000_000

@@ -8,7 +8,8 @@ plans, and the first over the second; above 1.000 the automatic plan was beaten.
 microbatches), `ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three degrees, microbatches,
 schedule, ZeRO, sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches, recomputation) are searched one
 at a time from several starts, until no change of one is faster or `--plans` of a method were made. What is planned is
-written to `--found`, line by line, and not planned again: run it in pieces, as often as you like. `--methods` plans those
+written to `--found`, line by line, and not planned again: run it in pieces, as often as you like. `--seconds` makes a piece
+of it: no plan is begun later than that, and the program ends with status 3 while some are left. `--methods` plans those
 alone, and the table then says nothing of the others.
 """
 
@@ -189,12 +190,20 @@ def ordered_factors(number: int, axes: int, least: int = 2) -> Iterator[tuple[in
             yield factors
 
 
-class Cell:
-    """A model on a machine: what was planned of it, and what is planned now."""
+class TimeIsUp(Exception):
+    """No further plan is to be begun."""
 
-    def __init__(self, model: str, cluster: str, found: Path):
+
+class Cell:
+    """A model on a machine: what was planned of it, and what is planned now.
+
+    Attributes:
+        ends: When the last plan may begin, by `time.monotonic()`.
+    """
+
+    def __init__(self, model: str, cluster: str, found: Path, ends: float = math.inf):
         self.model, self.cluster, self._file = model, autopar.Cluster.of(cluster), found
-        self._name = cluster
+        self._name, self.ends = cluster, ends
         self.seconds: dict[str, float] = {}
         self.gaps: dict[str, float] = {}
         self._program: Any = None
@@ -205,9 +214,15 @@ class Cell:
                 self.gaps[row["method"]] = row.get("gap", math.nan)
 
     def plan(self, method: Method) -> float:
-        """Seconds of the method's plan; inf: there is none."""
+        """Seconds of the method's plan; inf: there is none.
+
+        Raises:
+            TimeIsUp: It was not planned before, and it is too late to begin.
+        """
         text = method_text(method)
         if text not in self.seconds:
+            if time.monotonic() > self.ends:
+                raise TimeIsUp
             if self._program is None:
                 step, *arguments = MODELS[self.model]()
                 self._program = trace_step(step, tuple(arguments))
@@ -261,22 +276,27 @@ def main() -> None:
     parser.add_argument("--axes", type=int, default=3, help="of a mesh, at most: those of three take long to plan")
     parser.add_argument("--methods", default=METHODS, help="those that are held against Auto()")
     parser.add_argument("--auto-again", action="store_true", help="plan Auto() again, after a change of the search")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no plan is begun later than that")
     chosen = parser.parse_args()
+    ends = time.monotonic() + chosen.seconds
     table = Table(title="Auto() against every method, predicted")
     for heading in ("model", "machine", "Auto()", "gap", "plans", "best other method", "its step", "Auto() over it"):
         table.add_column(heading, justify="left" if heading in ("model", "machine", "best other method") else "right")
-    beaten, methods = 0, tuple(chosen.methods.split(","))
+    beaten, left, methods = 0, False, tuple(chosen.methods.split(","))
     for model, cluster in itertools.product(chosen.models.split(","), chosen.clusters.split(",")):
-        cell = Cell(model, cluster, chosen.found)
+        cell = Cell(model, cluster, chosen.found, ends)
         auto = autopar.Auto(microbatch_semantics=SEMANTICS.get(model, "exact"))
         name = method_text(auto)
         if chosen.auto_again:
             cell.seconds.pop(name, None)
         if chosen.plans:
-            cell.plan(auto)
-            for family in families(cell.cluster, chosen.axes):
-                if family.name in methods:
-                    cell.climb(family, chosen.plans)
+            try:
+                cell.plan(auto)
+                for family in families(cell.cluster, chosen.axes):
+                    if family.name in methods:
+                        cell.climb(family, chosen.plans)
+            except TimeIsUp:
+                left = True
         others = {text: seconds for text, seconds in cell.seconds.items() if text.startswith(methods)}
         if not others or name not in cell.seconds:
             continue
@@ -287,7 +307,9 @@ def main() -> None:
         table.add_row(model, cluster, *auto_cell, best, f"{others[best] * 1e3:.3f} ms", f"{ratio:.4f}")
         print(f"{model} on {cluster}: {ratio:.4f} of {best}", file=sys.stderr, flush=True)
     Console(width=180).print(table)
-    sys.exit(f"{beaten} times a method was faster than Auto()" if beaten else 0)
+    if beaten:
+        print(f"{beaten} times a method was faster than Auto()", file=sys.stderr)
+    sys.exit(1 if beaten else 3 if left else 0)
 
 
 if __name__ == "__main__":

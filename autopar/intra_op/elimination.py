@@ -24,13 +24,22 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Folded:
-    """A node that was removed: its best choice for each choice of its neighbours, and which choices each had then."""
+    """A node that was removed, as it was then: what its choices cost, beside each choice of its neighbours in `tables`, and
+    which choices each of them had."""
 
     node: int
     neighbours: tuple[int, ...]
-    best: np.ndarray
+    tables: tuple[np.ndarray, ...]
+    cost: np.ndarray
     node_alive: np.ndarray
     neighbours_alive: tuple[np.ndarray, ...]
+
+    def best(self, choices: Sequence[int]) -> int:
+        """The first of its cheapest choices beside its neighbours' `choices`."""
+        total, beside = self.cost, zip(self.neighbours, self.neighbours_alive, self.tables, strict=True)
+        for other, alive, table in reversed([*beside]):  # added up as when the least was found
+            total = total + table[int(np.searchsorted(alive, choices[other]))]
+        return int(self.node_alive[total.argmin()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +76,7 @@ class Reduced:
         for node, alive, choice in zip(self.kept, self._alive, core_choices, strict=True):
             choices[node] = int(alive[choice])
         for folded in reversed(self._folded):
-            place = tuple(
-                int(np.searchsorted(alive, choices[n]))
-                for n, alive in zip(folded.neighbours, folded.neighbours_alive, strict=True)
-            )
-            choices[folded.node] = int(folded.node_alive[folded.best[place]])
+            choices[folded.node] = folded.best(choices)
         return tuple(choices)
 
 
@@ -176,22 +181,21 @@ class _State:
             if allowed is not None:
                 self.restrict(other, allowed)
         self.edges[node] = {}
-        return _Folded(node, (), np.array(0), self.alive[node], ())
+        return _Folded(node, (), (), self.costs[node], self.alive[node], ())
 
     def fold(self, node: int) -> _Folded:
         neighbours = tuple(sorted(self.edges[node]))
         cost = self.costs[node]
         if len(cost) == 1:
             return self.settle(node)
+        tables = tuple(self.edges[other][node] for other in neighbours)
         match neighbours:
             case ():
-                best = np.array(int(cost.argmin()))
                 self.constant += float(cost.min())
             case (u,):
-                least, best = self.once(_least_of, self.edges[u][node], cost)
-                self.costs[u] = self.once(_plus, self.costs[u], least)
+                self.costs[u] = self.once(_plus, self.costs[u], self.once(_least_of, *tables, cost))
             case (u, v):
-                matrix, best = self.once(_least_between, self.edges[u][node], self.edges[v][node], cost)
+                matrix = self.once(_least_between, *tables, cost)
                 known = self.edges[u].get(v)
                 self.join(u, v, matrix if known is None else self.once(_plus, known, matrix))
             case _:
@@ -199,7 +203,7 @@ class _State:
         for other in neighbours:
             del self.edges[other][node]
         self.edges[node] = {}
-        return _Folded(node, neighbours, best, self.alive[node], tuple(self.alive[n] for n in neighbours))
+        return _Folded(node, neighbours, tables, cost, self.alive[node], tuple(self.alive[n] for n in neighbours))
 
 
 class _Once:
@@ -277,23 +281,21 @@ def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
     return None if keep.all() else keep
 
 
-def _least_of(table: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row the least of the table and the costs of its columns, and the first column that has it."""
-    total = table + cost[None, :]
-    return total.min(axis=1), total.argmin(axis=1)
+def _least_of(table: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """For each row the least of the table and the costs of its columns."""
+    return np.asarray((table + cost[None, :]).min(axis=1))
 
 
-def _least_between(left: np.ndarray, right: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each pair (i, j) the least `left[i, k] + right[j, k] + cost[k]`, and the first k that has it.
+def _least_between(left: np.ndarray, right: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """For each pair (i, j) the least `left[i, k] + right[j, k] + cost[k]`.
 
-    One k after another: three times as fast as one table of all, whose last dim is short.
+    One k after another: several times as fast as one table of all, whose last dim is short. Which k it was is found when it
+    is asked for, of one pair (`_Folded.best`): to note it here would take as long again.
     """
     right = np.ascontiguousarray((right + cost[None, :]).T)
     least = left[:, :1] + right[0]
-    first = np.zeros(least.shape, np.intp)
+    other = np.empty_like(least)
     for k in range(1, left.shape[1]):
-        candidate = left[:, k : k + 1] + right[k]
-        better = candidate < least
-        np.copyto(least, candidate, where=better)
-        np.copyto(first, k, where=better)
-    return least, first
+        np.add(left[:, k : k + 1], right[k], out=other)
+        np.minimum(least, other, out=least)
+    return least

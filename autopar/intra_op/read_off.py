@@ -10,18 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar._jax import Jaxpr
 from autopar.cost import collective_seconds
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.exposure import Exposure, show
-from autopar.intra_op.graph import Graph
+from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.held import held_values
+from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
+from autopar.intra_op.strategies import split_fraction
 from autopar.mesh import Device, Sharding
 
 
@@ -66,8 +70,20 @@ class Sharded:
 
     @property
     def shared_seconds(self) -> float:
-        """The step if all devices shared every operation and no one communicated: no plan takes less."""
-        return sum(float(costs.min()) for costs in self.problem.costs)
+        """The step if all devices shared every operation and no one communicated: no plan takes less.
+
+        A product that some devices of this mesh must repeat may be shared on one of other axes: 64 rows on 2 of 6 devices.
+        """
+        first = dict(zip(reversed(self.class_of), reversed(self.graph.nodes), strict=True))
+        return sum(self._shared(first[number], costs) for number, costs in enumerate(self.problem.costs))
+
+    def _shared(self, node: Node, costs: np.ndarray) -> float:
+        seconds = float(costs.min())
+        if node.kind != "op" or not is_contraction(node.rule):
+            return seconds
+        mesh = self.graph.mesh
+        parts = 1 / split_fraction(node.strategies[int(costs.argmin())], mesh.axis_sizes)
+        return seconds * parts / mesh.num_devices
 
     def priced_seconds(
         self, body: Body, exposed: Sequence[float], compute_seconds: float, sent_seconds: float

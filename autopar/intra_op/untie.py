@@ -50,8 +50,7 @@ def untie(
     alone = list(range(count))
     # Of rows only those of the tied problem are known: the answer within them stays.
     if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > TUNING.untied_pairs:
-        by_axes = len(graph.mesh.shape) > 2 and sharded.solution.gap > TUNING.rough_gap
-        return _proved(sharded, solver, limit) if by_axes else sharded
+        return proved(sharded, solver, limit)
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
     answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices)
     before = problem.cost(sharded.choices)
@@ -74,8 +73,10 @@ def untie(
     return better if fits(better) and better.step_seconds <= sharded.step_seconds else kept
 
 
-def _proved(sharded: Sharded, solver: str, limit: TimeLimit) -> Sharded:
-    """The same answer, with a bound of the problem as a whole where it has been solved by axes alone."""
+def proved(sharded: Sharded, solver: str, limit: TimeLimit) -> Sharded:
+    """The same answer; where it was found two axes at a time, with a bound of the problem as a whole by message passing."""
+    if len(sharded.graph.mesh.shape) < 3 or sharded.solution.gap <= TUNING.rough_gap:
+        return sharded
     problem, solution = sharded.problem, sharded.solution
     answer = solve(Problem(problem.costs, problem.edges), solver, limit, TUNING.rough_gap, start=solution.choices)
     return dataclasses.replace(sharded, solution=solution.bounded(max(solution.bound, answer.bound)))

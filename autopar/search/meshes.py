@@ -21,7 +21,7 @@ from autopar.intra_op.problem import num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.untie import untie
+from autopar.intra_op.untie import proved, untie
 from autopar.mesh import LogicalMesh
 from autopar.search.one_mesh import shard_on
 from autopar.search.progress import Report
@@ -119,9 +119,11 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
 
     def untied(sharded: Sharded) -> Sharded:
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
+        limit = TimeLimit(options.solver_seconds, options.repaying_steps)
         at_once = sharded is best and takes <= TUNING.untied_seconds
         if not at_once and not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
-            return sharded
+            is_quick = sharded is best and takes <= TUNING.proved_seconds
+            return proved(sharded, options.solver, limit) if is_quick else sharded
         return untie(
             request.program.jaxpr,
             sharded,
@@ -129,7 +131,7 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
             request.roles.donated,
             lambda sharded: sharded.liveness.peak_bytes <= budget,
             options.solver,
-            TimeLimit(options.solver_seconds, options.repaying_steps),
+            limit,
         )
 
     near = (1 + TUNING.untied_near) * best.step_seconds

@@ -21,6 +21,7 @@ from autopar.ir.region import kind_of, region_of, trip_count
 from autopar.ir.source import is_backward
 from autopar.ir.split.layers import layer_count
 from autopar.ir.split.placement import share_of
+from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
 from autopar.streams.assemble import PipelinePlan
@@ -52,6 +53,12 @@ def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) ->
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
     runs_again = planned is None or any(level > CHEAP for level in planned.tasks.levels)
     return length if runs_again and length <= TUNING.max_segments and _keep_what_they_make(program, length) else 0
+
+
+def finds_what_it_made(program: Program, roles: Roles) -> bool:
+    """Whether the backward pass finds most of what layers made, which might run again; as the program is written."""
+    length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
+    return _keep_what_they_make(program, length) if length else not any(map(is_recomputed, program.jaxpr.eqns))
 
 
 def _keep_what_they_make(program: Program, length: int) -> bool:

@@ -43,6 +43,7 @@ from autopar.search.methods import (
 from autopar.search.offload import check_hosts, within_memory
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.padding import Lengths, lengths_that_do_not_divide, padded_program, worth_padding
+from autopar.search.parts import finds_what_it_made
 from autopar.search.pins import find_pins
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.request import Request
@@ -194,14 +195,17 @@ class _Search:
         self.tried += [(self._named(name), outcome) for name, outcome in further.tried]
 
     def alone(self) -> None:
-        """`Auto()`: as one stage whose forward pass may run again, where memory binds."""
-        method, searched = self.request.method, self.searched
-        if self.report.reason or not isinstance(method, Auto) or not memory_binds(searched):
+        """`Auto()`: as one stage whose forward pass may run again, where memory binds, or did before microbatches."""
+        method, searched, request = self.request.method, self.searched, self.request
+        if self.report.reason or not isinstance(method, Auto):
+            return
+        in_place_of_again = self.count > 1 and finds_what_it_made(request.program, request.roles)
+        if not (memory_binds(searched) or in_place_of_again):
             return
         best = best_meshes(self.meshes, searched)
         meshes = [mesh for mesh in best if len(mesh.shape) < 3] or best[:1]
         with self._a_pass("run again"):
-            search_alone(self.request, method, meshes, self.stages, self._silently, self._least)
+            search_alone(request, method, meshes, self.stages, self._silently, self._least)
 
     def in_stages(self) -> None:
         """Pipelines."""

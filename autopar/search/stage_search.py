@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.errors import AutoparError, BatchError, MicrobatchError
+from autopar.errors import AutoparError, BatchError, InfeasibleError, MicrobatchError
 from autopar.inter_op.chain import balanced_borders, layer_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.weigh import weigh_segments
@@ -27,7 +27,7 @@ from autopar.options import Goal
 from autopar.search.candidates import Candidate, Estimates, Rounds, equal_candidates, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.parts import even_parts, parts_apart
-from autopar.search.pipeline import plan_pipeline
+from autopar.search.pipeline import SlowerError, plan_pipeline
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.request import Request
 from autopar.search.solve_stages import Solved, Terms
@@ -91,7 +91,10 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     def plan(candidate: Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
         return _plan(cuts, terms, candidate, schedule, borders, beat)
 
-    attempts = _Attempts(plan, options.goal, budget, known, part_of(report, TUNING.layers_share, 1.0), found)
+    def apart(made: PipelinePlan | None) -> int:
+        return parts_apart(request.program, request.roles, made)
+
+    attempts = _Attempts(plan, apart, options.goal, budget, known, part_of(report, TUNING.layers_share, 1.0), found)
     attempts.expected = len(finalists) + max(1, effort // 4) + 2
     first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
     attempts.make_all(finalists, first)
@@ -99,7 +102,6 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
         # The table's memory is an estimate: what takes least of it may fit after all.
         frugal = equal_candidates(dataclasses.replace(told, budget=math.inf), counts[-1])
         attempts.make_all([candidate for candidate in frugal if candidate not in finalists], first)
-    _try_layers_apart(attempts, candidates, request, first)
     if not forward_only:
         _try_schedules(attempts, effort)
     if found.best is not None:
@@ -184,51 +186,69 @@ class _Attempts:
 
     Attributes:
         expected: About how many there will be.
-        planned: How many were planned, and not left out.
         least: The fastest; None: none fits.
     """
 
     def __init__(
         self,
         plan: Callable[[Candidate, Schedule, float], PipelinePlan],
+        apart: Callable[[PipelinePlan | None], int],
         goal: Goal,
         budget: float,
         known: float,
         report: Report,
         found: Stages,
     ):
-        self._plan, self._goal, self._budget, self._report, self._found = plan, goal, budget, report, found
+        """`apart`: of a pipeline, or of one that does not fit, as `parts_apart`."""
+        self._plan, self._apart = plan, apart
+        self._goal, self._budget, self._report, self._found = goal, budget, report, found
         self._known, self._least_seconds = known, math.inf
         self._seconds: dict[Candidate, float] = {}
+        self._busy: dict[Candidate, float] = {}
         self.least: PipelinePlan | None = None
-        self.expected, self._made, self.planned = 1, 0, 0
+        self.expected, self._made = 1, 0
 
-    def make(self, candidate: Candidate, schedule: str) -> None:
-        """Plan a candidate under a schedule; what became of it is noted."""
+    def make_all(self, candidates: Iterable[Candidate], schedule: str) -> None:
+        """Plan some candidates under a schedule; of those in which loops over layers would run again, or that do not fit,
+        the fastest with every layer by itself, too (`parts.py`)."""
+        made = {candidate: self.make(candidate, schedule) for candidate in candidates}
+        planned = [(candidate, *outcome) for candidate, outcome in made.items() if outcome is not None]
+        again = [(candidate, plan, self._apart(plan)) for candidate, plan in planned if not candidate.parts]
+        again = [each for each in again if each[2] and not _is_apart(*each)]
+        again.sort(key=lambda each: self._seconds.get(each[0], math.inf))
+        fits = any(plan is not None for _, plan, _ in again)
+        for candidate, _, parts in again[:1] if fits else again[: TUNING.finalists]:
+            self.make(dataclasses.replace(candidate, firsts=None, parts=parts), schedule)
+
+    def make(self, candidate: Candidate, schedule: str) -> tuple[PipelinePlan | None] | None:
+        """Plan a candidate under a schedule; what became of it is noted.
+
+        Returns:
+            What was planned, (None,) where that does not fit; None: it was left out, or cannot be.
+        """
         text = candidate.text(schedule)
         beat = min(self._known, self._least_seconds)
         self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
         self._made += 1
-        if not candidate.may_beat(beat):
-            self._found.tried.append((text, f"left out: about {candidate.least:.3e} s at least"))
-            return
-        self.planned += 1
+        # What devices did in it under another schedule is known better than the table knows it.
+        least = min(candidate.least, self._busy.get(candidate, math.inf))
+        if not dataclasses.replace(candidate, least=least).may_beat(beat):
+            self._found.tried.append((text, f"left out: about {least:.3e} s at least"))
+            return None
         try:
             made = self._plan(candidate, SCHEDULES[schedule], beat)
         except AutoparError as error:
             self._found.tried.append((text, error.summary))
-            return
+            does_not_fit = isinstance(error, InfeasibleError) and not isinstance(error, SlowerError)
+            return (None,) if does_not_fit else None
         fits, seconds = made.peak_bytes <= self._budget, made.seconds_for(self._goal)
         self._found.tried.append((text, f"{'' if fits else 'at least '}{seconds:.3e} s"))
         self._seconds[candidate] = min(seconds, self._seconds.get(candidate, math.inf))
+        self._busy[candidate] = min(seconds * (1 - made.waiting_share), self._busy.get(candidate, math.inf))
         if seconds < self._least_seconds:
             self._least_seconds, self.least = seconds, made
             self._found.best = made if seconds < self._known else self._found.best
-
-    def make_all(self, candidates: Iterable[Candidate], schedule: str) -> None:
-        """Plan some candidates under a schedule."""
-        for candidate in candidates:
-            self.make(candidate, schedule)
+        return (made,)
 
     @property
     def waits(self) -> bool:
@@ -240,17 +260,10 @@ class _Attempts:
         return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
 
 
-def _try_layers_apart(attempts: _Attempts, candidates: Sequence[Candidate], request: Request, schedule: str) -> None:
-    """The fastest with every layer by itself, where memory demands that layers run again (`parts.py`)."""
-    if not attempts.planned:
-        return
-    fastest, least = attempts.fastest(1), attempts.least
-    parts = parts_apart(request.program, request.roles, least)
-    # Stages of a table's layers, each of these one of the program's, may still come out more even.
-    are_so = least is not None and least.cut.stacks.count == parts and all(each.firsts is None for each in fastest)
-    if parts and not are_so:
-        chosen = fastest or candidates[: TUNING.finalists]
-        attempts.make_all([dataclasses.replace(each, firsts=None, parts=parts) for each in chosen], schedule)
+def _is_apart(candidate: Candidate, planned: PipelinePlan | None, parts: int) -> bool:
+    """Whether it stands in so many parts already. Stages of a table's layers, each of these one of the program's, may still
+    come out more even."""
+    return planned is not None and planned.cut.stacks.count == parts and candidate.firsts is None
 
 
 def _try_schedules(attempts: _Attempts, effort: int) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from autopar import Cluster, LogicalMesh
+from autopar import Auto, Cluster, LogicalMesh
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.by_axes import behaviours, descend, joined_axes, lift
 from autopar.intra_op.costs import build_problem
@@ -18,9 +18,14 @@ from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.options import Options
+from autopar.search import meshes
+from autopar.search.request import Request
+from autopar.tuning import TUNING
 from tests import planned_mlp
+from tests.tuned import tune
 
 CLUSTER = Cluster.of("1x8 v100")
+PROGRAM = trace_step(planned_mlp.train_step, planned_mlp.arguments(64, 32, 2))
 
 
 @pytest.mark.parametrize(
@@ -41,10 +46,9 @@ def test_axes_are_joined(fewer, more, axes):
 
 def test_an_answer_is_lifted_as_it_is():
     """Each value lies in as many parts as before; what is new to the graph is kept whole."""
-    program = trace_step(planned_mlp.train_step, planned_mlp.arguments(64, 32, 2))
-    roles = find_roles(program, (1,))
+    roles = find_roles(PROGRAM, (1,))
     known, graph = (
-        build_graph(program.jaxpr, logical_mesh(CLUSTER, shape), roles.aliases, roles.batch)
+        build_graph(PROGRAM.jaxpr, logical_mesh(CLUSTER, shape), roles.aliases, roles.batch)
         for shape in ((2, 4), (2, 2, 2))
     )
     problem = build_problem(known, CLUSTER.device, range(len(known.nodes)))
@@ -64,10 +68,9 @@ def test_an_answer_is_lifted_as_it_is():
 
 def test_an_answer_is_lifted_to_axes_of_other_sizes():
     """What everything does on each axis stays, where its lengths divide."""
-    program = trace_step(planned_mlp.train_step, planned_mlp.arguments(64, 32, 2))
-    roles = find_roles(program, (1,))
+    roles = find_roles(PROGRAM, (1,))
     known, graph = (
-        build_graph(program.jaxpr, logical_mesh(CLUSTER, shape), roles.aliases, roles.batch)
+        build_graph(PROGRAM.jaxpr, logical_mesh(CLUSTER, shape), roles.aliases, roles.batch)
         for shape in ((2, 4), (4, 2))
     )
     choices = [0] * len(known.nodes)
@@ -117,15 +120,26 @@ def test_what_cannot_be_is_no_answer():
     assert descend(problem, start=(0, 0, 0, 0), does=does).status == "infeasible"
 
 
+def sharded(shape, **how):
+    """A small step on a mesh."""
+    roles, mesh = find_roles(PROGRAM, (1,)), logical_mesh(CLUSTER, shape)
+    return shard(PROGRAM.jaxpr, roles.aliases, mesh, CLUSTER.device, Options(), batch=roles.batch, **how)
+
+
+def test_the_best_on_three_axes_is_proved(monkeypatch):
+    """Found two axes at a time, nothing is known of it; a bound of the whole is found even where no more is worth its time."""
+    monkeypatch.setattr("autopar.intra_op.shard.num_pairs", lambda problem: math.inf)
+    found = sharded((2, 2, 2), begin=[sharded((2, 4))])
+    assert found.solution.gap > TUNING.rough_gap
+    request = Request(PROGRAM, find_roles(PROGRAM, (1,)), CLUSTER, Auto(steps=1))
+    tune(monkeypatch, meshes, untied_seconds=0.0)
+    _, best = meshes.untie_best(request, meshes.Searched([(found.graph.mesh, found)], []))
+    assert best.choices == found.choices and best.solution.gap <= TUNING.rough_gap
+    assert best.solution.bound <= solve(found.problem).objective <= best.solution.objective
+
+
 def test_a_large_problem_begins_where_it_is_told(monkeypatch):
     """The answer is no worse than the one it began at, by the same prices."""
-    program = trace_step(planned_mlp.train_step, planned_mlp.arguments(64, 32, 2))
-    roles = find_roles(program, (1,))
-
-    def sharded(shape, **how):
-        mesh = logical_mesh(CLUSTER, shape)
-        return shard(program.jaxpr, roles.aliases, mesh, CLUSTER.device, Options(), batch=roles.batch, **how)
-
     known = sharded((2, 4))
     monkeypatch.setattr("autopar.intra_op.shard.num_pairs", lambda problem: math.inf)
     found = sharded((2, 2, 2), begin=[known])

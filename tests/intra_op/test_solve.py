@@ -10,7 +10,7 @@ from autopar.errors import SolverError
 from autopar.intra_op import elimination, ilp
 from autopar.intra_op import solve as solving
 from autopar.intra_op.dual import Ascent
-from autopar.intra_op.elimination import _least_between, eliminate
+from autopar.intra_op.elimination import _Folded, _least_between, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.solve import solve
@@ -258,9 +258,11 @@ def test_folding_takes_the_first_of_the_least():
     for _ in range(20):
         left, right = (random.integers(0, 4, (count, 5)).astype(float) for count in (3, 4))
         cost = random.integers(0, 4, 5).astype(float)
-        least, first = _least_between(left, right, cost)
         table = left[:, None, :] + right[None, :, :] + cost
-        assert (least == table.min(axis=2)).all() and (first == table.argmin(axis=2)).all()
+        assert (_least_between(left, right, cost) == table.min(axis=2)).all()
+        folded = _Folded(2, (0, 1), (left, right), cost, np.arange(5), (np.arange(3), np.arange(4)))
+        for place in np.ndindex(3, 4):
+            assert folded.best([*place, 0]) == table[place].argmin()
 
 
 def test_of_a_large_part_a_small_gap_is_left_and_told(monkeypatch):

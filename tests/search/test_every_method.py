@@ -126,6 +126,31 @@ def test_accumulation_wins_where_memory_binds():
             assert seconds is None or tight.cost.step_seconds < seconds, asked
 
 
+def test_what_divides_on_no_axis_may_divide_on_two():
+    """64 rows on 6 devices: on one axis each repeats all products, which says nothing of what is left to be won."""
+    cluster, args = autopar.Cluster.of("6 h100"), arguments("scan", 2, batch=64)
+    best, two, one = (
+        seconds_of(train_step, args, cluster, method)
+        for method in (autopar.Auto(), *(autopar.ShardParallel(mesh_shape=shape) for shape in ((2, 3), (6,))))
+    )
+    assert two < one and best <= two * ROUNDING
+
+
+def test_to_run_again_is_tried_where_microbatches_fit():
+    """Half the batch at once takes so little that memory does not bind any more; the whole batch at once is faster still, and
+    fits less memory, where some of its forward pass runs again."""
+    cluster, args, budget = autopar.Cluster.of("4 v100"), arguments("scan", 4, batch=256), 8e6
+    halves, again = (
+        seconds_of(train_step, args, cluster, method)
+        for method in (
+            autopar.DataParallel(zero=1, num_microbatches=2, memory_budget_bytes=budget),
+            autopar.PipelineParallel(num_stages=1, num_microbatches=1, memory_budget_bytes=budget),
+        )
+    )
+    assert again < halves
+    assert seconds_of(train_step, args, cluster, autopar.Auto(memory_budget_bytes=budget)) <= again * ROUNDING
+
+
 def test_no_mesh_of_two_hosts_is_faster():
     """Of up to three axes, where a plan is worth any time."""
     kernels = {"up": (512, 2048), "down": (2048, 512)}
