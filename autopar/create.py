@@ -1,4 +1,4 @@
-"""State that is born in its place.
+"""`create_state`: runs the user's initializer so that every array is made in the sharding that the plan wants.
 
 In:     the user's function that makes it, and its arguments; the step, compiled for what it makes.
 Out:    what the function makes, each array where the plan wants it.

@@ -1,4 +1,4 @@
-"""Calls without a detour: what a step has done before, JAX's own dispatch does again.
+"""Repeated calls go through JAX's own dispatch: a step that has been called with such arguments is not looked up again.
 
 In:     a call with all checks, which says how others like it may do without; what to raise where one fails.
 Out:    `DirectCalls`.

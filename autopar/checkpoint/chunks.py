@@ -3,7 +3,7 @@
 In:     the shape of an array, the boxes that are written one by one.
 Out:    the shape of its chunks.
 Method: chunks form a regular grid from the array's beginning; only the last along a dim may be cut short by its end. So a
-        chunk's length along a dim must divide every border between boxes: it divides their greatest common divisor.
+        chunk's length along a dim must divide every boundary between boxes: it divides their greatest common divisor.
         What is too large is then cut along the dim that leaves the largest pieces.
 """
 
@@ -17,13 +17,15 @@ from autopar.mesh import Box
 
 def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int, most_bytes: int) -> tuple[int, ...]:
     """Shape of the chunks of an array whose parts are written by one process each; none has more than `most_bytes`."""
-    borders = [math.gcd(*(at for box in boxes for at in box[dim] if at < length)) for dim, length in enumerate(shape)]
-    chunk = [border or length for border, length in zip(borders, shape, strict=True)]
+    boundaries = [
+        math.gcd(*(at for box in boxes for at in box[dim] if at < length)) for dim, length in enumerate(shape)
+    ]
+    chunk = [boundary or length for boundary, length in zip(boundaries, shape, strict=True)]
     while (num_bytes := math.prod(chunk) * itemsize) > most_bytes and math.prod(chunk) > 1:
         cuts = []
         for dim, length in enumerate(chunk):
             others = num_bytes // length
-            cut = _cut(length, max(1, most_bytes // others), borders[dim] > 0)
+            cut = _cut(length, max(1, most_bytes // others), boundaries[dim] > 0)
             cuts.append((others * cut, dim, cut))
         small_enough = [cut for cut in cuts if cut[0] <= most_bytes]
         # Where no dim does it alone: all of the one that helps most, and then another.
@@ -33,7 +35,7 @@ def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int, most_
 
 
 def _cut(length: int, most: int, has_border: bool) -> int:
-    """At most `most`; where there are borders, a divisor."""
+    """At most `most`; where there are boundaries, a divisor."""
     if length <= most:
         return length
     if not has_border:

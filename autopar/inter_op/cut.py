@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from autopar.inter_op.chain import Chain, make_chain
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import inputs_of, makers
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within, is_region
@@ -248,7 +248,7 @@ def cut_step(
         split = whole_batch(program.jaxpr, roles.batch)
     check_behind("microbatch", check_phases(program.jaxpr), split)
     first = 1 + len(split.invariants)
-    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), _made_between(split))
+    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), _invariants(split, makers(split.between)))
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
     rules = {eqn: rule_for(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
     batch = follow_batch(split.loop, rules, pieces)
@@ -261,13 +261,11 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
     for eqn in (*split.before, *split.between):
         if any(a in made for a in inputs_of(eqn)):
             made.update(eqn.outvars)
-    inside = split.loop.invars[1 : 1 + len(split.invariants)]
-    return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
+    return _invariants(split, made)
 
 
-def _made_between(split: Microbatches) -> list[Var]:
-    """What enters the loop between its forward and its backward passes."""
-    made = {var for eqn in split.between for var in eqn.outvars}
+def _invariants(split: Microbatches, made: Collection[Var]) -> list[Var]:
+    """Of values of the step, those that the loop reads whole, as they are called there."""
     inside = split.loop.invars[1 : 1 + len(split.invariants)]
     return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
 

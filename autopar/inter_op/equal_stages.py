@@ -65,9 +65,9 @@ def _are_equal(task: Task, other: TaskPlan, key_of: Callable[[Jaxpr], Hashable])
 
 
 def _renamed(task: Task, other: TaskPlan) -> TaskPlan:
-    def borders(slots: Sequence[Slot], like: Sequence) -> tuple:
+    def of_task(slots: Sequence[Slot], like: Sequence) -> tuple:
         return tuple(dataclasses.replace(b, key=slot.key, var=slot.var) for slot, b in zip(slots, like, strict=True))
 
     return dataclasses.replace(
-        other, task=task, inputs=borders(task.inputs, other.inputs), outputs=borders(task.outputs, other.outputs)
+        other, task=task, inputs=of_task(task.inputs, other.inputs), outputs=of_task(task.outputs, other.outputs)
     )

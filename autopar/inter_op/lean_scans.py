@@ -1,4 +1,4 @@
-"""Loops that keep less for their gradients.
+"""Makes the residuals of scans smaller: the backward scan computes again what is cheap.
 
 In:     a flat program, in which a scan stacks values of each trip that a later scan, its backward pass, reads.
 Out:    the same program; of these values only some are stacked, and the backward scan makes the others again, trip by

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from autopar._jax import JaxprEqn, Var, copies_to_or_from_host, on_host
-from autopar.ir.dataflow import ancestors, inputs_of, needed
+from autopar.ir.dataflow import ancestors, inputs_of, makers, needed
 from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.rules import has_rule, rule_for
 from autopar.ir.work import Work, device_bytes, num_elements_of
@@ -79,7 +79,7 @@ def choose_residuals(
         level: How many operations may be run again for each byte that is then not kept.
     """
     free = set(free)
-    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+    made_by = makers(eqns)
     costs = _Costs(level)
 
     def made_of(var: Var) -> list[Var]:
@@ -211,15 +211,8 @@ def _capacity(var: Var) -> int:
 
 def _reaches(residual: csr_array, sink: int) -> np.ndarray:
     """Nodes from which the sink can be reached where capacity is left."""
-    backward = residual.T.tocsr()
+    backward = csr_array(residual.T)
+    backward.eliminate_zeros()
     found = np.zeros(residual.shape[0], bool)
-    found[sink] = True
-    waiting = [sink]
-    while waiting:
-        at = waiting.pop()
-        start, stop = backward.indptr[at], backward.indptr[at + 1]
-        for other, left in zip(backward.indices[start:stop], backward.data[start:stop], strict=True):
-            if left > 0 and not found[other]:
-                found[other] = True
-                waiting.append(int(other))
+    found[breadth_first_order(backward, sink, return_predecessors=False)] = True
     return found

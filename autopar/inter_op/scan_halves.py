@@ -1,4 +1,4 @@
-"""A backward scan in two: what other stages wait for, and the gradients of its weights.
+"""Splits a backward scan in two: what other stages wait for, and the gradients of its weights.
 
 In:     a scan, and which of its results are waited for.
 Out:    two scans over the same trips. The first makes what is waited for, and stacks what the second reads of it.
@@ -15,7 +15,7 @@ from autopar._jax import JaxprEqn, Var
 from autopar.inter_op.residuals import can_run_again, choose_residuals
 from autopar.ir.build import renamed
 from autopar.ir.dataflow import makers, needed, read_by, variables
-from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
+from autopar.ir.region import Binding, Region, in_bodies, kind_of, region_of, rows_in, rows_out
 
 
 def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, JaxprEqn] | None:
@@ -56,5 +56,4 @@ def _part(region: Region, bindings: Sequence[Binding], eqns: Sequence[JaxprEqn])
     """A scan of these results and equations, over what they read of what enters the whole."""
     read = read_by(eqns, [b.value for b in bindings if b.result is not None])
     entering = [b for b in region.of_role("const", "xs") if b.var in read]
-    made = region_of(region.rebuild([*entering, *bindings], [eqns]))
-    return made.with_bodies([renamed(made.bodies[0])])
+    return in_bodies(region.rebuild([*entering, *bindings], [eqns]), renamed)

@@ -95,7 +95,7 @@ class StageProgram:
         stage: Its number.
         count: Number of microbatches.
         jaxpr: The joint program.
-        scan: Its loop; None if no microbatch passes here.
+        scan: Its loop; empty if no microbatch passes here.
         sent: Values of the loop that other stages read, in order.
         arguments: Invars that are arguments of the step, by position.
         stacks: Invars that are batch arguments in pieces: position -> (argument, variable in the loop).
@@ -115,7 +115,7 @@ class StageProgram:
     stage: int
     count: int
     jaxpr: Jaxpr
-    scan: AccumulatingScan | None = None
+    scan: AccumulatingScan = AccumulatingScan()
     sent: tuple[Var, ...] = ()
     arguments: Mapping[int, Var]
     stacks: Mapping[int, tuple[Var, Var]] = field(default_factory=dict)
@@ -134,8 +134,7 @@ class StageProgram:
     @property
     def stacked(self) -> tuple[Var, ...]:
         """What the scan stacks, in the order of its outputs: results in rows, then what is sent."""
-        rows = self.scan.rows if self.scan else ()
-        return (*(r.result.var for r in rows), *self.sent)
+        return (*(r.result.var for r in self.scan.rows), *self.sent)
 
     @property
     def results(self) -> list[Atom]:
@@ -145,5 +144,4 @@ class StageProgram:
     @property
     def leaving(self) -> list[Atom]:
         """Values of the update that other stages read."""
-        num_sent = len(self.scan.sent) if self.scan else 0
-        return self.jaxpr.outvars[len(self.outputs) : len(self.jaxpr.outvars) - num_sent]
+        return self.jaxpr.outvars[len(self.outputs) : len(self.jaxpr.outvars) - len(self.sent)]

@@ -1,7 +1,7 @@
 """One stage on one logical mesh: its sharding, and what its tasks then are and cost.
 
 In:     `StageProgram`, a logical mesh, the device.
-Out:    `StagePlan`: for each task its sharded body and, at its borders, how every value lies on the mesh; seconds,
+Out:    `StagePlan`: for each task its sharded body and, of its operands and results, how every value lies on the mesh; seconds,
         bytes and collectives of each.
 Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task is then lowered from the same choices.
         A value passes between tasks in the sharding in which its keep (`intra_op/graph.py`) has it wait, or where it has
@@ -199,7 +199,7 @@ def plan_stage(
 
 def _waiting(program: StageProgram, all_again: bool, in_flight: int) -> Waiting:
     """Of what is received and sent one microbatch is there at a time, of what is kept each that is in flight."""
-    passing = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    passing = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent)
     if all_again:
         forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
         passing.update(var for eqn in forward for var in eqn.outvars)
@@ -215,9 +215,9 @@ def peak_bytes_here(stage: StagePlan, all_again: bool = False, in_flight: int = 
 
 def resting_bytes(stage: StagePlan, in_flight: int) -> int:
     """What a stage holds while none of its tasks runs: all through the step, and of each microbatch in flight."""
-    borders = {(b.kind, b.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
-    always = sum(b.num_bytes for b in borders.values() if b.kind in HELD)
-    kept = sum(b.num_bytes for b in borders.values() if b.kind == "loop" and b.key in stage.program.kept)
+    slots = {(b.kind, b.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
+    always = sum(b.num_bytes for b in slots.values() if b.kind in HELD)
+    kept = sum(b.num_bytes for b in slots.values() if b.kind == "loop" and b.key in stage.program.kept)
     return always + in_flight * kept
 
 
@@ -231,8 +231,6 @@ def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharde
 
 def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
     """What leaves a microbatch is no partial sum."""
-    if program.scan is None:
-        return
     for k in range(len(program.stacked)):
         node = graph.nodes[graph.ports[program.scan.eqn, "ys", k]]
         if any(s.partial for s in node.shardings):
@@ -246,9 +244,9 @@ class _Lowering:
         self.stored = held_values(self.graph)
         self.argument_at = {var: k for k, var in program.arguments.items()}
         scan = program.scan
-        self.const_at = {inner: k for k, inner in enumerate(scan.consts if scan else ())}
-        self.xs_at = {inner: 1 + k for k, inner in enumerate(scan.stacked if scan else ())}
-        self.carry_at = {s.result.var: k for k, s in enumerate(scan.sums if scan else ())}
+        self.const_at = {inner: k for k, inner in enumerate(scan.consts)}
+        self.xs_at = {inner: 1 + k for k, inner in enumerate(scan.stacked)}
+        self.carry_at = {s.result.var: k for k, s in enumerate(scan.sums)}
         self.ys_at = {var: k for k, var in enumerate(program.stacked)}
         outvars = program.jaxpr.outvars
         self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}
@@ -261,7 +259,6 @@ class _Lowering:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
     def port(self, role: Role, k: int) -> Sharding:
-        assert self.program.scan is not None, "a value of the loop, and there is none"
         return self.chosen(self.graph.ports[self.program.scan.eqn, role, k])
 
     def produced(self, var: Var) -> Sharding:

@@ -57,14 +57,11 @@ class _Builder:
     def build(self) -> StageProgram:
         scan = self.scan()
         rounds = [merge_conditions(eqns) for eqns in self.update.rounds[self.stage]]
-        if scan is not None and scan.after:
+        if scan.after:
             rounds = rounds or [[]]
             rounds[0] = [*scan.after, *rounds[0]]
-        loop = [*scan.before, scan.eqn] if scan is not None else []
-        after = list(
-            dict.fromkeys((*(scan.after if scan else ()), *self.between, *(e for eqns in rounds for e in eqns)))
-        )
-        eqns = [*self.tasks.before[self.stage], *loop, *after]
+        after = list(dict.fromkeys((*scan.after, *self.between, *(e for eqns in rounds for e in eqns))))
+        eqns = [*self.tasks.before[self.stage], *scan.eqns, *after]
         made = makers(eqns)
         arguments = self.arguments(eqns)
         arrived = [v for v in read_by(after) if v not in made and v not in arguments]
@@ -79,7 +76,7 @@ class _Builder:
         program = StageProgram(
             stage=self.stage,
             count=self.split.count,
-            jaxpr=make_jaxpr(invars, [*atoms, *leaving, *(scan.sent if scan else ())], eqns),
+            jaxpr=make_jaxpr(invars, [*atoms, *leaving, *scan.sent], eqns),
             scan=scan,
             sent=tuple(self.sent),
             arguments=dict(enumerate(arguments)),
@@ -90,7 +87,9 @@ class _Builder:
             outputs=dict(enumerate(outputs)),
             batch={k: frozenset(d + 1 for d in dims) for k, dims in dims_of.items() if dims},
             rounds=tuple(map(tuple, rounds)),
-            anew=frozenset((*(bodies_of(scan.eqn)[0].invars if scan else ()), *makers(twice))),
+            anew=frozenset(
+                (*(var for eqn in scan.eqns for body in bodies_of(eqn) for var in body.invars), *makers(twice))
+            ),
             twice=frozenset(twice),
             joins=self.joins,
         )
@@ -103,7 +102,7 @@ class _Builder:
         behind = {*cheap.eqns, *cheap.weight}
         return [eqn for eqn in self.tasks.forward[self.stage] if eqn in behind]
 
-    def scan(self) -> AccumulatingScan | None:
+    def scan(self) -> AccumulatingScan:
         """The stage's part of the loop, in the loop's order."""
         parts = (self.tasks.forward[self.stage], self.tasks.backward[self.stage], self.tasks.weight[self.stage])
         own = {eqn for eqns in parts for eqn in eqns}
@@ -111,7 +110,7 @@ class _Builder:
         pairs = zip(self.split.results, self.split.loop.outvars, strict=True)
         results = [(result, part) for result, part in pairs if result.var in self.update.results[self.stage]]
         if not eqns and not results:
-            return None
+            return AccumulatingScan()
         made, read = makers(eqns), read_by(eqns, [part for _, part in results])
         consts = {v: self.joined.get(outer, outer) for v, outer in self.invariant_of.items() if v in read}
         self.joins = {v: outer for outer, v in self.joined.items() if v in consts.values()}

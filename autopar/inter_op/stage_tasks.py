@@ -56,8 +56,7 @@ class _Builder:
     def __init__(self, tasks: Tasks, program: StageProgram):
         self.tasks, self.stage, self.program = tasks, program.stage, program
         self.arguments = list(program.arguments.values())
-        self.sums = program.scan.sums if program.scan else ()
-        self.rows = program.scan.rows if program.scan else ()
+        self.sums, self.rows = program.scan.sums, program.scan.rows
 
     def task(
         self, kind: TaskKind, number: int, inputs: Sequence[Slot], outputs: Sequence[Slot], eqns: Sequence[JaxprEqn]
@@ -73,8 +72,7 @@ class _Builder:
         made = makers(eqns)
         behind = (self.tasks.between[self.stage], *self.program.rounds)
         later = read_by((eqn for eqns in behind for eqn in eqns), (*self.program.results, *self.program.leaving))
-        consts = self.program.scan.consts if self.program.scan else {}
-        joins = self.program.joins
+        consts, joins = self.program.scan.consts, self.program.joins
         outputs = [Slot("const", inner, outer) for inner, outer in consts.items() if outer not in joins]
         outputs += [Slot("value", v, v) for v in later if v in made]
         read = read_by(eqns, [s.var for s in outputs])
@@ -125,7 +123,7 @@ class _Builder:
     def between(self) -> Iterator[Task]:
         """What runs when all forward passes have: first what other stages wait for, then what the backward passes do."""
         tasks, scan, joins = self.tasks, self.program.scan, self.program.joins
-        inner = {joins[outer]: v for v, outer in scan.consts.items() if outer in joins} if scan else {}
+        inner = {joins[outer]: v for v, outer in scan.consts.items() if outer in joins}
         outputs: tuple[list[Slot], list[Slot]] = (
             [Slot("value", v, v) for v in tasks.joined_for_others(self.stage)],
             [Slot("const", inner[v], v) for v in joins.values()],
@@ -133,7 +131,7 @@ class _Builder:
         known = self.behind_the_loop()
         for number, own in enumerate(outputs):
             if own:
-                eqns = needed((*(scan.after if scan else ()), *tasks.between[self.stage]), [s.var for s in own])
+                eqns = needed((*scan.after, *tasks.between[self.stage]), [s.var for s in own])
                 made = makers(eqns)
                 read = [v for v in read_by(eqns) if v not in made]
                 yield self.task("M", number, [known.get(v) or Slot("value", v, v) for v in read], own, eqns)

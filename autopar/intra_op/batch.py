@@ -123,13 +123,13 @@ def _lend_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch:
     for b in region.bindings:
         lent = batch.lent.get(b.result, frozenset()) if b.result is not None else frozenset()
         for atom in b.values or ([b.outer] if b.role == "through" else []):
-            batch.lend(atom, {d - 1 for d in lent if d > 0} if b.is_stacked else lent)
+            batch.lend(atom, {d - b.lead for d in lent if d >= b.lead})
     for body in region.bodies:
         _lend(body, rule_of, batch)
     for b in region.bindings:
         for var in b.variables:
             lent = batch.lent.get(var, frozenset())
-            batch.lend(b.outer, {d + 1 for d in lent} if b.is_stacked else lent)
+            batch.lend(b.outer, {d + b.lead for d in lent})
 
 
 def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
@@ -155,7 +155,7 @@ def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batc
     """Through the bodies, to a fixed point: what is carried has the dims of any trip."""
     region = region_of(eqn)
     for b in region.bindings:
-        dims = frozenset(d - 1 for d in batch.dims(b.outer) if d > 0) if b.is_stacked else batch.dims(b.outer)
+        dims = frozenset(d - b.lead for d in batch.dims(b.outer) if d >= b.lead)
         for var in b.variables:
             batch.add(var, dims)
     changed = True
@@ -169,7 +169,7 @@ def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batc
     for b in region.bindings:
         if b.result is not None:
             inside = batch.dims(b.outer).union(*map(batch.dims, (*b.variables, *b.values)))
-            batch.add(b.result, frozenset(d + 1 for d in inside) if b.is_stacked else inside)
+            batch.add(b.result, frozenset(d + b.lead for d in inside))
 
 
 def between_samples(jaxpr: Jaxpr, batch: BatchDims) -> set[Var]:

@@ -168,6 +168,31 @@ class Level:
         choices[self.nodes] = best[first] - self.starts
 
 
+class _Sending(NamedTuple):
+    """All edges, as they send one way.
+
+    Attributes:
+        senders: Of each edge, the node that sends.
+        listeners: The node that hears.
+        back: Where the message begins that came the other way.
+        ahead: Where that to be sent begins.
+        tables: `[choice that sends, choice that hears]`.
+    """
+
+    senders: np.ndarray
+    listeners: np.ndarray
+    back: np.ndarray
+    ahead: np.ndarray
+    tables: list[np.ndarray]
+
+    def groups(self, level_of: np.ndarray, lengths: np.ndarray) -> dict[tuple[int, int], list[int]]:
+        """Edges whose senders are of one level and padded to as many choices: (level, choices) -> edges."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for k, node in enumerate(self.senders.tolist()):
+            found.setdefault((int(level_of[node]), _padded(int(lengths[node]))), []).append(k)
+        return found
+
+
 class Layout:
     """All levels of a problem.
 
@@ -204,17 +229,37 @@ class Layout:
         begins = np.concatenate([[0], np.cumsum(sizes)])
         self.num_messages = int(begins[-1]) + 1
         down, up = begins[:-1].reshape(-1, 2).T
+        sorted_levels = level_of[self.order]
+        self.levels = self._levels(costs, sorted_levels, source, target, down, up)
+        forward = _Sending(source, target, up, down, tables)
+        back = _Sending(target, source, down, up, [table.T for table in tables])
+        for sending, batches in (
+            (forward, [level.out for level in self.levels]),
+            (back, [v.into for v in self.levels]),
+        ):
+            for (number, rows), edges in sending.groups(sorted_levels, self.lengths).items():
+                batches[number].append(self._batch(sending, np.array(edges), rows, self.levels[number], forbidden))
+
+    def _levels(
+        self,
+        costs: np.ndarray,
+        level_of: np.ndarray,
+        source: np.ndarray,
+        target: np.ndarray,
+        down: np.ndarray,
+        up: np.ndarray,
+    ) -> list[Level]:
+        """The levels, without their edges; of these `down` and `up` are where the message to target and source begins."""
+        count = self.num_nodes
         num_out, num_into = np.bincount(source, minlength=count), np.bincount(target, minlength=count)
         share = 1.0 / np.maximum(np.maximum(num_out, num_into), 1)
         heard_later = self._hears(source, up)
         heard = self._hears(np.concatenate([source, target]), np.concatenate([up, down]))
-        sorted_levels = level_of[self.order]
-        borders = np.flatnonzero(np.diff(sorted_levels, prepend=-1, append=sorted_levels[-1] + 1 if count else 0))
-        self.levels: list[Level] = []
-        for number, (a, b) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
-            entries = slice(int(self.first[a]), int(self.first[b]))
-            lengths = self.lengths[a:b]
-            self.levels.append(
+        firsts = np.flatnonzero(np.diff(level_of, prepend=-1, append=level_of[-1] + 1 if count else 0))
+        levels = []
+        for number, (a, b) in enumerate(itertools.pairwise(firsts)):
+            entries, lengths = slice(int(self.first[a]), int(self.first[b])), self.lengths[a:b]
+            levels.append(
                 Level(
                     number,
                     np.arange(a, b),
@@ -228,34 +273,30 @@ class Layout:
                     _of_entries(heard_later, entries),
                 )
             )
-        for forward in (True, False):
-            senders, listeners = (source, target) if forward else (target, source)
-            back, ahead = (up, down) if forward else (down, up)
-            groups: dict[tuple[int, int], list[int]] = {}
-            for k, u in enumerate(senders.tolist()):
-                groups.setdefault((int(sorted_levels[u]), _padded(int(self.lengths[u]))), []).append(k)
-            for (number, rows), edges in groups.items():
-                level, at = self.levels[number], np.array(edges)
-                lengths = self.lengths[listeners[at]]
-                columns = np.cumsum(lengths) - lengths
-                made = np.full((rows, int(lengths.sum())), forbidden)
-                for k, column in zip(edges, columns.tolist(), strict=True):
-                    table = tables[k] if forward else tables[k].T
-                    made[: table.shape[0], column : column + table.shape[1]] = table
-                own = np.repeat(np.arange(len(at)), lengths)
-                inside = np.arange(len(own)) - columns[own]
-                sending = self._places(self.first[senders[at]], self.lengths[senders[at]], rows, self.num_entries)
-                batch = Batch(
-                    made,
-                    listeners[at],
-                    columns,
-                    own,
-                    np.where(sending < self.num_entries, sending - level.entries.start, len(level.costs)),
-                    self._places(back[at], self.lengths[senders[at]], rows, self.num_messages - 1),
-                    ahead[at][own] + inside,
-                    (sending, self.first[listeners[at]][own] + inside),
-                )
-                (level.out if forward else level.into).append(batch)
+        return levels
+
+    def _batch(self, sending: _Sending, edges: np.ndarray, rows: int, level: Level, forbidden: float) -> Batch:
+        """Edges that send from a level, their tables padded to so many rows."""
+        lengths = self.lengths[sending.listeners[edges]]
+        columns = np.cumsum(lengths) - lengths
+        tables = np.full((rows, int(lengths.sum())), forbidden)
+        for k, column in zip(edges.tolist(), columns.tolist(), strict=True):
+            table = sending.tables[k]
+            tables[: table.shape[0], column : column + table.shape[1]] = table
+        own = np.repeat(np.arange(len(edges)), lengths)
+        inside = np.arange(len(own)) - columns[own]
+        senders, listeners = sending.senders[edges], sending.listeners[edges]
+        entries = self._places(self.first[senders], self.lengths[senders], rows, self.num_entries)
+        return Batch(
+            tables,
+            listeners,
+            columns,
+            own,
+            np.where(entries < self.num_entries, entries - level.entries.start, len(level.costs)),
+            self._places(sending.back[edges], self.lengths[senders], rows, self.num_messages - 1),
+            sending.ahead[edges][own] + inside,
+            (entries, self.first[listeners][own] + inside),
+        )
 
     def in_order(self, choices: np.ndarray) -> tuple[int, ...]:
         """Choices by the nodes' numbers in the problem."""

@@ -301,14 +301,14 @@ class _Builder:
     # Regions
 
     def region(self, eqn: JaxprEqn, around: _Place) -> None:
-        """A port for each value at the border; the bodies are part of the graph."""
+        """A port for each value at the boundary; the bodies are part of the graph."""
         region = region_of(eqn)
         within = _Place(
             around.weight * region.trips, around.communicates and region.kind != "while", region.kind == "scan"
         )
         leaving: list[list[_Read]] = [[] for _ in region.bodies]
         for (role, k), b in region.named():
-            node = self.border(eqn, region, role, k, b, around if b.role != "test" else within)
+            node = self.boundary(eqn, region, role, k, b, around if b.role != "test" else within)
             outside = self.shared([stacked(s) for s in node.shardings]) if b.is_stacked else node.shardings
             if b.outer is not None:
                 self.read(b.outer, node, 0, outside, eqn)
@@ -324,8 +324,8 @@ class _Builder:
             self.body(body, within)
             self.connect([*self.pending.pop(), *reads], within)
 
-    def border(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
-        """The port of a value at the border; in a loop of known length, what leaves it may be partial."""
+    def boundary(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
+        """The port of a value at the boundary; in a loop of known length, what leaves it may be partial."""
         # What a branch reads is the operand itself; what a loop reads is there for all of its trips.
         entering = [b.outer] if region.kind == "cond" else b.variables
         known = (*entering, None if b.is_stacked else b.result, *b.values, b.outer)

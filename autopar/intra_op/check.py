@@ -2,7 +2,7 @@
 
 In:     `Body`.
 Out:    nothing, or an `AssertionError` that names the instruction: this is a bug of ours, never the user's.
-Method: every copy is made before it is read or waited for; a move's step leads where the move says; borders of loops and
+Method: every copy is made before it is read or waited for; a move's step leads where the move says; boundaries of loops and
         branches have one sharding for each value on both sides.
 """
 
@@ -65,14 +65,14 @@ def check_body(body: Body, mesh: LogicalMesh) -> None:
                 assert len(rule.operands) == len(strategy.operands) == len(eqn.invars), f"{instruction}: operands"
                 assert len(rule.results) == len(strategy.results) == len(eqn.outvars), f"{instruction}: results"
             case Region():
-                _check_border(instruction, mesh)
+                _check_boundary(instruction, mesh)
         there.update(copies_made(instruction))
     for atom, sharding in body.outputs:
         known = isinstance(atom, Literal) or (atom, sharding) in there
         assert known, f"the result {atom} is not there in {sharding}"
 
 
-def _check_border(region: Region, mesh: LogicalMesh) -> None:
+def _check_boundary(region: Region, mesh: LogicalMesh) -> None:
     parts, at = region_of(region.eqn), describe(region.eqn)
     assert len(region.bodies) == len(parts.bodies), f"{at}: {len(region.bodies)} bodies"
     for inner, program in zip(region.bodies, parts.bodies, strict=True):
@@ -82,10 +82,10 @@ def _check_border(region: Region, mesh: LogicalMesh) -> None:
     inside = {var: sharding for inner in region.bodies for var, sharding in inner.inputs}
     entering = [b for b in parts.bindings if b.outer is not None]
     for b, outside in zip(entering, region.operands, strict=True):
-        lies = [_row(outside, b.is_stacked), *(inside[var] for var in b.variables)]
+        lies = [_row(outside, b.lead), *(inside[var] for var in b.variables)]
         assert len(set(lies)) == 1, f"{at}: {b.role} lies as {', '.join(map(str, lies))}"
 
 
-def _row(sharding: Sharding, is_stacked: bool) -> Sharding:
-    """What each trip has of a stack."""
-    return Sharding(sharding.dims[1:], sharding.partial) if is_stacked else sharding
+def _row(sharding: Sharding, lead: int) -> Sharding:
+    """How a value lies in a body, which has so many dims less in front."""
+    return Sharding(sharding.dims[lead:], sharding.partial)

@@ -1,4 +1,4 @@
-"""Send small collectives together.
+"""Joins small collectives into one.
 
 In:     a sharded program.
 Out:    the same, with small moves of one kind over the same axes made one `Fused` where none waits for another.

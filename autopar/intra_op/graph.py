@@ -3,7 +3,7 @@
 In:     (data only; `build_graph.py` builds it.)
 Out:    `Graph`: nodes with their choices, edges on which one choice's sharding must become another's.
 Method: three kinds of node. An *operation* chooses a strategy of its rule. A *port* chooses the sharding of a value at a
-        border: an argument, an output, what enters and leaves a `scan`, `while` or `cond`; loop bodies are part of the
+        boundary: an argument, an output, what enters and leaves a `scan`, `while` or `cond`; loop bodies are part of the
         same graph, their edges weighted by the trip count. A *hub* stands behind a value with several readers and
         chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward pass, backward
         pass and update have a hub each. A *keep* stands between the readers of the forward pass and those of the
@@ -30,7 +30,7 @@ Shardings = tuple[Sharding, ...]
 """One sharding per choice of a node; equal lists are the same object, so that costs are computed once."""
 Phase = typing.Literal["f", "b", "u", "o"]
 PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
-"""Who reads a value: the forward pass, the backward pass, what follows it, or a border as result of its body."""
+"""Who reads a value: the forward pass, the backward pass, what follows it, or a boundary as result of its body."""
 
 NodeKind = typing.Literal["op", "port", "hub", "keep"]
 """As the document above tells them apart."""
@@ -51,7 +51,7 @@ class Node:
     Attributes:
         index: Position in `Graph.nodes`.
         kind: Operation, port, hub or keep.
-        name: For people and for tests: the equation, or the border and the value.
+        name: For people and for tests: the equation, or the boundary and the value.
         strategies: Choices of an operation (empty for all others).
         shardings: Choices of a port, hub or keep.
         weight: Executions in one step.
@@ -159,7 +159,7 @@ class Graph:
         edges: Where two decisions meet.
         produced: Origin of each value.
         op_node: Node of each plain equation.
-        ports: Nodes of a structured equation's border, by (equation, role, index).
+        ports: Nodes of a structured equation's boundary, by (equation, role, index).
         hubs: Node of (value, phase) with several readers.
         keeps: Of (value, phase) whose readers get the value as it waited since an earlier phase.
         used: The copy of a value that the readers of a phase share: the hub's, or that of the only one.

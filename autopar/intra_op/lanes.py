@@ -77,7 +77,7 @@ def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: Logical
     """
     build = _Build(seconds_of, mesh, overlap)
     build.add(body, {}, in_turn=True)
-    end, exposed = _run(build.tasks, build.count, overlap)
+    end, exposed = _Clock(build.tasks, build.count, overlap).run()
     return Lanes(end, end - sum(exposed), exposed)
 
 
@@ -153,7 +153,7 @@ class _Build:
                 first, last = len(loop.consts), len(loop.consts) + len(loop.carries)
                 carried = zip(inner.inputs[first:last], inner.outputs[: last - first], strict=True)
                 given = {copy: maker[out] for copy, out in carried if out in maker}  # type: ignore[index]
-            ends.append(_run(build.tasks, build.count, self.overlap))
+            ends.append(_Clock(build.tasks, build.count, self.overlap).run())
         seconds, exposed = ends[-1]
         if trips <= TUNING.loop_turns:
             return seconds, list(exposed)
@@ -186,72 +186,90 @@ class _Lane:
         return heapq.heappop(self.waiting)[1] if self.waiting else heapq.heappop(self.coming)[1]
 
 
-def _run(tasks: Sequence[_Task], count: int, overlap: float) -> tuple[float, tuple[float, ...]]:
-    """Event by event: the end of the last task, and what is exposed of each collective."""
-    done = [0.0] * len(tasks)
-    missing = [len(task.needs) for task in tasks]
-    readers: list[list[int]] = [[] for _ in tasks]
-    for number, task in enumerate(tasks):
-        for need in task.needs:
-            readers[need].append(number)
-    # A kernel that a collective waits for goes before others: that is what hides it.
-    feeds = [any(tasks[reader].kernel is None for reader in those) for those in readers]
-    ranks = [(int(task.kernel is not None and not feeds[number]), number) for number, task in enumerate(tasks)]
-    kernels, sending = _Lane(ranks), _Lane(ranks)
-    exposed = [0.0] * count
-    spans: list[tuple[float, float, tuple[int, ...]]] = []  # of collectives: begin, end, which
+class _Clock:
+    """Both lanes, event by event.
 
-    def announce(number: int) -> None:
-        if not missing[number]:
-            lane = sending if tasks[number].kernel is None else kernels
-            lane.add(number, max((done[need] for need in tasks[number].needs), default=0.0))
+    Attributes:
+        exposed: Of each collective, the seconds that no kernel hides.
+        spans: Of collectives so far: when they begin and end, and which they are.
+    """
 
-    def finish(number: int, when: float) -> None:
-        done[number] = when
-        for reader in readers[number]:
-            missing[reader] -= 1
-            announce(reader)
+    def __init__(self, tasks: Sequence[_Task], count: int, overlap: float):
+        self.tasks, self.overlap, self.exposed = tasks, overlap, [0.0] * count
+        self.done = [0.0] * len(tasks)
+        self.missing = [len(task.needs) for task in tasks]
+        self.readers: list[list[int]] = [[] for _ in tasks]
+        for number, task in enumerate(tasks):
+            for need in task.needs:
+                self.readers[need].append(number)
+        # A kernel that a collective waits for goes before others: that is what hides it.
+        feeds = [any(tasks[reader].kernel is None for reader in those) for those in self.readers]
+        ranks = [(int(task.kernel is not None and not feeds[number]), number) for number, task in enumerate(tasks)]
+        self.kernels, self.sending = _Lane(ranks), _Lane(ranks)
+        self.spans: list[tuple[float, float, tuple[int, ...]]] = []
 
-    def wait(until: float) -> None:
+    def run(self) -> tuple[float, tuple[float, ...]]:
+        """The end of the last task, and what is exposed of each collective."""
+        for number in range(len(self.tasks)):
+            self.announce(number)
+        for _ in self.tasks:
+            start, start_sent = self.kernels.start(), self.sending.start()
+            assert min(start, start_sent) < math.inf, "the program waits for itself"
+            if start_sent <= start:
+                self.send(self.sending.take(), start_sent)
+            else:
+                self.compute(self.kernels.take(), start)
+        self.wait(max(self.kernels.free, self.sending.free))
+        return self.kernels.free, tuple(self.exposed)
+
+    def announce(self, number: int) -> None:
+        """Put a task into its lane if all that it needs is on its way."""
+        if not self.missing[number]:
+            task = self.tasks[number]
+            lane = self.sending if task.kernel is None else self.kernels
+            lane.add(number, max((self.done[need] for need in task.needs), default=0.0))
+
+    def finish(self, number: int, when: float) -> None:
+        self.done[number] = when
+        for reader in self.readers[number]:
+            self.missing[reader] -= 1
+            self.announce(reader)
+
+    def wait(self, until: float) -> None:
         """The kernels' lane does nothing from now on: whichever collectives run then are exposed."""
-        for begin, end, places in reversed(spans):
-            if end <= kernels.free:
+        free = self.kernels.free
+        for begin, end, places in reversed(self.spans):
+            if end <= free:
                 break
-            _spread(exposed, places, max(0.0, min(end, until) - max(begin, kernels.free)))
-        kernels.free = max(kernels.free, until)
+            _spread(self.exposed, places, max(0.0, min(end, until) - max(begin, free)))
+        self.kernels.free = max(free, until)
 
-    for number in range(len(tasks)):
-        announce(number)
-    for _ in tasks:
-        start, start_sent = kernels.start(), sending.start()
-        assert min(start, start_sent) < math.inf, "the program waits for itself"
-        if start_sent <= start:
-            number = sending.take()
-            task = tasks[number]
-            stopping = (1 - overlap) * task.sent
-            wait(start_sent)
-            kernels.free += stopping
-            _spread(exposed, task.places, stopping)
-            sending.free = start_sent + task.sent
-            spans.append((start_sent + stopping, sending.free, task.places))
-            finish(number, sending.free)
-            continue
-        number = kernels.take()
-        task = tasks[number]
-        wait(max(start, sending.free) if task.inner else start)
+    def send(self, number: int, start: float) -> None:
+        """A collective: of a part of it kernels stand still."""
+        task = self.tasks[number]
+        stopping = (1 - self.overlap) * task.sent
+        self.wait(start)
+        self.kernels.free += stopping
+        _spread(self.exposed, task.places, stopping)
+        self.sending.free = start + task.sent
+        self.spans.append((start + stopping, self.sending.free, task.places))
+        self.finish(number, self.sending.free)
+
+    def compute(self, number: int, start: float) -> None:
+        """A kernel, or a whole loop, which has both lanes for itself."""
+        task, kernels, sending = self.tasks[number], self.kernels, self.sending
+        self.wait(max(start, sending.free) if task.inner else start)
         kernels.free += task.kernel or 0.0
         for place, seconds in zip(task.places, task.inner, strict=False):
-            exposed[place] += seconds
+            self.exposed[place] += seconds
         if task.inner:
             sending.free = kernels.free
         if task.sent:  # it reduces at once
-            wait(max(kernels.free, sending.free))
+            self.wait(max(kernels.free, sending.free))
             kernels.free += task.sent
             sending.free = kernels.free
-            _spread(exposed, task.places, task.sent)
-        finish(number, kernels.free)
-    wait(max(kernels.free, sending.free))
-    return kernels.free, tuple(exposed)
+            _spread(self.exposed, task.places, task.sent)
+        self.finish(number, kernels.free)
 
 
 def _spread(exposed: list[float], places: Sequence[int], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What was made wider, such as a gradient that is converted to float32 for the optimizer, travels as narrow as it was.
+"""Sends values in the dtype that they had before they were widened, such as a gradient that is converted to float32.
 
 In:     the instructions of a sharded program, in order.
 Out:    the dtype in which the copies that each makes may travel, where that is narrower than their own.

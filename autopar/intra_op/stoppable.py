@@ -1,4 +1,4 @@
-"""HiGHS that Ctrl-C stops.
+"""Runs HiGHS so that Ctrl-C stops it.
 
 In:     HiGHS, with a model.
 Out:    the same, solved; or `KeyboardInterrupt` within a second or two, however much time the solver had left.

@@ -76,12 +76,12 @@ def _check_body(jaxpr: Jaxpr, defined_elsewhere: set[Var], where: object) -> Non
 
 
 def _check_region(region: Region, defined: set[Var], at: _Place) -> None:
-    """What crosses the border is the same on both sides; a body of a scan has rows."""
+    """What crosses the boundary is the same on both sides; a body of a scan has rows."""
     for label, closed, body in zip(region.labels, closed_bodies(region.eqn), region.bodies, strict=True):
         assert not open_jaxpr(closed)[1], f"{at}, {label}: constants inside"
         _check_body(body, defined, _Place(at, label=label))
     for b in region.bindings:
-        lead = (region.trips,) if b.is_stacked else ()
+        lead = (region.trips,) * b.lead
         inside = [((*lead, *a.aval.shape), a.aval.dtype) for a in (*b.variables, *b.values)]
         outside = [(a.aval.shape, a.aval.dtype) for a in (b.outer, b.result) if a is not None]
         kinds = list(dict.fromkeys([*outside, *inside]))

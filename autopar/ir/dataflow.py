@@ -34,6 +34,15 @@ def read_by(eqns: Iterable[JaxprEqn], results: Iterable[Atom] = ()) -> dict[Var,
     return dict.fromkeys([*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)])
 
 
+def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
+    """The equations that read each value, in order."""
+    found: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for var in dict.fromkeys(inputs_of(eqn)):
+            found.setdefault(var, []).append(eqn)
+    return found
+
+
 def known_as(atom: Atom, names: Mapping[Var, Atom]) -> Atom:
     """What stands for a value; itself, if nothing does."""
     return atom if isinstance(atom, Literal) else names.get(atom, atom)

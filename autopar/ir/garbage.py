@@ -1,4 +1,4 @@
-"""No search for garbage while passes run.
+"""Turns Python's garbage collector off while passes run.
 
 In:     (a function that makes millions of small objects.)
 Out:    the same function, in which Python frees what nobody refers to, and does not look for circles.

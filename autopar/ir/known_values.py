@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import Atom, Constant, Jaxpr, JaxprEqn, Literal, Var
-from autopar.ir.region import equations_within, is_region, region_of
+from autopar.ir.region import Binding, Region, equations_within, is_region, region_of
 from autopar.ir.rules.index_map import OPERATIONS
 
 RESHAPES = "convert_element_type reshape squeeze expand_dims broadcast_in_dim copy stop_gradient".split()
@@ -133,11 +133,12 @@ class KnownValues:
         match eqn.primitive.name:
             case "iota":
                 along = eqn.params["dimension"]
-                return along if column is None or column[0] != along else None
+                fits = _holds(atom, atom.aval.shape[along])
+                return along if fits and (column is None or column[0] != along) else None
+            case "scan" if column is None and atom in self.rows:
+                return 0 if self.is_trip(self.rows[atom], region_of(eqn)) else None
             case "convert_element_type":
-                dtype, of = atom.aval.dtype, eqn.invars[0].aval.dtype
-                integers = jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(of, jnp.integer)
-                fits = integers and max(atom.aval.shape, default=0) <= jnp.iinfo(dtype).max
+                fits = _holds(eqn.invars[0], 0) and _holds(atom, max(atom.aval.shape, default=0))
                 return self.counts(eqn.invars[0], column) if fits else None
             case "select_n":
                 return self.counts(eqn.invars[1], column) if self.is_false(eqn.invars[0], column) else None
@@ -151,6 +152,30 @@ class KnownValues:
                 return self.moved(eqn.invars[0], atom, _kept_dims(eqn.invars[0].aval.shape, atom.aval.shape), column)
         return None
 
+    def is_trip(self, atom: Atom, scan: Region) -> bool:
+        """Whether a value of the body is the number of the row in this trip of a scan."""
+        atom, eqn = self.made(atom)
+        if not isinstance(atom, Var) or not _holds(atom, scan.trips):
+            return False
+        for b in scan.of_role("xs", "carry"):
+            if b.var is atom and b.outer is not None:
+                return self.is_count(b.outer) if b.role == "xs" else self.counts_trips(b, scan)
+        match (eqn.primitive.name, eqn.invars) if eqn is not None else ("", []):
+            case "convert_element_type", [of]:
+                return self.is_trip(of, scan)
+            case "select_n", [which, of, _]:
+                _, test = self.made(which)
+                if test is not None and test.primitive.name == "lt" and _is_number(test.invars[1], 0):
+                    return self.is_trip(test.invars[0], scan) and self.is_trip(of, scan)
+        return False
+
+    def counts_trips(self, carry: Binding, scan: Region) -> bool:
+        """Whether a carry begins with 0, and one is added in each trip."""
+        _, step = self.made(carry.value)
+        if scan.eqn.params["reverse"] or not _is_number(carry.outer, 0) or step is None:
+            return False
+        return step.primitive.name == "add" and step.invars[0] is carry.var and _is_number(step.invars[1], 1)
+
     def is_false(self, atom: Atom, column: Position | None) -> bool:
         """Whether a predicate is that something which counts is negative, or a constant that says no."""
         atom, eqn = self.made(atom)
@@ -160,8 +185,7 @@ class KnownValues:
             return not np.any(np.asarray(self.constants[atom]))
         if eqn is None or eqn.primitive.name != "lt":
             return False
-        least = eqn.invars[1]
-        return isinstance(least, Literal) and least.val == 0 and self.counts(eqn.invars[0], column) is not None
+        return _is_number(eqn.invars[1], 0) and self.counts(eqn.invars[0], column) is not None
 
     def of_part(self, eqn: JaxprEqn, column: Position | None) -> int | None:
         """In which operand of a concatenation the column is."""
@@ -186,6 +210,15 @@ class KnownValues:
         if along is None or places[along] is None:
             return None
         return places[along] if source.aval.shape[along] == target.aval.shape[places[along]] else None
+
+
+def _is_number(atom: Atom | None, number: int) -> bool:
+    return isinstance(atom, Literal) and bool(atom.val == number)
+
+
+def _holds(atom: Atom, number: int) -> bool:
+    """Whether a value is of integers that can be as large as that."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.integer) and number <= jnp.iinfo(atom.aval.dtype).max
 
 
 def _counts_along(value: np.ndarray, column: Position | None) -> int | None:

@@ -1,7 +1,7 @@
-"""Regions: equations that hold programs (`scan`, `while`, `cond`) and the barrier, by what crosses their border.
+"""Regions: equations that hold programs (`scan`, `while`, `cond`) and the barrier, by what crosses their boundary.
 
 In:     a structured equation of the program.
-Out:    `Region`: its bodies and its `Binding`s, one for each value that crosses the border: what it is outside, and in
+Out:    `Region`: its bodies and its `Binding`s, one for each value that crosses the boundary: what it is outside, and in
         each body. `rebuild` writes the equation that other bindings and other bodies make.
 Method: an equation's operands are the bindings that have one, in order; so are its results, and each body's inputs and
         results. What is said of bindings is said of all kinds of regions; no other file counts operands.
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
-    """One value at the border of a region.
+    """One value at the boundary of a region.
 
     Attributes:
         role: `"const"` enters all trips or branches alike, `"xs"` row by row; `"carry"` goes from trip to trip; `"ys"`
@@ -68,6 +68,11 @@ class Binding:
     def is_stacked(self) -> bool:
         """Whether a body has a row of what is outside."""
         return self.role in ("xs", "ys")
+
+    @property
+    def lead(self) -> int:
+        """How many dims stand outside in front of those that a body has."""
+        return int(self.is_stacked)
 
     @property
     def variables(self) -> list[Var]:
@@ -108,7 +113,7 @@ class Region:
         eqn: The equation.
         kind: Which.
         bodies: Its programs, in the order of its parameters; of a `while` the test and the body, of a barrier none.
-        bindings: What crosses its border.
+        bindings: What crosses its boundary.
     """
 
     eqn: JaxprEqn

@@ -1,4 +1,4 @@
-"""Timelines that show themselves: a simulated step, and a measured one beside its prediction, lane by lane.
+"""Timelines as pictures in a notebook: a simulated step, and a measured one beside its prediction, lane by lane.
 
 In:     a timeline; what was measured (`compiled.measure`), each lane with its prediction.
 Out:    `ShownTimeline`; `MeasuredStep`: a timeline, a table as text and as HTML; where the two part, as text.

@@ -147,7 +147,7 @@ def _pin(
     """Keep pins: (position, pin, path)."""
     for at, pin, path in pins:
         node, var = graph.nodes[graph.inputs[at]], stage.jaxpr.invars[at]
-        if at in stage.stacks and stage.scan is not None:
+        if at in stage.stacks:
             node, var = _in_the_loop(stage, graph, at)
             path = f"{path}, {stage.count} microbatches"
         pin_node(graph, node, tuple(var.aval.shape), pin, path, allowed)
@@ -155,7 +155,6 @@ def _pin(
 
 def _in_the_loop(stage: StageProgram, graph: Graph, at: int) -> tuple[Node, Var]:
     """The decision on one microbatch of a batch argument."""
-    assert stage.scan is not None, "a batch argument in pieces is read in the loop"
     var = stage.stacks[at][1]
     number = list(stage.scan.stacked).index(var)
     return graph.nodes[graph.ports[stage.scan.eqn, "xs", 1 + number]], var

@@ -76,23 +76,16 @@ def plan_pipeline(
     restrict = restrict_stages(cut, options.constraints, restrict)
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
-    fastest, endless = 0.0, [0.0] * len(borders)
-    before: list[StagePlan] = []
+    fastest, before, endless = 0.0, list[StagePlan](), list[float]()
     is_bounded = schedule.name in FLUSHED and options.goal == "step"
     room = _Room(len(borders))
     ways = [*_ways(terms)]
     for number, way in enumerate(ways):
         part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
-            stages: list[StagePlan] = []
-            given = room if number == 1 else None
-            for stage in _shard_stages(cut, programs, meshes, way, restrict, part, given):
-                stages.append(stage)
-                # No stage is faster within memory than without end.
-                least = least_seconds([*map(once_seconds, stages), *endless[len(stages) :]], cut.split.count)
-                may_lose = TUNING.near if num_pairs(stage.sharded.problem) > TUNING.small_core else 0.0
-                if is_bounded and number and least >= beat * (1 - may_lose):
-                    raise _slower(least, budget)
+            made = _shard_stages(cut, programs, meshes, way, restrict, part, room if number == 1 else None)
+            made = _not_beaten(made, endless, cut.split.count, beat, budget) if is_bounded and number else made
+            stages = [*made]
             endless = endless if number else [*map(once_seconds, stages)]
             if before and all(now.sharded is then.sharded for now, then in zip(stages, before, strict=True)):
                 continue  # it comes to the same
@@ -112,13 +105,38 @@ def plan_pipeline(
         if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - TUNING.near) <= fastest:
             break
     if not fitting:
-        # Of the last way the forward pass took no memory, if it may run again.
-        if isinstance(failures[-1], SlowerError):
-            raise failures[-1]
-        # Of all memory rather than of a stage's part of it.
-        whole = [error for error in failures if not getattr(error, "budget_bytes", budget) < budget - 1]
-        raise min(whole or failures, key=needed_bytes)
+        raise _to_be_told(failures, budget)
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
+
+
+def _not_beaten(
+    stages: Iterator[StagePlan], endless: Sequence[float], count: int, beat: float, budget: float
+) -> Iterator[StagePlan]:
+    """The stages, as long as a step with them may be faster than the best known.
+
+    `endless`: of each stage, the seconds of one microbatch if memory were without end: none is faster within it.
+
+    Raises:
+        SlowerError: It is not.
+    """
+    once: list[float] = []
+    for stage in stages:
+        once.append(once_seconds(stage))
+        least = least_seconds([*once, *endless[len(once) :]], count)
+        may_lose = TUNING.near if num_pairs(stage.sharded.problem) > TUNING.small_core else 0.0
+        if least >= beat * (1 - may_lose):
+            raise _slower(least, budget)
+        yield stage
+
+
+def _to_be_told(failures: Sequence[InfeasibleError], budget: float) -> InfeasibleError:
+    """Of what was infeasible, one way after the other, that which says most."""
+    # Of the last way the forward pass took no memory, if it may run again.
+    if isinstance(failures[-1], SlowerError):
+        return failures[-1]
+    # Of all memory rather than of a stage's part of it.
+    whole = [error for error in failures if not getattr(error, "budget_bytes", budget) < budget - 1]
+    return min(whole or failures, key=needed_bytes)
 
 
 def _ways(terms: Terms) -> Iterator[Terms]:

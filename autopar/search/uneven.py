@@ -1,4 +1,4 @@
-"""Pipelines that are none: one stage has most of the work, because the step could not be cut where that would be.
+"""Warns when one stage holds most of the work, because the step could not be cut where stages would be even.
 
 In:     a step that is cut, its borders.
 Out:    what to tell the user: which stage, which operation of it, and why that one stays whole; "" where all is well.

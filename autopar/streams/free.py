@@ -1,4 +1,4 @@
-"""Buffers are let go of: behind its last reader, each that is no result of the step.
+"""Frees each buffer behind its last reader, unless it is a result of the step.
 
 In:     `Streams` whose buffers all stay.
 Out:    the same with `Free` instructions.

@@ -1,4 +1,4 @@
-"""Results take the memory of operands: sums and rows in place, new state that of the old.
+"""Reuses the memory of operands for results: sums and rows in place, new state where the old was.
 
 In:     `Streams`, whose programs make all results anew; arguments whose memory may be taken.
 Out:    the same, telling of each program which operands end in it.

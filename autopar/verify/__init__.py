@@ -1,4 +1,4 @@
-"""The compiler as witness: what XLA makes of a plan, for devices that need not be there, against what the plan says.
+"""Compares what XLA compiles of a plan, for devices that need not be there, with what the plan predicts.
 
 In:     a plan that was made in this process, or attached to its step; the name of a device.
 Out:    `Verification`: memory, collectives and what hides them, predicted and as compiled; as text and as a page.

@@ -42,7 +42,7 @@ def batch_indices(jaxpr: Jaxpr, constants: Mapping[Var, Constant]) -> Jaxpr:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Rewrites a program of which this is known."""
+    """Rewrites the bodies of a program, with what is known of its values."""
 
     known: KnownValues
 

@@ -3,7 +3,7 @@
 In:     a flat jaxpr.
 Out:    the same program without equations, loop carries, scanned inputs, stacked outputs and barrier operands that
         nothing reads. Results that nothing reads of an equation that stays become `DropVar`.
-Method: one walk backwards per body; what crosses a region's border is alive if its result is, or if a body needs it for
+Method: one walk backwards per body; what crosses a region's boundary is alive if its result is, or if a body needs it for
         something that is (fixed point).
 """
 

@@ -14,14 +14,14 @@ Method: compilers hand a product to a library as matrices `batch, rows, columns`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from jax import lax
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, primitives, replace_eqn, resized
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import readers_of
 from autopar.ir.region import in_bodies
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.registry import family_of
@@ -35,10 +35,10 @@ _OWN = ("left", "right")
 
 
 def products_in_order(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with such products; over the same inputs and results."""
+    """The program whose products take and make large arrays as they lie; over the same inputs and results."""
     eqns = [in_bodies(eqn, products_in_order) for eqn in jaxpr.eqns]
     if any(map(_joins_dims, eqns)):
-        eqns = _Walk.of(eqns).through(eqns)
+        eqns = _Walk(readers_of(eqns)).through(eqns)
     unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if unchanged else make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns)
 
@@ -132,15 +132,7 @@ class _Walk:
     """Who reads each value of a body, and how those lie that are made by now."""
 
     readers: Mapping[Var, list[JaxprEqn]]
-    order: dict[Var, Order]
-
-    @classmethod
-    def of(cls, eqns: Sequence[JaxprEqn]) -> _Walk:
-        readers: dict[Var, list[JaxprEqn]] = {}
-        for eqn in eqns:
-            for var in dict.fromkeys(inputs_of(eqn)):
-                readers.setdefault(var, []).append(eqn)
-        return cls(readers, {})
+    order: dict[Var, Order] = field(default_factory=dict)
 
     def through(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         """The equations, with products in order."""

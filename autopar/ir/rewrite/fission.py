@@ -1,4 +1,4 @@
-"""Fission of conditions: results that share no work get a condition of their own, and a condition is cut behind a gradient.
+"""Fission of conditions: one condition for each group of results that share no work, and a cut behind gradients.
 
 In:     a flat program. A `cond` is one piece: all that its branches read and make is in one place, on one pipeline stage, and
         in one phase of the step.
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations, renamed
 from autopar.ir.dataflow import ancestors, feeds_backward, inputs_of, makers, needed, read_by, variables
-from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
+from autopar.ir.region import Binding, Region, bodies_of, in_bodies, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
 from autopar.ir.work import Work, num_bytes, num_elements_of
@@ -49,8 +49,7 @@ def _is_pure_cond(eqn: JaxprEqn) -> bool:
 
 def _with_bodies(region: Region, bindings: Sequence[Binding], equations: Sequence[Sequence[JaxprEqn]]) -> JaxprEqn:
     """A condition with these bindings, whose bodies have variables of their own."""
-    made = region_of(region.rebuild(bindings, equations))
-    return made.with_bodies([renamed(body) for body in made.bodies])
+    return in_bodies(region.rebuild(bindings, equations), renamed)
 
 
 # Behind gradients.

@@ -1,4 +1,4 @@
-"""Copies to the host's memory and back, left out: for steps in which nothing can lie there yet (on Ray, as results).
+"""Removes copies to the host's memory and back, for steps in which nothing can lie there yet (on Ray, as results).
 
 In:     a flat program.
 Out:    the same program with everything in the devices' memory.
@@ -20,7 +20,7 @@ from autopar._jax import (
     replace_eqn,
 )
 from autopar.ir.dataflow import known_as
-from autopar.ir.region import equations_within, is_region, region_of
+from autopar.ir.region import equations_within, in_bodies
 
 
 def uses_host_memory(jaxpr: Jaxpr) -> bool:
@@ -29,7 +29,7 @@ def uses_host_memory(jaxpr: Jaxpr) -> bool:
 
 
 def keep_on_device(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without such copies; inputs that lie on the host are other variables."""
+    """The program without copies to the host's memory or from there; inputs that lie on the host are other variables."""
     if not uses_host_memory(jaxpr) and not any(on_host(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars)):
         return jaxpr
     env: dict[Var, Atom] = {}
@@ -41,14 +41,7 @@ def keep_on_device(jaxpr: Jaxpr) -> Jaxpr:
             env.update(zip(eqn.outvars, operands, strict=True))
             continue
         results = [_moved(var, env) for var in eqn.outvars]
-        if is_region(eqn):
-            region = region_of(eqn)
-            bodies = [keep_on_device(body) for body in region.bodies]
-            inputs, outputs = [b.invars for b in bodies], [b.outvars for b in bodies]
-            bindings = region.rebound(operands, inputs if bodies else None, outputs if bodies else None, results)
-            eqns.append(region.rebuild(bindings, [b.eqns for b in bodies]))
-        else:
-            eqns.append(replace_eqn(eqn, invars=operands, outvars=results))
+        eqns.append(replace_eqn(in_bodies(eqn, keep_on_device), invars=operands, outvars=results))
     return make_jaxpr(invars, [known_as(atom, env) for atom in jaxpr.outvars], eqns)
 
 

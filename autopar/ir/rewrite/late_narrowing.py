@@ -1,4 +1,4 @@
-"""Casts to 16 bits leave loops and branches: what is added up over samples is narrowed when it has been added up.
+"""Moves casts to 16 bits out of loops and branches, so that sums over samples are narrowed when they are complete.
 
 In:     a flat program in which the gradient of a 16-bit parameter is computed in 32 bits and cast down inside a `scan` or a
         branch, as `jax.grad` writes it.
@@ -21,7 +21,7 @@ from jax import lax
 
 from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Literal, Var, bind_eqn, new_var, shaped
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import variables
+from autopar.ir.dataflow import makers, variables
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.rules import rule_for
@@ -31,7 +31,7 @@ from autopar.ir.source import is_backward
 
 
 def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with such casts behind its loops and branches; over the same inputs and results."""
+    """The program with casts of gradients to 16 bits behind its loops and branches; over the same inputs and results."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         eqns += _region(region_of(eqn)) if kind_of(eqn) in ("scan", "cond") else [eqn]
@@ -74,7 +74,7 @@ class _Wide:
 
     def __init__(self, body: Jaxpr):
         self.eqns = Equations(body.eqns)
-        self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+        self.made_by = makers(body.eqns)
         self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
 
     def dtype_behind(self, atom: Atom | None) -> np.dtype | None:

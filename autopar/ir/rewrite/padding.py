@@ -1,4 +1,4 @@
-"""Dims that do not divide are made longer: the 50257 tokens of a vocabulary become 50264, which eight devices split.
+"""Makes dims longer that do not divide: the 50257 tokens of a vocabulary become 50264, which eight devices split.
 
 In:     a flat program, and for some lengths of its products' factors what these are to become.
 Out:    the same function of the same arguments: products and what lies between them (`longer.py`) on longer dims.

@@ -1,4 +1,4 @@
-"""State that waits in the host's memory while a step computes gradients.
+"""Keeps state in the host's memory while a step computes gradients.
 
 In:     a flat program; which of its inputs lie there, and the results that are their new values.
 Out:    the same program: these inputs and results are values of the host. Each is copied to the device before its first

@@ -1,4 +1,4 @@
-"""Writes to places that are all different: what JAX asks, in their gradient, of which write was the last is known.
+"""Finds out while tracing which of several writes to a place was the last, where all places are different.
 
 In:     a flat program. `y.at[order].set(x)` is differentiated by writing a number for each element of x to its place and
         looking which are found there again: of several writes to one place one counts.
@@ -21,7 +21,7 @@ from autopar.ir.rewrite.dead_code import with_equations
 
 
 def find_written_once(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without questions whose answer is known."""
+    """The program in which comparisons of what was written with what is found have their answer, where it is known."""
     known = KnownValues(jaxpr)
     if not any(eqn.primitive.name == "scatter" for eqn in known.maker.values()):
         return jaxpr

@@ -154,13 +154,13 @@ def split_steps(grid: Sequence[int | None], maps: Sequence[BlockNumbers]) -> lis
 
     One digit, the dim itself, where no map asks for more or where what they ask for does not fit together.
     """
-    borders: list[set[int]] = [set() for _ in grid]
+    changes: list[set[int]] = [set() for _ in grid]
     for numbers in (each.numbers for each in maps if each.numbers is not None):
         for dim in range(numbers.ndim):
-            border = _first_border(_along(numbers, dim))
-            if border is not None:
-                borders[dim].add(border)
-    return [_digits(length, sorted(borders[dim])) for dim, length in enumerate(grid)]
+            change = _first_change(_along(numbers, dim))
+            if change is not None:
+                changes[dim].add(change)
+    return [_digits(length, sorted(changes[dim])) for dim, length in enumerate(grid)]
 
 
 def _along(numbers: np.ndarray, dim: int) -> np.ndarray:
@@ -168,7 +168,7 @@ def _along(numbers: np.ndarray, dim: int) -> np.ndarray:
     return numbers[tuple(slice(None) if d == dim else 0 for d in range(numbers.ndim))]
 
 
-def _first_border(line: np.ndarray) -> int | None:
+def _first_change(line: np.ndarray) -> int | None:
     """After how many steps the numbers stop standing still, or growing evenly."""
     if len(line) < 2:
         return None
@@ -177,10 +177,10 @@ def _first_border(line: np.ndarray) -> int | None:
     return int(apart[0]) if len(apart) else None
 
 
-def _digits(length: int | None, borders: Sequence[int]) -> tuple[int, ...]:
+def _digits(length: int | None, changes: Sequence[int]) -> tuple[int, ...]:
     if length is None:
         return (1,)
-    places = [1, *borders, length]
+    places = [1, *changes, length]
     if any(b % a for a, b in zip(places, places[1:], strict=False)):
         return (length,)
     return tuple(b // a for a, b in zip(places, places[1:], strict=False))

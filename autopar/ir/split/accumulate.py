@@ -10,7 +10,7 @@ Method: gradients in 16 bits are added up in 32, as one matrix product over the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import jax
@@ -35,6 +35,7 @@ from autopar._jax import (
     shaped,
 )
 from autopar.ir.build import Equations, flat_function
+from autopar.ir.dataflow import makers
 from autopar.ir.region import Binding, new_scan, rows_in, rows_out
 from autopar.ir.rules.linearity import identity_of
 from autopar.ir.split.microbatch import Microbatches, Result
@@ -54,7 +55,7 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
         stacks[var] = eqns.call_one(lambda x, shape=shape: jnp.reshape(x, shape), [whole])
     results = list(zip(split.results, split.loop.outvars, strict=True))
     scan = accumulating_scan(count, number, split.loop.eqns, consts, stacks, results)
-    eqns += [*scan.before, scan.eqn, *scan.after, *split.after]
+    eqns += [*scan.eqns, *scan.after, *split.after]
     flat, arrays = flatten(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
     assert not arrays, "a flat program has no constants"
     return flat
@@ -129,11 +130,11 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AccumulatingScan:
-    """A `scan` over microbatches, and what stands around it.
+    """A `scan` over microbatches, and what stands around it; empty where microbatches do nothing.
 
     Attributes:
-        before: Where its sums begin, and the numbers of the microbatches.
-        eqn: The scan. Operands: constants, sums, numbers, stacks; results: sums, rows, what is sent.
+        eqns: Where its sums begin, the numbers of the microbatches, and last the scan. Its operands: constants, sums, numbers,
+            stacks; its results: sums, rows, what is sent.
         consts: Variables of the body that are the same for all microbatches, and what they are outside, in order.
         stacked: Variables of the body that are a microbatch's own, in order.
         sums: Results that are carries, in order.
@@ -142,14 +143,18 @@ class AccumulatingScan:
         after: Makes the step's own variables of sums and rows.
     """
 
-    before: tuple[JaxprEqn, ...]
-    eqn: JaxprEqn
-    consts: Mapping[Var, Atom]
-    stacked: tuple[Var, ...]
-    sums: tuple[Added, ...]
-    rows: tuple[Stacked, ...]
-    sent: tuple[Var, ...]
-    after: tuple[JaxprEqn, ...]
+    eqns: tuple[JaxprEqn, ...] = ()
+    consts: Mapping[Var, Atom] = field(default_factory=dict)
+    stacked: tuple[Var, ...] = ()
+    sums: tuple[Added, ...] = ()
+    rows: tuple[Stacked, ...] = ()
+    sent: tuple[Var, ...] = ()
+    after: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def eqn(self) -> JaxprEqn:
+        """The scan, if there is one."""
+        return self.eqns[-1]
 
 
 def accumulating_scan(
@@ -191,17 +196,16 @@ def accumulating_scan(
         *(rows_out(part, stack) for part, stack in zip(parts, made, strict=True)),
     ]
     scan = new_scan(count, bindings, [*eqns, *(eqn for s in sums for eqn in s.eqns)])
-    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    made_by = makers(eqns)
     for added in sums:
         narrow = _narrowing(added.total.aval, added.result.var.aval.dtype)
-        _name(after, narrow, added.total, added.result.var, _line(added.part, makers))
+        _name(after, narrow, added.total, added.result.var, _line(added.part, made_by))
     rows = [Stacked(result, part, stack) for (result, part), stack in zip(of_rows, made, strict=False)]
     for row in rows:
         in_order = flat_function(_in_order(row.result), row.stack.aval)
-        _name(after, in_order, row.stack, row.result.var, _line(row.part, makers))
+        _name(after, in_order, row.stack, row.result.var, _line(row.part, made_by))
     return AccumulatingScan(
-        tuple(before),
-        scan,
+        (*before, scan),
         dict(consts),
         tuple(stacks),
         tuple(sums),
@@ -250,9 +254,9 @@ def _narrowing(total: Aval, dtype: np.dtype) -> Jaxpr:
     return flat_function(partial(jax.lax.convert_element_type, new_dtype=dtype), total)
 
 
-def _line(part: Atom, makers: Mapping[Var, JaxprEqn]) -> SourceInfo | None:
+def _line(part: Atom, made_by: Mapping[Var, JaxprEqn]) -> SourceInfo | None:
     """The user's line that makes a microbatch's part, outside of any pass; None: nothing in the loop makes it."""
-    maker = None if isinstance(part, Literal) else makers.get(part)
+    maker = None if isinstance(part, Literal) else made_by.get(part)
     return None if maker is None else new_source_info(maker.source_info.traceback, NameStack())
 
 

@@ -1,4 +1,4 @@
-"""Samples behind samples: `concatenate([chosen, rejected])` over the batch, of which a shard has its part of each block.
+"""Strategies for values that are split in blocks: of `concatenate([chosen, rejected])` a shard has its part of each half.
 
 In:     an equation, its rule, the number of shards, and placements of its operands or results.
 Out:    `block_strategies`: those in which it takes or makes these, beyond those of `strategy.py`: along a factor in blocks,
@@ -89,7 +89,7 @@ def _moving(eqn: JaxprEqn, place: int, placement: Split, count: int) -> list[Axi
     if move is None:
         return []
     sizes = [v.aval.shape[dim] for v in arrays if v.aval.ndim]
-    if not all(sizes) or any(n % rows for n in (*sizes, *move.borders)):
+    if not all(sizes) or any(n % rows for n in (*sizes, *move.cuts)):
         return []
 
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> list[jax.Array]:
@@ -103,9 +103,9 @@ def _moving(eqn: JaxprEqn, place: int, placement: Split, count: int) -> list[Axi
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Where along a dim an operation has its borders, and its parameters for shards."""
+    """Where along a dim an operation begins and ends, and its parameters for shards."""
 
-    borders: Sequence[int]
+    cuts: Sequence[int]
     params: Params
 
 

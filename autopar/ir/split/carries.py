@@ -1,4 +1,4 @@
-"""What loops carry: sums over their trips, and samples that each end in their own time.
+"""Which carries of a loop are sums over its trips, and which loops end for each sample by itself.
 
 In:     a `scan`, or a `while`.
 Out:    which carries are sums; whether a loop may go on for what has ended.
@@ -8,7 +8,7 @@ Method: the form of the body.
 from __future__ import annotations
 
 from autopar._jax import Atom, JaxprEqn, Var
-from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.dataflow import inputs_of, makers, variables
 from autopar.ir.region import Region, kind_of
 
 
@@ -55,7 +55,7 @@ def is_done_apart(loop: Region) -> bool:
 
     Then the loop may end earlier for some of the samples: the rounds that are left change nothing of them.
     """
-    made_by = {var: eqn for body in loop.bodies for eqn in body.eqns for var in eqn.outvars}
+    made_by = makers(eqn for body in loop.bodies for eqn in body.eqns)
     (predicate,) = loop.of_role("test")
     test = made_by.get(predicate.value) if isinstance(predicate.value, Var) else None
     if test is None or test.primitive.name != "reduce_or":

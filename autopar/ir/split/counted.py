@@ -1,4 +1,4 @@
-"""How many rows have each value of a key: the lengths of groups of rows that are sorted by it.
+"""Finds equations that count how many rows have each value of a key: the lengths of groups of rows sorted by it.
 
 In:     an equation, and the keys by which a program sorts rows.
 Out:    `counted`: which key it counts, and along which dim its operands come in parts; None: nothing says that it does.
@@ -83,14 +83,14 @@ def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int |
 
 
 def _is_even(eqn: JaxprEqn, values: KnownValues) -> bool:
-    """Whether it makes numbers that grow by one with the key, or do not, of others that do."""
+    """Whether an equation makes, of numbers that grow by one with the key or stand still, such numbers again."""
     if eqn.primitive.name in ("add", "sub"):
         return any(values.constant(atom) is not None for atom in eqn.invars)
     return eqn.primitive.name in (*_CHOICES, *RESHAPES)
 
 
 def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
-    """The key must not be negative: rows of no group would stand before those of the first."""
+    """What a sum of `one_hot` counts; its key must not be negative: rows of no group would stand before those of the first."""
     (hot,), summed = eqn.invars, eqn.params["axes"]
     kept = [d for d in range(hot.aval.ndim) if d not in summed]
     _, made = values.made(hot)

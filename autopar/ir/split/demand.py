@@ -1,4 +1,4 @@
-"""Demand: what turns out to be read only in parts is made in parts.
+"""Demand propagation: what is only read in parts is made in parts.
 
 In:     a program whose placements have been followed forwards (`solver.py`), and the placements in which its results are
         read.
@@ -28,7 +28,7 @@ class Demand:
         self.solution, self.strategies = solution, strategies
 
     def body(self, jaxpr: Jaxpr, uses: Uses) -> None:
-        """Through a body; `uses` are those of its results, and become those of all of its values."""
+        """Carry demand through a body; `uses` are those of its results, and become those of all of its values."""
         for eqn in reversed(jaxpr.eqns):
             self.read(eqn.invars, self.wants(eqn, uses), uses)
 
@@ -43,7 +43,7 @@ class Demand:
         return self.region(eqn, uses) if is_region(eqn) else self.equation(eqn, uses)
 
     def equation(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
-        """The same of a plain equation, which is done in parts if all its readers want the same parts."""
+        """What a plain equation reads; it is done in parts if all readers of its results want the same parts."""
         solution = self.solution
         if eqn in solution.strategy_of:
             return solution.strategy_of[eqn].operands
@@ -55,17 +55,17 @@ class Demand:
                 fits = all(p is None or p == made for p, made in zip(parts, strategy.results, strict=True))
                 if fits and strategy.factor is not None and SUM not in strategy.operands:
                     solution.strategy_of[eqn] = strategy
-                    solution.made.update(zip(eqn.outvars, strategy.results, strict=True))
+                    solution.placement_of.update(zip(eqn.outvars, strategy.results, strict=True))
                     return strategy.operands
         return [REPLICATED] * len(eqn.invars)
 
     def region(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
-        """The same in the bodies of a region."""
+        """What a region reads; demand is carried through its bodies."""
         region, solution = region_of(eqn), self.solution
         if eqn not in solution.own_trips:
             for b in region.bindings:
                 if b.result is not None and b.role in ("ys", "through"):
-                    self.narrow([b.result], uses, lowest=1 if b.is_stacked else 0)
+                    self.narrow([b.result], uses, lowest=b.lead)
             leaving = [inside for inside, _ in solution.crossing(region)]
             inner: Uses = {}
             for k, body in enumerate(region.bodies):
@@ -76,8 +76,8 @@ class Demand:
         return region.of_operands([outside for _, outside in solution.crossing(region)])
 
     def narrow(self, names: Sequence[Var], uses: Uses, lowest: int = 0) -> None:
-        """A value that passes a border whole, under names of which each shard reads its part, passes in parts."""
+        """A value that passes a boundary whole, under names of which each shard reads its part, passes in parts."""
         wants = list(dict.fromkeys(want for var in names for want in uses.get(var, ())))
         if self.solution.of(names[0]) in (REPLICATED, BY_EACH) and len(wants) == 1:
             if isinstance(wants[0], Split) and wants[0].dim >= lowest:
-                self.solution.made.update(dict.fromkeys(names, wants[0]))
+                self.solution.placement_of.update(dict.fromkeys(names, wants[0]))

@@ -1,4 +1,4 @@
-"""Sums over samples where they can be joined: computed by the forward pass alone, and not used up in a loop over layers.
+"""Rewrites a step so that sums over samples are made by its forward pass alone, outside of its loops over layers.
 
 In:     a flat program, and which values are sums over samples (or the largest, the smallest of them).
 Out:    the same function. What `remat` computes again of such a sum is the forward pass's; what a forward scan makes of
@@ -30,7 +30,7 @@ IsSum = Callable[[Var], bool]
 
 
 def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
-    """The program with such sums where they can be joined; itself, if they are."""
+    """The program whose forward passes alone make its sums, outside of loops over layers; itself, if they do."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         is_forward = kind_of(eqn) == "scan" and not is_backward(eqn)
@@ -42,7 +42,7 @@ def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
 
 
 def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
-    """The scan, and behind it what its body makes of nothing but sums."""
+    """A forward scan, and behind it, for all trips at once, what its body made of nothing but sums."""
     (body,) = scan.bodies
     added = {b.value: b for b, kind in zip(scan.carries, sum_carries(scan), strict=True) if kind}
     entering = {b.var for b in (*scan.consts, *scan.xs)}
@@ -123,7 +123,7 @@ class _Body:
 
 
 class _Twins:
-    """Replaces sums that are computed again."""
+    """Replaces sums that `remat` computes again by those of the forward pass."""
 
     def __init__(self, is_sum: IsSum):
         self.is_sum = is_sum

@@ -1,4 +1,4 @@
-"""What is done of the whole batch before the loop over microbatches, because it is cheap and no part of it would do.
+"""Hoisting: moves cheap work on the whole batch in front of the loop over microbatches.
 
 In:     equations that fit no strategy, with the placements of their operands so far.
 Out:    the solution, changed: a mask's denominator is summed up front and read whole; samples that are shuffled, rolled,
@@ -105,7 +105,7 @@ class Hoist:
         for var in made:
             self._rearranged[var] = dim
             if self._divides(var, dim):
-                self.solution.made[var] = Split(dim)
+                self.solution.placement_of[var] = Split(dim)
 
     def _divides(self, var: Var, dim: int) -> bool:
         shape = var.aval.shape

@@ -1,4 +1,4 @@
-"""Joins: what the forward passes of all microbatches make together, and the backward passes wait for.
+"""Joins: copies of what the forward passes of all microbatches make together, which the backward passes wait for.
 
 In:     a flat program, and the values in it that are not complete before every microbatch has made its part.
 Out:    the program with a copy of each such value that the forward pass makes and the backward pass reads: the backward pass

@@ -25,7 +25,7 @@ from autopar.tuning import TUNING
 
 
 class LayerPlacements:
-    """The solution for one program, and its borders; arguments as of `split_layers`.
+    """The solution for one program, and which of its inputs and outputs become parts; arguments as of `split_layers`.
 
     Attributes:
         chains: Scans over layers: each part does its trips, and hands its carries to the next.
@@ -39,7 +39,7 @@ class LayerPlacements:
         self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
         self.stacked = dict(stacked or {})
         self.solution = Solution(Axis(count, length if length % count else 0))
-        self.solution.made.update((jaxpr.invars[k], Split(dim)) for k, dim in self.stacked.items())
+        self.solution.placement_of.update((jaxpr.invars[k], Split(dim)) for k, dim in self.stacked.items())
         self.solver = Solver(self.solution)
         self.regions: dict[JaxprEqn, None] = {}
         self.part_of: dict[JaxprEqn, int] = {}
@@ -50,14 +50,14 @@ class LayerPlacements:
             if is_over_stacks(eqn) and trip_count(eqn) == length and cost >= TUNING.layers_work / 4 * whole
         }
 
-    def find_borders(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Decide what is in parts; the inputs and outputs that are, and along which dim."""
+    def find_split(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Decide which values are in parts; returns the inputs and the outputs that are, each with the dim of layers."""
         for eqn in self.jaxpr.eqns:
             self.follow(eqn)
         invars = set(self.jaxpr.invars)
         uses: Uses = {var: {REPLICATED: None} for var in variables(self.jaxpr.outvars) if var not in invars}
         _LayerDemand(self).program(uses)
-        return self.split_borders(uses)
+        return self.split_ends(uses)
 
     def follow(self, eqn: JaxprEqn) -> None:
         """Placements of an equation's results."""
@@ -66,7 +66,7 @@ class LayerPlacements:
             scan = region_of(eqn)
             if eqn in self.chains or any(solution.of(b.outer) == Split(0) for b in scan.xs):
                 self.chains[eqn] = None
-                solution.made.update((b.result, Split(0)) for b in scan.ys if b.result is not None)
+                solution.placement_of.update((b.result, Split(0)) for b in scan.ys if b.result is not None)
                 return
         if eqn.effects or not any(isinstance(solution.of(a), Split) for a in inputs_of(eqn)):
             return
@@ -82,11 +82,11 @@ class LayerPlacements:
             self.regions[eqn] = None
         for var, placement in zip(eqn.outvars, results, strict=True):
             if placement != REPLICATED:
-                solution.made[var] = placement
+                solution.placement_of[var] = placement
             if not isinstance(placement, Split):
                 solution.read_as[var] = REPLICATED  # parts are joined at once
 
-    def split_borders(self, uses: Uses) -> tuple[dict[int, int], dict[int, int]]:
+    def split_ends(self, uses: Uses) -> tuple[dict[int, int], dict[int, int]]:
         """Inputs and outputs that become parts, and along which dim."""
         invars, outvars = self.jaxpr.invars, self.jaxpr.outvars
         replaced_by = {into: out for out, into in self.aliases.items()}
@@ -146,7 +146,7 @@ class _LayerDemand(Demand):
         if part is not None and eqn not in self.solution.strategy_of:
             if list(uses.get(eqn.outvars[0], ())) == [Split(0)]:
                 layers.part_of[eqn] = part
-                self.solution.made[eqn.outvars[0]] = Split(0)
+                self.solution.placement_of[eqn.outvars[0]] = Split(0)
         return wants
 
 

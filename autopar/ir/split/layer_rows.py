@@ -1,4 +1,4 @@
-"""Single layers of a stack: `layers[0]` is read from the part that holds it, and its gradient is zero in the others.
+"""Slices and pads of single layers of a stack: which part of the stack they touch, and what they are on it.
 
 In:     a `slice`, or the `pad` that is its transpose, along the dim of layers, and the number of parts.
 Out:    which part it touches, if it is one; the slice of that part; the parts of the padded value.

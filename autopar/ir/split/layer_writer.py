@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Atom, JaxprEqn, Literal, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
+from autopar._jax import Atom, JaxprEqn, Literal, SourceInfo, Var, make_jaxpr, new_var, shaped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Region, kind_of, region_of
@@ -23,7 +23,7 @@ from autopar.ir.split.layer_placements import LayerPlacements
 from autopar.ir.split.layer_rows import part_of_padded, slice_of_part
 from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, share_of
 from autopar.ir.split.strategy import join_parts
-from autopar.ir.split.writer import Programs, ShardWriter
+from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 
 
 class LayerWriter:
@@ -88,17 +88,18 @@ class LayerWriter:
         elif eqn in layers.part_of:
             self.single_part(eqn, layers.part_of[eqn])
         elif kind_of(eqn) == "barrier":
-            split = [self.solution.of(var) != REPLICATED for var in eqn.outvars]
-            if not all(split):
-                pairs = [(a, var) for a, var, s in zip(eqn.invars, eqn.outvars, split, strict=True) if not s]
-                self.plain(replace_eqn(eqn, invars=[a for a, _ in pairs], outvars=[var for _, var in pairs]))
-            for part in self.parts if any(split) else ():
-                part.equation(eqn)
+            for each in barrier_apart(eqn, self.solution):
+                is_split = any(self.solution.made_as(var) != REPLICATED for var in each.outvars)
+                self.each_part(each) if is_split else self.plain(each)
         elif eqn in self.solution.strategy_of or eqn in layers.regions:
-            for part in self.parts:
-                part.equation(eqn)
+            self.each_part(eqn)
         else:
             self.plain(eqn)
+
+    def each_part(self, eqn: JaxprEqn) -> None:
+        """An equation on each part by itself."""
+        for part in self.parts:
+            part.equation(eqn)
 
     def plain(self, eqn: JaxprEqn) -> None:
         """An equation on whole values; bodies of loops get variables of their own."""
@@ -135,8 +136,6 @@ class LayerWriter:
 
 class _Part(ShardWriter):
     """One part; what is whole it has from all of them."""
-
-    is_top = True
 
     def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
         axis, kind = programs.solution.axis, shaped(jax.ShapeDtypeStruct((), jnp.int32))

@@ -55,7 +55,7 @@ class LayerSplit:
 
 
 def whole_stacks(jaxpr: Jaxpr) -> LayerSplit:
-    """A program as it is."""
+    """A program none of whose scans is split, as a `LayerSplit`."""
     return LayerSplit(
         jaxpr,
         1,
@@ -86,7 +86,7 @@ def layer_count(
     if len(worth) < 2:
         return next(iter(worth), 0)
     for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
-        if not LayerPlacements(jaxpr, length, length, aliases, stacked).find_borders()[0].keys().isdisjoint(weights):
+        if not LayerPlacements(jaxpr, length, length, aliases, stacked).find_split()[0].keys().isdisjoint(weights):
             return length
     return 0
 
@@ -104,7 +104,7 @@ def split_layers(
             together for that.
     """
     layers = LayerPlacements(jaxpr, length, count, aliases, stacked)
-    split_in, split_out = layers.find_borders()
+    split_in, split_out = layers.find_split()
     writer = LayerWriter(layers)
     invars, inputs = _listed([writer.input(var, split_in.get(k)) for k, var in enumerate(jaxpr.invars)])
     for eqn in jaxpr.eqns:

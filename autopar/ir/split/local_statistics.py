@@ -1,4 +1,4 @@
-"""What else is a microbatch's own where one sum over the batch is: the loss that is returned is the one that is differentiated.
+"""Finds the sums over the batch of which a microbatch takes its own value, once it takes its own for one of them.
 
 In:     a program, the placements found so far (`phases.py`), and a value that samples wait for.
 Out:    the sums over samples that it is made of, as often as they are computed.

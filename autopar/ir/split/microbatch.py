@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new
 from autopar.errors import BatchError, MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import feeds_backward, inputs_of, makers, needed, read_by, variables
-from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
 from autopar.ir.source import is_backward
@@ -31,7 +29,7 @@ from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Part
 from autopar.ir.split.refusal import too_much_at_once
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.waiting import SamplesWaitError
-from autopar.ir.split.writer import Programs, ShardWriter
+from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 from autopar.tuning import TUNING
 
 NO_BATCH = (
@@ -122,12 +120,12 @@ def split_at_joins(
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
-    """The same phases of a step whose only microbatch is the whole batch: what needs gradients and is no gradient comes after.
+    """The phases of a step whose only microbatch is the whole batch: what needs gradients and is no gradient comes after.
 
     A step without a backward pass is all loop.
     """
     solution = LoopSolution(Axis(1))
-    solution.made.update((jaxpr.invars[k], Split(0)) for k in batch)
+    solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
     behind: dict[Var, None] = {}
     for eqn, matters in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
         operands = inputs_of(eqn)
@@ -135,9 +133,9 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         if not matters and any(a in behind for a in operands):
             solution.phase[eqn] = "after"
             behind.update(dict.fromkeys(eqn.outvars))
-        elif any(a in solution.made for a in operands):
+        elif any(a in solution.placement_of for a in operands):
             solution.phase[eqn] = "loop"
-            solution.made.update(dict.fromkeys(eqn.outvars, BY_EACH))
+            solution.placement_of.update(dict.fromkeys(eqn.outvars, BY_EACH))
             behind.update(dict.fromkeys(eqn.outvars if is_backward(eqn) else ()))
     return write_phases(jaxpr, solution)
 
@@ -198,8 +196,6 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
 class _Loop(ShardWriter):
     """Writes one microbatch: what is made outside of the loop is read whole, or the microbatch's part of it."""
 
-    is_top = True
-
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution):
         super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
         self.jaxpr, self.phases, self.first = jaxpr, solution, number
@@ -229,15 +225,18 @@ class _Loop(ShardWriter):
 
     def write(self) -> Microbatches:
         before, late = [], []
+        in_order: list[JaxprEqn] = []
         for eqn in self.jaxpr.eqns:
             phase = self.phases.phase[eqn]
+            *whole, own = barrier_apart(eqn, self.solution) if phase == "loop" else [eqn]
+            in_order += [*whole, own]
+            before += whole
             if phase == "before" or eqn in self.phases.early:
-                before.append(eqn)
+                before.append(own)
             if phase == "loop":
-                before += self.whole_part(eqn)
-                self.equation(eqn)
+                self.equation(own)
             elif phase in ("between", "after"):
-                late.append(eqn)
+                late.append(own)
         between = needed(late, self.invariants, effects=False)
         after = needed(late, variables(self.jaxpr.outvars))
         elsewhere = makers((*before, *late)).keys() | self.inputs
@@ -245,30 +244,17 @@ class _Loop(ShardWriter):
         results = [Result(var, self.joined(var)) for var in read if var not in elsewhere]
         outvars = [self.value(r.var, r.placement) for r in results]
         outer = {**self.invariants, **self.pieces}
-        loop = remove_dead_code(make_jaxpr([self.first, *outer.values()], outvars, self.eqns))
-        used = read_by(loop.eqns, loop.outvars)
-        invariants, pieces = (
-            {var: inside for var, inside in group.items() if inside in used} for group in (self.invariants, self.pieces)
-        )
-        loop = make_jaxpr([self.first, *invariants.values(), *pieces.values()], loop.outvars, loop.eqns)
-        before, after = for_the_loop(self.jaxpr, before, after, [*invariants, *pieces, *read_by(between)])
+        loop = remove_dead_code(make_jaxpr([self.first, *outer.values()], outvars, self.eqns), keep_inputs=1)
+        used = set(loop.invars)
+        invariants = tuple(var for var, inside in self.invariants.items() if inside in used)
+        pieces = tuple(var for var, inside in self.pieces.items() if inside in used)
+        # Before the loop only what it needs; what could also come later comes with the update.
+        kept = needed([eqn for eqn in before if eqn.outvars], [*invariants, *pieces, *read_by(between)])
+        later = {*before, *after}.difference(kept)
+        after = needed([eqn for eqn in in_order if eqn in later], read_by(after, self.jaxpr.outvars))
         return Microbatches(
-            self.solution.count,
-            tuple(before),
-            loop,
-            tuple(invariants),
-            tuple(pieces),
-            tuple(results),
-            tuple(after),
-            tuple(between),
+            self.solution.count, tuple(kept), loop, invariants, pieces, tuple(results), tuple(after), tuple(between)
         )
-
-    def whole_part(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        """The operands of a barrier in the loop that are whole pass one before it."""
-        whole = [kind_of(eqn) == "barrier" and self.solution.made_as(var) == REPLICATED for var in eqn.outvars]
-        if not any(whole):
-            return []
-        return [replace_eqn(eqn, invars=list(compress(eqn.invars, whole)), outvars=list(compress(eqn.outvars, whole)))]
 
     def joined(self, var: Var) -> Placement:
         """How a value that the loop makes is put together."""
@@ -277,17 +263,3 @@ class _Loop(ShardWriter):
         if self.solution.of(var) == OWN and made != SUM and (of_numbers or not isinstance(made, Partial)):
             return OWN
         return made
-
-
-def for_the_loop(
-    jaxpr: Jaxpr, before: Sequence[JaxprEqn], after: Sequence[JaxprEqn], wanted: Sequence[Var]
-) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Before the loop only what it needs; what could also come later comes with the update."""
-    kept = needed([eqn for eqn in before if eqn.outvars], wanted)
-    late = {*before, *after}.difference(kept)
-    later = [eqn for eqn in jaxpr.eqns if eqn in late]
-    # A part of a barrier is an equation of its own, not one of the step's.
-    own = late.difference(jaxpr.eqns)
-    extra = [eqn for eqn in before if eqn in own]
-    assert makers(later).keys().isdisjoint(makers(extra)), "a part of a barrier is made twice"
-    return kept, needed([*extra, *later], read_by(after, jaxpr.outvars))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+from autopar.ir.dataflow import feeds_backward, inputs_of, readers_of, variables
 from autopar.ir.region import is_region
 from autopar.ir.source import is_backward
 from autopar.ir.split.demand import Demand, Uses
@@ -65,7 +65,7 @@ def find_phases(
     policy = _Phases(jaxpr, count, per_microbatch, joins, whole)
     policy.run(batch)
     solution = policy.solution
-    uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
+    uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.placement_of}
     _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
@@ -105,10 +105,7 @@ class _Phases:
         self.solution = LoopSolution(Axis(count))
         self.solver = Solver(self.solution, self.take_own)
         self.late: dict[Var, Cause] = {}
-        self.first_reader: dict[Var, int] = {}
-        for k, eqn in enumerate(jaxpr.eqns):
-            for var in inputs_of(eqn):
-                self.first_reader.setdefault(var, k)
+        self.readers = readers_of(jaxpr.eqns)
         self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
@@ -116,7 +113,7 @@ class _Phases:
 
     def run(self, batch: Sequence[int]) -> None:
         for position in batch:
-            self.solution.made[self.jaxpr.invars[position]] = Split(0)
+            self.solution.placement_of[self.jaxpr.invars[position]] = Split(0)
         matters = feeds_backward(self.jaxpr)
         at = 0
         while at < len(self.jaxpr.eqns):
@@ -165,7 +162,7 @@ class _Phases:
         if strategy is not None and strategy.picks and self.hoist.rearrange(eqn, all_split=True):
             return at + 1
         solution.phase[eqn] = "loop"
-        solution.made.update(zip(eqn.outvars, made, strict=True))
+        solution.placement_of.update(zip(eqn.outvars, made, strict=True))
         return at + 1
 
     def take_samples(self, at: int, late: Sequence[Var]) -> int:
@@ -202,7 +199,8 @@ class _Phases:
             # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
             sums = sums_behind(self.jaxpr, solution, cause.operand)
             solution.read_as |= dict.fromkeys(sums, OWN)
-            return min(self.position.get(cause.eqn, at), *(self.first_reader.get(var, at) for var in sums))
+            first = [cause.eqn, *(reader for var in sums for reader in self.readers.get(var, ())[:1])]
+            return min(self.position.get(reader, at) for reader in first)
         joined_later = self.behind is not None and not any(var in self.behind for var in eqn.outvars)
         if matters and has_samples and not joined_later:
             self.waiting.setdefault(eqn, self.refusal(cause, eqn))
@@ -313,6 +311,6 @@ def _sink(jaxpr: Jaxpr, solution: LoopSolution, apart: bool) -> None:
             if only_sums and smaller and not any(needed.get(var) for var in eqn.outvars):
                 solution.phase[eqn] = "after"
                 for var in eqn.outvars:
-                    solution.made.pop(var, None)
+                    solution.placement_of.pop(var, None)
         if solution.phase[eqn] == "loop":
             needed.update(dict.fromkeys(inputs_of(eqn), True))

@@ -106,7 +106,7 @@ def _named(eqn: JaxprEqn) -> str:
 def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | None:
     """The equation by which samples become one sum, of which the value is made, in whichever body it stands."""
     maker: dict[Var, JaxprEqn] = {}
-    beyond: dict[Var, Atom | None] = {}  # of values at the border of a region, what they are on its other side
+    beyond: dict[Var, Atom | None] = {}  # of values at the boundary of a region, what they are on its other side
     for eqn, _ in equations_within(jaxpr):
         maker.update(dict.fromkeys(eqn.outvars, eqn))
         for b in region_of(eqn).bindings if is_region(eqn) else ():

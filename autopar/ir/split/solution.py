@@ -25,7 +25,7 @@ class Solution:
 
     Attributes:
         axis: Which.
-        made: For each value that shards make, or have, its placement; others are whole.
+        placement_of: For each value that shards make, or have, its placement; others are whole.
         strategy_of: How each plain equation is done; absent: as it stands.
         own_trips: Scans over what is split, of which each shard does its own trips: its placement.
         read_as: Values that are made in shards and read otherwise: whole, from where they are made once, or each shard's own
@@ -33,7 +33,7 @@ class Solution:
     """
 
     axis: Axis
-    made: dict[Var, Placement] = field(default_factory=dict)
+    placement_of: dict[Var, Placement] = field(default_factory=dict)
     strategy_of: dict[JaxprEqn, AxisStrategy] = field(default_factory=dict)
     own_trips: dict[JaxprEqn, Split] = field(default_factory=dict)
     read_as: dict[Var, Replicated] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Solution:
 
     def made_as(self, var: Var) -> Placement:
         """The placement in which shards make a value."""
-        return self.made.get(var, REPLICATED)
+        return self.placement_of.get(var, REPLICATED)
 
     def crossing(self, region: Region) -> list[tuple[Placement, Placement]]:
         """For each binding of a region its placement inside, and outside."""
@@ -62,20 +62,20 @@ class Solution:
         inside = self.made_as(b.variables[0]) if b.variables else REPLICATED
         if b.role in ("ys", "result", "through") and b.result is not None:
             inside = self.made_as(b.result)
-            return (inside.moved(-1) if b.is_stacked and isinstance(inside, Split) else inside), inside
-        if b.is_stacked:
-            return inside, inside.moved(1) if isinstance(inside, Split) else own_trips or inside
-        return inside, inside
+            return (inside.moved(-b.lead) if isinstance(inside, Split) else inside), inside
+        if isinstance(inside, Split):
+            return inside, inside.moved(b.lead)
+        return inside, own_trips if b.is_stacked and own_trips is not None else inside
 
     def forget(self, eqn: JaxprEqn) -> None:
         """The equation, and what is in it, as if it had not been looked at."""
         self.strategy_of.pop(eqn, None)
         self.own_trips.pop(eqn, None)
         for var in eqn.outvars:
-            self.made.pop(var, None)
+            self.placement_of.pop(var, None)
         for body in bodies_of(eqn):
             for var in body.invars:
-                self.made.pop(var, None)
+                self.placement_of.pop(var, None)
             for inner in body.eqns:
                 self.forget(inner)
 

@@ -3,7 +3,7 @@
 In:     a `Solution` in which the placements of some values are known, and equations in order.
 Out:    the placements of their results, and the strategies; or `StuckError`: an equation fits none.
 Method: the transfer function of an equation is the cheapest of its strategies that its operands can be converted to: a
-        whole value to a part of it, or to one term of a sum. Across the border of a region a value keeps its placement;
+        whole value to a part of it, or to one term of a sum. Across the boundary of a region a value keeps its placement;
         what a loop carries is joined over its turns. What to do with an equation that fits no strategy is the policy of
         who asks (`microbatch.py`, `layers.py`).
 """
@@ -131,7 +131,7 @@ class Solver:
                 except StuckError as stuck:
                     if not self.give_way(stuck.cause):
                         raise
-            self.solution.made.update(zip(eqn.outvars, results, strict=True))
+            self.solution.placement_of.update(zip(eqn.outvars, results, strict=True))
         return [self.solution.of(a) for a in jaxpr.outvars]
 
     def region(self, eqn: JaxprEqn) -> list[Placement]:
@@ -159,14 +159,14 @@ class Solver:
             raise StuckError(eqn, b.outer)
         if b.role == "test" and not isinstance(placement, Replicated):
             raise StuckError(eqn, b.outer)
-        return placement.moved(-1) if b.is_stacked and isinstance(placement, Split) else placement
+        return placement.moved(-b.lead) if isinstance(placement, Split) else placement
 
     def turns(self, region: Region, held: list[Placement]) -> list[Placement]:
         """What each binding is outside, after as many turns as it takes until what is carried changes no more."""
         runs = [k for k in range(len(region.bodies)) if region.kind != "while" or k == 1]
         while True:
             for b, placement in zip(region.bindings, held, strict=True):
-                self.solution.made.update(dict.fromkeys(b.variables, placement))
+                self.solution.placement_of.update(dict.fromkeys(b.variables, placement))
             made = {k: iter(self.body(region.bodies[k])) for k in runs}
             left = [[next(made[k]) for k in runs if b.inside[k] is not None] for b in region.bindings]
             grown = [
@@ -200,7 +200,7 @@ class Solver:
 
     def own_trips(self, scan: Region, trips: Split) -> list[Placement]:
         """A shard does the trips of its own part, if nothing but sums goes from trip to trip."""
-        of, made = self.solution.of, self.solution.made
+        of = self.solution.of
         is_sum = dict(zip((b.result for b in scan.carries), sum_carries(scan), strict=True))
         for b in scan.carries:
             if is_sum[b.result] is None:
@@ -228,7 +228,7 @@ class Solver:
         self.solution.own_trips[scan.eqn] = trips
         for b in scan.carries:
             if is_sum[b.result]:
-                made[b.var] = SUM
+                self.solution.placement_of[b.var] = SUM
                 if of(b.outer) != SUM and not self.is_zero(b.outer):
                     self.uneven[b.result] = None
         return results
@@ -237,7 +237,7 @@ class Solver:
 def _leaving(b: Binding, placement: Placement) -> Placement:
     """What is whole inside of a region is made anew by each shard."""
     if isinstance(placement, Split):
-        return placement.moved(1) if b.is_stacked else placement
+        return placement.moved(b.lead)
     return BY_EACH if placement == REPLICATED else placement
 
 

@@ -93,7 +93,7 @@ class _Found:
                 self.place(var, lies)
 
     def region(self, region: Region) -> None:
-        """Rows pass the border of a loop as they are, or stacked; none is carried from trip to trip, or decides."""
+        """Rows pass the boundary of a loop as they are, or stacked; none is carried from trip to trip, or decides."""
         for b in region.bindings:
             lies = self.of(b.outer)
             if lies is None:
@@ -195,7 +195,7 @@ class _Writer:
         return self.counted.get(atom) if isinstance(atom, Var) else None
 
     def region(self, region: Region) -> JaxprEqn:
-        """A loop or branch; what counts rows passes its border beside what counts those of all parts."""
+        """A loop or branch; what counts rows passes its boundary beside what counts those of all parts."""
         more = []
         for b in region.bindings:
             counts = self.counts(b.outer)

@@ -24,7 +24,7 @@ from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
 from autopar.ir.build import flat_function
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Factor, LocalProgram, Shard, Term
-from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Split, local_aval
+from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Replicated, Split, local_aval
 
 AXIS = "axis"
 
@@ -191,30 +191,20 @@ def join_parts(parts: Sequence[jax.Array], placement: Split) -> jax.Array:
 
 
 @functools.cache
-def slice_program(shape: tuple[int, ...], dtype: np.dtype, placement: Split, count: int) -> Jaxpr:
-    """(number, whole value) to the number-th of `count` shards, as a flat program."""
+def conversion_program(shape: tuple[int, ...], dtype: np.dtype, want: Placement, count: int) -> Jaxpr:
+    """(number, value) to what the number-th of `count` shards has of the value, as a flat program.
 
-    def program(number: jax.Array, whole: jax.Array) -> jax.Array:
-        return part_of(whole, placement, number, count)
+    Of a whole value it is a part, or a term of a sum: the first shard has the value, the others have zeros. Where `want` is the
+    shard's own, the value is its term of a sum, and becomes what the sum would be if all shards were like this one.
+    """
 
-    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
-
-
-@functools.cache
-def mask_program(shape: tuple[int, ...], dtype: np.dtype) -> Jaxpr:
-    """(number, whole value) to the value in shard 0 and zeros in the others, whose sum it is."""
-
-    def program(number: jax.Array, whole: jax.Array) -> jax.Array:
-        return jnp.where(number == 0, whole, jnp.zeros_like(whole))
-
-    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
-
-
-@functools.cache
-def scale_program(shape: tuple[int, ...], dtype: np.dtype, count: int) -> Jaxpr:
-    """(number, one shard's part of a sum) to what the sum would be if all shards were like this one."""
-
-    def program(number: jax.Array, part: jax.Array) -> jax.Array:
-        return part * jnp.asarray(count, dtype)
+    def program(number: jax.Array, value: jax.Array) -> jax.Array:
+        match want:
+            case Split():
+                return part_of(value, want, number, count)
+            case Partial():
+                return jnp.where(number == 0, value, jnp.zeros_like(value))
+            case Replicated():
+                return value * jnp.asarray(count, dtype)
 
     return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))

@@ -10,6 +10,7 @@ Method: each operand is converted to the placement that the equation's strategy 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import cast
 
 from jax import lax
@@ -27,12 +28,12 @@ from autopar._jax import (
     replace_eqn,
 )
 from autopar.ir.build import Equations
-from autopar.ir.region import Binding, Region, is_region, region_of
+from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
 from autopar.ir.split.solution import Solution
-from autopar.ir.split.strategy import mask_program, part_of, scale_program, shard_program, slice_program
+from autopar.ir.split.strategy import conversion_program, part_of, shard_program
 
 
 class Programs:
@@ -60,10 +61,7 @@ class ShardWriter:
         values: For each value and placement, the atom that the shard has for it.
         eqns: Written so far.
         rows: Of stacks of a single row that a trip made, the row.
-        is_top: Whether what is whole is made elsewhere.
     """
-
-    is_top = False
 
     def __init__(self, programs: Programs, number: Atom, size: int = 1, eqns: Equations | None = None):
         self.programs, self.solution, self.number, self.size = programs, programs.solution, number, size
@@ -98,8 +96,7 @@ class ShardWriter:
         part = self.values[var, placement]
         if isinstance(placement, Partial) and placement != SUM:
             return part
-        program = scale_program(tuple(var.aval.shape), var.aval.dtype, self.solution.count)
-        return self.eqns.inline(program, [self.number, part], source)[0]
+        return self.of_shard(part, OWN, source)
 
     def local(self, aval: Aval, placement: Placement) -> Var:
         """A variable for the shard's part of a value."""
@@ -111,16 +108,21 @@ class ShardWriter:
 
     def converted(self, atom: Atom, local: Atom, want: Placement, source: SourceInfo | None) -> Atom:
         """A whole value, as `want`; `local` is what holds it here."""
-        shape, dtype, count = tuple(atom.aval.shape), atom.aval.dtype, self.solution.count
         match want:
             case Split() if isinstance(self.number, Literal):
                 place = int(self.number.val), self.solution.axis.units, self.size
                 return self.eqns.call_one(lambda whole: part_of(whole, want, *place), [local], source)
-            case Split():
-                return self.eqns.inline(slice_program(shape, dtype, want, count), [self.number, local], source)[0]
-            case Partial() if not (isinstance(atom, Literal) and atom.val == 0):
-                return self.eqns.inline(mask_program(shape, dtype), [self.number, local], source)[0]
-        return local
+            case Partial() if isinstance(atom, Literal) and atom.val == 0:
+                return local
+            case Split() | Partial():
+                return self.of_shard(local, want, source)
+            case Replicated():
+                return local
+
+    def of_shard(self, atom: Atom, want: Placement, source: SourceInfo | None) -> Atom:
+        """What the shard has of a value, by its number."""
+        program = conversion_program(tuple(atom.aval.shape), atom.aval.dtype, want, self.solution.count)
+        return self.eqns.inline(program, [self.number, atom], source)[0]
 
     def define(self, var: Var, placement: Placement, atom: Atom) -> None:
         """Say which atom holds a value."""
@@ -150,16 +152,9 @@ class ShardWriter:
             self.define(var, placement, atom)
 
     def region(self, region: Region) -> None:
-        """Write a loop, a branch or a barrier; what is whole passes a barrier where it is made."""
+        """Write a loop, a branch or a barrier."""
         solution, eqn = self.solution, region.eqn
         crossing = solution.crossing(region)
-        if region.kind == "barrier" and self.is_top:
-            kept = [b for b in region.bindings if b.result is not None and solution.made_as(b.result) != REPLICATED]
-            if not kept:
-                return
-            eqn = replace_eqn(eqn, invars=[b.outer for b in kept], outvars=[b.result for b in kept])  # type: ignore[misc]
-            region = region_of(eqn)
-            crossing = solution.crossing(region)
         pairs = zip(eqn.invars, region.of_operands([outside for _, outside in crossing]), strict=True)
         operands = [self.value(a, want, eqn.source_info) for a, want in pairs]
         if eqn in solution.own_trips:
@@ -222,6 +217,17 @@ class ShardWriter:
         bindings = scan.rebound(operands, [inputs], [outputs], results)
         self.eqns.append(scan.rebuild(bindings, [eqns], length=trips, unroll=min(scan.eqn.params["unroll"], trips)))
         return list(results)
+
+
+def barrier_apart(eqn: JaxprEqn, solution: Solution) -> list[JaxprEqn]:
+    """The equation; a barrier as two, if there are both: for what is whole and passes one where it is made, and for shards."""
+    whole = [kind_of(eqn) == "barrier" and solution.made_as(var) == REPLICATED for var in eqn.outvars]
+    if all(whole) or not any(whole):
+        return [eqn]
+    return [
+        replace_eqn(eqn, invars=list(compress(eqn.invars, which)), outvars=list(compress(eqn.outvars, which)))
+        for which in (whole, [not is_whole for is_whole in whole])
+    ]
 
 
 class WrittenBody:

@@ -1,4 +1,4 @@
-"""Scopes of what was moved out of a loop.
+"""Restores the name scopes of equations that JAX moved out of a loop.
 
 In:     a flat program. JAX computes once, in front of a `scan`, what is the same in each of its turns, and forgets the scope
         that the scan stands in: of a loss that takes gradients of its own in a loop, "jvp()/transpose(jvp())" becomes
@@ -9,11 +9,10 @@ Method: they stand directly in front of it, and only each other, the scan, and t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import pairwise
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, new_source_info, replace_eqn
-from autopar.ir.dataflow import inputs_of, variables
+from autopar._jax import Jaxpr, JaxprEqn, new_source_info, replace_eqn
+from autopar.ir.dataflow import readers_of, variables
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
@@ -23,22 +22,18 @@ def restore_scopes(jaxpr: Jaxpr) -> Jaxpr:
     """The program with each forward loop's equations in the forward pass."""
     if not any(is_backward(a) and not is_backward(b) for a, b in pairwise(jaxpr.eqns)):
         return jaxpr
-    readers: dict[Var, list[JaxprEqn | None]] = defaultdict(list)
-    for eqn in jaxpr.eqns:
-        for var in inputs_of(eqn):
-            readers[var].append(eqn)
-    for var in variables(jaxpr.outvars):
-        readers[var].append(None)
+    readers, results = readers_of(jaxpr.eqns), set(variables(jaxpr.outvars))
     eqns = list(jaxpr.eqns)
     for at, scan in enumerate(jaxpr.eqns):
         if not _is_forward_loop(scan):
             continue
-        moved = {id(scan)}
+        moved = {scan}
         for k in range(at - 1, -1, -1):
             eqn = jaxpr.eqns[k]
-            if not all(_stays(reader, moved) for var in eqn.outvars for reader in readers[var]):
+            read_by = [reader for var in eqn.outvars for reader in readers.get(var, ())]
+            if not results.isdisjoint(eqn.outvars) or not all(_stays(reader, moved) for reader in read_by):
                 break
-            moved.add(id(eqn))
+            moved.add(eqn)
             if is_backward(eqn):
                 source = eqn.source_info
                 scope = scan.source_info.name_stack + source.name_stack
@@ -50,5 +45,5 @@ def _is_forward_loop(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) == "scan" and not is_backward(eqn) and "jvp(" in str(eqn.source_info.name_stack)
 
 
-def _stays(reader: JaxprEqn | None, moved: set[int]) -> bool:
-    return reader is not None and (id(reader) in moved or (kind_of(reader) == "scan" and is_backward(reader)))
+def _stays(reader: JaxprEqn, moved: set[JaxprEqn]) -> bool:
+    return reader in moved or (kind_of(reader) == "scan" and is_backward(reader))

@@ -1,4 +1,4 @@
-"""A step that trains nothing: it takes a gradient, and nothing that it is passed comes back.
+"""Refuses a step that takes a gradient and returns no new value of anything that it is passed.
 
 In:     the traced program, and which of its inputs hold samples.
 Out:    nothing, or `StateError` with the paths of what was forgotten.

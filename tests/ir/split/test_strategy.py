@@ -18,12 +18,10 @@ from autopar.ir.rules import rule_for
 from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
 from autopar.ir.split.strategy import (
     AxisStrategy,
+    conversion_program,
     join_parts,
-    mask_program,
     part_of,
-    scale_program,
     shard_program,
-    slice_program,
     strategies,
 )
 from autopar.ir.trace.flatten import flatten
@@ -296,16 +294,16 @@ def _run(program: Any, number: int, value: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_slice(dim):
     value = np.arange(32, dtype=np.float32).reshape(4, 8)
-    program = slice_program((4, 8), value.dtype, Split(dim), 4)
+    program = conversion_program((4, 8), value.dtype, Split(dim), 4)
     check_program(program)
-    assert program is slice_program((4, 8), value.dtype, Split(dim), 4)
+    assert program is conversion_program((4, 8), value.dtype, Split(dim), 4)
     np.testing.assert_array_equal(np.concatenate([_run(program, k, value) for k in range(4)], dim), value)
 
 
 def test_slice_of_blocks():
     """Shard k has columns 2k and 2k + 1 of each half."""
     value = np.arange(32, dtype=np.float32).reshape(4, 8)
-    program = slice_program((4, 8), value.dtype, Split(1, blocks=2), 2)
+    program = conversion_program((4, 8), value.dtype, Split(1, blocks=2), 2)
     check_program(program)
     for k in range(2):
         np.testing.assert_array_equal(_run(program, k, value), value[:, [2 * k, 2 * k + 1, 4 + 2 * k, 5 + 2 * k]])
@@ -314,7 +312,7 @@ def test_slice_of_blocks():
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, jnp.bfloat16])
 def test_mask(dtype):
     value = np.arange(1, 7).reshape(2, 3).astype(dtype)
-    program = mask_program((2, 3), value.dtype)
+    program = conversion_program((2, 3), value.dtype, SUM, 4)
     parts = [_run(program, k, value) for k in range(3)]
     np.testing.assert_array_equal(parts[0], value)
     assert not parts[1].any() and not parts[2].any() and parts[0].dtype == dtype
@@ -322,13 +320,13 @@ def test_mask(dtype):
 
 def test_mask_of_what_is_not_finite():
     value = np.array([np.inf, -np.inf, np.nan], np.float32)
-    assert not _run(mask_program((3,), value.dtype), 1, value).any()
+    assert not _run(conversion_program((3,), value.dtype, SUM, 4), 1, value).any()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, jnp.bfloat16])
 def test_scale(dtype):
     value = np.arange(6).reshape(2, 3).astype(dtype)
-    scaled = _run(scale_program((2, 3), value.dtype, 4), 2, value)
+    scaled = _run(conversion_program((2, 3), value.dtype, OWN, 4), 2, value)
     np.testing.assert_array_equal(scaled, value * np.asarray(4, dtype))
     assert scaled.dtype == dtype
 
@@ -338,7 +336,7 @@ def test_parts_whose_number_is_known(placement):
     """They are what the program of a counted number makes, and joined they are the whole."""
     value = jnp.arange(32, dtype=jnp.float32).reshape(4, 8)
     parts = [part_of(value, placement, k, 2) for k in range(2)]
-    program = slice_program((4, 8), value.dtype, placement, 2)
+    program = conversion_program((4, 8), value.dtype, placement, 2)
     for k, part in enumerate(parts):
         np.testing.assert_array_equal(part, _run(program, k, value))
     np.testing.assert_array_equal(join_parts(parts, placement), value)

@@ -1,4 +1,4 @@
-"""A measured step on one clock.
+"""Puts the times that workers measured of one step on one clock.
 
 In:     when instructions began and ended by the clocks of their hosts; what a host's clock showed, asked when.
 Out:    when programs ran and messages were under way, by the driver's clock.
