@@ -18,7 +18,6 @@ from autopar.mesh import Device, Link, find_device
 from autopar.mesh.catalog import Model
 from autopar.mesh.find_device import slice_chips
 
-
 EXPONENTIALS = 16 * 1.7e9
 """Per second on one multiprocessor: 16 in a clock (NVIDIA, "CUDA programming guide", throughput of special functions)."""
 _TWICE_THE_EXPONENTIALS = (10, 3)

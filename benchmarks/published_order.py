@@ -63,7 +63,9 @@ def plan_groups(rows: Sequence[Row], least: int = 3) -> list[Group]:
         if run.seconds is None:
             continue
         model = (run.source, run.framework, run.layers, run.width, run.heads, run.tokens, run.dtype)
-        plans = found.setdefault((*model, run.recompute, run.recomputed, run.batch, run.device, run.model, run.devices), {})
+        plans = found.setdefault(
+            (*model, run.recompute, run.recomputed, run.batch, run.device, run.model, run.devices), {}
+        )
         settings = {
             "tensor": run.tensor,
             "pipeline": run.pipeline,
