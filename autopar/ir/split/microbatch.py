@@ -96,27 +96,26 @@ def split_at_joins(
     """
     check_divides(jaxpr, count, batch, name)
     joins: list[JaxprEqn] | None = None
-    first: MicrobatchError | None = None
+    first: SamplesWaitError | None = None
     while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
         try:
             solution = find_phases(jaxpr, count, batch, per_microbatch, apart=True, joins=joins)
             return jaxpr, write_phases(jaxpr, solution)
         except SamplesWaitError as waits:
-            first = first or waits.error
+            first = first or waits
             better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
             if better is jaxpr and joins is not None:
-                asked = (
-                    *waits.sums,
-                    *waits.samples,
-                )  # of the samples, those that a gradient is taken of are made behind
+                # Of what all samples have, that of which a gradient is taken is made behind, as sums are.
+                asked = (*waits.sums, *waits.samples)
                 better, more = with_joins(jaxpr, samples_behind(jaxpr, asked, waits.solution))
             if better is jaxpr and joins is not None:
-                raise (too_much_at_once(first, TUNING.joined_work) if waits.is_late_work else first) from None
+                of_pairs = waits.is_late_work and not first.sums
+                raise (too_much_at_once(first.error, TUNING.joined_work) if of_pairs else first.error) from None
             jaxpr, joins = better, [*(joins or ()), *more]
         except MicrobatchError as error:
-            raise first or error from None
+            raise (error if first is None else first.error) from None
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:

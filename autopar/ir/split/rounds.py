@@ -14,6 +14,7 @@ Method: the program is cut at the values that samples wait for: a program that m
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -131,7 +132,10 @@ def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]
         except SamplesWaitError as waits:
             first = first or waits
             rows = waits.rows if by_rows else waits.samples
-            halves, gathered = _halves(current, rows if by_rows else waits.sums + rows), rounds[at].gathered
+            cuts = [rows if by_rows else waits.sums + rows]
+            if waits.sums and not by_rows:  # other layers' gradients, which the same pass makes
+                cuts.append((*cuts[0], *(var for var in waits.complete if var not in cuts[0])))
+            halves, gathered = min((_halves(current, cut) for cut in cuts), key=_work_of), rounds[at].gathered
             of_halves = (gathered, gathered + rows)
             rounds[at : at + 1] = [_Round(half, own) for half, own in zip(halves, of_halves, strict=False)]
             if not halves or len(rounds) > TUNING.most_rounds or not _is_worth_it(jaxpr, rounds):
@@ -163,6 +167,12 @@ def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
         make_jaxpr(jaxpr.invars, list(values), earlier),
         make_jaxpr([*jaxpr.invars, *(var for var in values if var in read)], jaxpr.outvars, later),
     ]
+
+
+def _work_of(halves: Sequence[Jaxpr]) -> float:
+    """All that is done, with what both do; without end, if there are none."""
+    work = Work()
+    return sum(sum(work.of_equations(half.eqns)) for half in halves) if halves else math.inf
 
 
 def _is_worth_it(jaxpr: Jaxpr, rounds: Sequence[_Round]) -> bool:

@@ -1,12 +1,12 @@
 """Loops whose turns are training steps of their own: each turn works through its batch in microbatches.
 
 In:     a flat program, its batch inputs, the number of microbatches.
-Out:    the program, whose scans that take gradients and go on with what these have moved have a loop over microbatches in
-        each turn (`rounds.py`); and these scans, which the step around them runs on all samples.
-Method: critics that are trained several times before the generator, epochs over minibatches: no microbatch can go from turn
-        to turn by itself, for the next one waits for the sum of all. Of what is made of the batch, a turn reads stacks of
-        rows or all of it; whatever of that has as many rows is tried as its batch. That it is one is shown by the phases
-        (`phases.py`), which are exact for rows of anything.
+Out:    the program, whose loops that take gradients and go on with what these have moved have a loop over microbatches in
+        each turn (`rounds.py`); and these loops, which the step around them runs on all samples.
+Method: critics that are trained several times before the generator, epochs over minibatches, descent until it is good enough:
+        no microbatch can go from turn to turn by itself, for the next one waits for the sum of all. Of what is made of the
+        batch, a turn reads stacks of rows or all of it; whatever of that has as many rows is tried as its batch. That it is
+        one is shown by the phases (`phases.py`), which are exact for rows of anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import equations_within, kind_of, region_of
+from autopar.ir.region import Region, equations_within, kind_of, region_of
 from autopar.ir.source import is_backward, source_line
 from autopar.ir.work import num_bytes
 
@@ -45,43 +45,40 @@ def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: Split) ->
 
 
 def is_loop_of_steps(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a scan that takes gradients in its turns, and is not of a gradient itself."""
-    if kind_of(eqn) != "scan" or is_backward(eqn):
+    """Whether an equation is a loop that takes gradients in its turns, and is not of a gradient itself."""
+    if kind_of(eqn) not in ("scan", "while") or is_backward(eqn):
         return False
-    (body,) = region_of(eqn).bodies
-    return any(is_backward(inner) for inner, _ in equations_within(body))
+    return any(is_backward(inner) for inner, _ in equations_within(region_of(eqn).bodies[-1]))
 
 
 def _in_microbatches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int, split: Split) -> JaxprEqn:
     first: MicrobatchError | None = None
     loop = region_of(eqn)
-    (body,) = loop.bodies
-    for rows in _batches(eqn, of_batch, count):
+    *test, body = loop.bodies
+    for rows in _batches(loop, of_batch, count):
         try:
-            return loop.with_bodies([split(body, rows)])
+            return loop.with_bodies([*test, split(body, rows)])
         except MicrobatchError as error:
             first = first or error
     if first is None:
         first = MicrobatchError(
             "the step cannot be worked through in microbatches exactly.",
-            given=f"{count} microbatches; `scan` at {source_line(eqn)}",
+            given=f"{count} microbatches; `{eqn.primitive}` at {source_line(eqn)}",
             wrong="each of its turns takes a gradient and goes on with what that has moved, and nothing that a turn reads of "
             f"the batch has rows that divide into {count} microbatches.",
             do="use num_microbatches=1 (Auto() does), or minibatches of a multiple of them.",
-            operation="scan",
+            operation=str(eqn.primitive),
             source=source_line(eqn),
         )
     raise first
 
 
-def _batches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int) -> Iterator[list[int]]:
+def _batches(loop: Region, of_batch: dict[Var, None], count: int) -> Iterator[list[int]]:
     """Inputs of a loop's body that have as many rows, and are made of the step's batch; those of most bytes first."""
-    loop = region_of(eqn)
-    (body,) = loop.bodies
-    position = {var: k for k, var in enumerate(body.invars)}
+    position = {var: k for k, var in enumerate(loop.bodies[-1].invars)}
     by_size: dict[int, list[Var]] = {}
-    for b in loop.bindings:
-        if b.role in ("const", "xs") and b.outer in of_batch and b.var.aval.shape and b.var.aval.shape[0] % count == 0:
+    for b in loop.of_role("const", "xs"):
+        if b.outer in of_batch and b.inner[-1] is not None and b.var.aval.shape and b.var.aval.shape[0] % count == 0:
             by_size.setdefault(b.var.aval.shape[0], []).append(b.var)
     for group in sorted(by_size.values(), key=lambda group: -sum(map(num_bytes, group))):
         yield [position[var] for var in group]

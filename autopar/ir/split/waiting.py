@@ -27,6 +27,7 @@ class SamplesWaitError(Exception):
         samples: The same of rows of all samples, where no sums are waited for.
         rows: What single samples have that wait, whatever for.
         summed: Of the sums that are waited for, what the step makes of single samples and adds up there.
+        complete: Sums that the loop makes and what stands behind it reads, whether samples wait for that or not.
         incomplete: All values of the step that are not complete before every microbatch has made its part.
         solution: How far it has come.
         is_late_work: Nothing waits any more, but too much would be done of all samples at once.
@@ -62,6 +63,8 @@ class SamplesWaitError(Exception):
         roots = (root for var in sums for root in sums_behind(jaxpr, solution, var))
         added_up = (var for var in read_by(maker[root] for root in roots if root in maker) if var in maker)
         self.summed = tuple(_in_parts(added_up, solution))
+        behind_loop = read_by((eqn for eqn in jaxpr.eqns if solution.phase.get(eqn) == "after"), jaxpr.outvars)
+        self.complete = tuple(var for var in behind_loop if isinstance(solution.of(var), Partial) and var in maker)
         self.incomplete = tuple(var for var in maker if isinstance(solution.of(var), Partial) or var in late)
 
     def is_sum(self, var: Var) -> bool:

@@ -62,7 +62,24 @@ def two_players(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}, {"loss": value}
 
 
+def extragradient(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The gradient of a look ahead, in which each layer goes by its own gradient, so that each waits for another sum."""
+    params = state["params"]
+    ahead = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(squares_mean)(params, batch))
+    value, grads = jax.value_and_grad(squares_mean)(ahead, batch)
+    return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}, {"loss": value}
+
+
+def measured_after(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The loss with the new parameters is returned, beside the old one."""
+    value, grads = jax.value_and_grad(squares_mean)(state["params"], batch)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {**state, "params": params}, {"loss": value, "after": squares_mean(params, batch)}
+
+
 CASES = {
+    "extragradient": (Case(extragradient), 2),
+    "measured after": (Case(measured_after), 2),
     "contrastive": (Case(sgd(contrastive_loss)), 2),
     "redundancy": (Case(sgd(redundancy_loss)), 2),
     "normalized": (Case(sgd(normalized_head_loss)), 2),

@@ -51,6 +51,19 @@ def epochs(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {**state, "params": params}, {"loss": values.mean()}
 
 
+def until_good(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Descent in a `while`, until the loss is small or the turns are over."""
+
+    def turn(carry):
+        number, params, _ = carry
+        value, grads = jax.value_and_grad(lambda params: squares(params, batch).mean())(params)
+        return number + 1, descend(params, grads), value
+
+    goes_on = lambda carry: (carry[0] < 5) & (carry[2] > 1e-3)  # noqa: E731
+    number, params, value = jax.lax.while_loop(goes_on, turn, (0, state["params"], jnp.float32(jnp.inf)))
+    return {**state, "params": params}, {"loss": value, "turns": number}
+
+
 def normed(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Batch statistics in every layer of a turn."""
 
@@ -65,7 +78,7 @@ def normed(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {**state, "params": params}, {"loss": jnp.zeros(())}
 
 
-CASES = {"critics": Case(critics), "epochs": Case(epochs)}
+CASES = {"critics": Case(critics), "epochs": Case(epochs), "until good": Case(until_good)}
 
 
 @pytest.mark.parametrize("count", COUNTS)
