@@ -1,4 +1,4 @@
-"""Files of JSON that may be damaged: each entry knows where it stands, and is what it should be or says that it is not.
+"""Reads JSON files that may be damaged: each entry knows where it stands, and is what it should be or says that it is not.
 
 In:     a path, the format and version that the file is to have.
 Out:    `Entry`: `entry["cost"]["step_seconds"].number()`; whatever is wrong is a `DamageError` that names the entry.

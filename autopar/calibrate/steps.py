@@ -1,4 +1,4 @@
-"""A step as it takes place, beside its prediction.
+"""Times a step as it takes place, beside its prediction.
 
 In:     the plan, what carries it out, the flat arguments.
 Out:    results of one step, and a `MeasuredStep`.

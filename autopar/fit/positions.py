@@ -1,4 +1,4 @@
-"""Where a loader is, for those that can tell and go there: so that nothing is drawn to be dropped.
+"""Saves where a loader is and takes it back there, where it can tell: so nothing is drawn only to be dropped.
 
 In:     a source of batches and the iterator over it.
 Out:    its position, as JSON; later, the iterator at that position.

@@ -1,4 +1,4 @@
-"""Batches on their way to the devices while these still work on the one before.
+"""Moves batches to the devices ahead of time, while these still work on the one before.
 
 In:     the step, as it was last compiled; a batch of the host.
 Out:    the same batch, its arrays where the step wants them, perhaps still on the way.

@@ -230,31 +230,21 @@ class Layout:
         self.num_messages = int(begins[-1]) + 1
         down, up = begins[:-1].reshape(-1, 2).T
         sorted_levels = level_of[self.order]
-        self.levels = self._levels(costs, sorted_levels, source, target, down, up)
         forward = _Sending(source, target, up, down, tables)
         back = _Sending(target, source, down, up, [table.T for table in tables])
-        for sending, batches in (
-            (forward, [level.out for level in self.levels]),
-            (back, [v.into for v in self.levels]),
-        ):
+        self.levels = self._levels(costs, sorted_levels, forward)
+        outs, intos = [level.out for level in self.levels], [level.into for level in self.levels]
+        for sending, batches in ((forward, outs), (back, intos)):
             for (number, rows), edges in sending.groups(sorted_levels, self.lengths).items():
                 batches[number].append(self._batch(sending, np.array(edges), rows, self.levels[number], forbidden))
 
-    def _levels(
-        self,
-        costs: np.ndarray,
-        level_of: np.ndarray,
-        source: np.ndarray,
-        target: np.ndarray,
-        down: np.ndarray,
-        up: np.ndarray,
-    ) -> list[Level]:
-        """The levels, without their edges; of these `down` and `up` are where the message to target and source begins."""
-        count = self.num_nodes
+    def _levels(self, costs: np.ndarray, level_of: np.ndarray, forward: _Sending) -> list[Level]:
+        """The levels, without their edges."""
+        count, source, target = self.num_nodes, forward.senders, forward.listeners
         num_out, num_into = np.bincount(source, minlength=count), np.bincount(target, minlength=count)
         share = 1.0 / np.maximum(np.maximum(num_out, num_into), 1)
-        heard_later = self._hears(source, up)
-        heard = self._hears(np.concatenate([source, target]), np.concatenate([up, down]))
+        heard_later = self._hears(source, forward.back)
+        heard = self._hears(np.concatenate([source, target]), np.concatenate([forward.back, forward.ahead]))
         firsts = np.flatnonzero(np.diff(level_of, prepend=-1, append=level_of[-1] + 1 if count else 0))
         levels = []
         for number, (a, b) in enumerate(itertools.pairwise(firsts)):

@@ -73,13 +73,7 @@ def _within_rows(problem: Problem) -> Reduced:
 
 
 def _solve_core(
-    core: Problem,
-    solver: str,
-    limit: TimeLimit,
-    gap: float,
-    known: float,
-    constant: float,
-    start: Sequence[int] = (),
+    core: Problem, solver: str, limit: TimeLimit, gap: float, known: float, constant: float, start: Sequence[int] = ()
 ) -> Solution:
     """The least assignment of a core without rows, begun at `start`; gaps are parts of the whole cost, with `constant`."""
     if not core.edges:
@@ -87,63 +81,110 @@ def _solve_core(
     searched = _searched(core, solver) if solver in SEARCHES else None
     if searched is not None and np.isfinite(searched.objective):
         return searched
-    pairs = num_pairs(core)
-    gap = gap if pairs <= TUNING.large_core else max(gap, TUNING.large_gap)
-    ascent = Ascent(core)
-    if start:
-        ascent.offer(start)
-    how, proved = "message passing", -np.inf
-    # By size and not by the clock, so that the same problem always has the same answer.
-    stages = TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]
-    is_last, solved_pairs = False, 0
-    for stage, rounds in enumerate(stages, 1):
-        bounds = ascent.run(rounds if gap < TUNING.rough_gap else rounds // 2, gap=gap, enough=known * (1 - PROVED))
-        if bounds.lower + constant >= (known + constant) * (1 - gap):
-            return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", how)
-        room = bounds.upper - bounds.lower
-        allowed = gap * abs(bounds.upper + constant)
-        # Whoever asks for no more than about a hundredth waits for no proof of the rest by the ILP.
-        content = TUNING.rough_gap * abs(bounds.upper + constant) if gap > TUNING.large_gap else allowed
-        if np.isfinite(bounds.upper) and (room <= allowed or gap >= TUNING.rough_gap or limit.is_spent):
-            break
-        # All that comes wins no more than what the bounds leave open, of which mostly the lower one takes the larger part.
-        won = TUNING.hoped * room
-        is_last = stage == len(stages) or not limit.repays(won, ascent.seconds(stages[stage]))
-        for part in TUNING.room_parts:
-            room = ascent.upper - bounds.lower
-            if room <= allowed:
+    return _Core(core, solver, limit, gap, known, constant, start).solve()
+
+
+class _Core:
+    """A core without rows that is solved in stages: rounds of message passing, then the ILP on the choices that these leave.
+
+    Attributes:
+        gap: At which the search may stop; larger than asked for where the core is large.
+        allowed: The same in seconds, once there are bounds.
+        content: What whoever asks leaves open rather than wait for the ILP to prove it.
+        proved: What the ILP has proved that nothing costs less than.
+        solved_pairs: How large what the ILP has solved was, in all.
+    """
+
+    def __init__(
+        self,
+        core: Problem,
+        solver: str,
+        limit: TimeLimit,
+        gap: float,
+        known: float,
+        constant: float,
+        start: Sequence[int],
+    ):
+        self.core, self.solver, self.limit, self.known, self.constant = core, solver, limit, known, constant
+        self.pairs = num_pairs(core)
+        self.gap = gap if self.pairs <= TUNING.large_core else max(gap, TUNING.large_gap)
+        self.ascent = Ascent(core)
+        if start:
+            self.ascent.offer(start)
+        self.how, self.proved, self.solved_pairs = "message passing", -np.inf, 0
+        self.allowed = self.content = 0.0
+
+    def solve(self) -> Solution:
+        """The best assignment found, and what is proved of it."""
+        gap, ascent, limit = self.gap, self.ascent, self.limit
+        # By size and not by the clock, so that the same problem always has the same answer.
+        stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > 4 * TUNING.large_core)]
+        for stage, rounds in enumerate(stages, 1):
+            rounds = rounds if gap < TUNING.rough_gap else rounds // 2
+            bounds = ascent.run(rounds, gap=gap, enough=self.known * (1 - PROVED))
+            if bounds.lower + self.constant >= (self.known + self.constant) * (1 - gap):
+                return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", self.how)
+            room, whole = bounds.upper - bounds.lower, abs(bounds.upper + self.constant)
+            self.allowed = gap * whole
+            # Whoever asks for no more than about a hundredth waits for no proof of the rest by the ILP.
+            self.content = TUNING.rough_gap * whole if gap > TUNING.large_gap else self.allowed
+            if np.isfinite(bounds.upper) and (room <= self.allowed or gap >= TUNING.rough_gap or limit.is_spent):
                 break
-            most = limit.steps * won * TUNING.solver_pairs_per_second - solved_pairs
+            # All that comes wins no more than what the bounds leave open, of which mostly the lower one takes the larger part.
+            won = TUNING.hoped * room
+            is_last = stage == len(stages) or not limit.repays(won, ascent.seconds(stages[stage]))
+            if self.is_solved_among_promising(bounds.lower, won, is_last):
+                return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", self.how)
+            proved_enough = ascent.upper - self.proved <= TUNING.large_gap * abs(ascent.upper + self.constant)
+            if is_last or ascent.upper - bounds.lower <= self.allowed or proved_enough:
+                break
+        return self.polished() if np.isfinite(ascent.upper) else _solve_whole(self.core, self.solver, limit, gap)
+
+    def is_solved_among_promising(self, lower: float, won: float, is_last: bool) -> bool:
+        """Ask the ILP for the best of the promising choices, more of them each time; whether that is the best of all."""
+        for part in TUNING.room_parts:
+            room = self.ascent.upper - lower
+            if room <= self.allowed:
+                break
+            most = self.limit.steps * won * TUNING.solver_pairs_per_second - self.solved_pairs
             slack = part * room
             if part == TUNING.room_parts[0]:  # what is read from messages may be far from the best, the bound seldom is
-                slack = min(slack, TUNING.first_slack * abs(bounds.lower + constant))
-            narrowed = _promising(core, ascent, slack, part == 1, is_last, most)
-            if narrowed is None or (part == 1 and room <= content and num_pairs(narrowed.problem) > TUNING.early_core):
+                slack = min(slack, TUNING.first_slack * abs(lower + self.constant))
+            narrowed = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
+            if narrowed is None:
                 break
-            solved_pairs += num_pairs(narrowed.problem)
-            enough = _gap_of_part(narrowed, ascent.upper, constant, gap)
-            answer = _solve_whole(narrowed.problem, solver, limit, enough)
+            if part == 1 and room <= self.content and num_pairs(narrowed.problem) > TUNING.early_core:
+                break
+            answer = self.ask(narrowed)
             if part == 1 and answer.choices:  # no better assignment has any other choice
-                proved = max(proved, answer.bound + narrowed.constant)
-            if answer.choices or not narrowed.kept:
-                ascent.offer(narrowed.expand(answer.choices))
-                how = _told(answer.solver, core) if narrowed.kept else "message passing and elimination"
+                self.proved = max(self.proved, answer.bound + narrowed.constant)
             if part == 1 and answer.status == "optimal":
-                return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", how)
-        proved_enough = ascent.upper - proved <= TUNING.large_gap * abs(ascent.upper + constant)
-        if is_last or ascent.upper - bounds.lower <= allowed or proved_enough:
-            break
-    if not np.isfinite(ascent.upper):
-        return _solve_whole(core, solver, limit, gap)
-    found = Solution(ascent.best, ascent.upper, min(max(ascent.lower, proved), ascent.upper), "feasible", how)
-    room = found.objective - found.bound
-    polishing = TUNING.polish_node_seconds * len(core.costs)
-    if gap >= TUNING.rough_gap or room <= content or not limit.repays(TUNING.hoped * room, polishing):
-        return found
-    masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
-    for mask, choice in zip(masks, found.choices, strict=True):
-        mask[choice] = True
-    return polish(_narrowed(core, masks), found, limit, solver, found.bound + allowed)
+                return True
+        return False
+
+    def ask(self, narrowed: Reduced) -> Solution:
+        """Have the ILP solve what is left of the core; what it finds is offered to the ascent."""
+        self.solved_pairs += num_pairs(narrowed.problem)
+        enough = _gap_of_part(narrowed, self.ascent.upper, self.constant, self.gap)
+        answer = _solve_whole(narrowed.problem, self.solver, self.limit, enough)
+        if answer.choices or not narrowed.kept:
+            self.ascent.offer(narrowed.expand(answer.choices))
+            self.how = _told(answer.solver, self.core) if narrowed.kept else "message passing and elimination"
+        return answer
+
+    def polished(self) -> Solution:
+        """The best answer so far, made better near by, if what that can win repays it."""
+        ascent = self.ascent
+        bound = min(max(ascent.lower, self.proved), ascent.upper)
+        found = Solution(ascent.best, ascent.upper, bound, "feasible", self.how)
+        room, seconds = found.objective - bound, TUNING.polish_node_seconds * len(self.core.costs)
+        is_enough = self.gap >= TUNING.rough_gap or room <= self.content
+        if is_enough or not self.limit.repays(TUNING.hoped * room, seconds):
+            return found
+        masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
+        for mask, choice in zip(masks, found.choices, strict=True):
+            mask[choice] = True
+        return polish(_narrowed(self.core, masks), found, self.limit, self.solver, bound + self.allowed)
 
 
 def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:

@@ -1,4 +1,4 @@
-"""The answer of a tied problem, made that of the problem as it stands.
+"""Undoes ties: makes the answer of a tied problem one of the problem as it stands.
 
 In:     `Sharded`, whose equal parts share their choices.
 Out:    `Sharded`, each node by itself: its answer costs no more, and its gap is that of all ways to choose.

@@ -117,3 +117,13 @@ def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
             waited.update(dict.fromkeys(inputs_of(eqn)))
         found.append(matters)
     return found[::-1]
+
+
+def behind_gradients(jaxpr: Jaxpr) -> list[bool]:
+    """For each equation, whether it needs what the backward pass makes, and nothing of that pass waits for it."""
+    made: set[Var] = set()
+    found = []
+    for eqn, matters in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
+        found.append(not matters and not made.isdisjoint(inputs_of(eqn)))
+        made.update(eqn.outvars if found[-1] or is_backward(eqn) else ())
+    return found

@@ -1,4 +1,4 @@
-"""What is done before a loop, or what runs again, begins: compilers would leave it for later, and keep all that it reads.
+"""Makes loops, and what runs again, wait for work that compilers would leave for later, and keep all that it reads.
 
 In:     a sharded body, the place in it of a loop, or of the barrier or gate before what runs again.
 Out:    copies that are waited for there.

@@ -1,4 +1,4 @@
-"""What needs nothing new begins no earlier than it is read: compilers would begin it at once, and hold what it makes till then.
+"""Delays work that needs nothing new until it is read: compilers would begin it at once, and hold what it makes till then.
 
 In:     a sharded body.
 Out:    for places in it a copy that is read there and one that it waits for.

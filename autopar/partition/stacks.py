@@ -1,4 +1,4 @@
-"""A scan whose results begin as zeros no earlier than the scan does.
+"""Makes the zeros in which a scan stacks its results no earlier than the scan begins.
 
 In:     what `jax.lax.scan` takes.
 Out:    what it returns.

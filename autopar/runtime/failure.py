@@ -1,4 +1,4 @@
-"""A step that fails while it runs: what is told of it, and how it is found out.
+"""Finds out which program of a step failed while it ran, and what is told of it.
 
 In:     an exception, the program that ran, what the callbacks of the programs left behind (`partition/host_calls.py`).
 Out:    `StepError` with stage, microbatch, task and the user's line, the exception its cause; `DonatedError`.

@@ -1,4 +1,4 @@
-"""Memory that a step is passed twice: what it overwrites must belong to one argument only.
+"""Finds arrays that a step is passed twice: what it overwrites must belong to one argument only.
 
 In:     the arrays of each call, where the program wants them, and which of them are donated.
 Out:    which of these must be copied before the call.

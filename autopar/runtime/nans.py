@@ -1,4 +1,4 @@
-"""Which operation made a NaN: a task that failed under `jax_debug_nans` is run again, one equation after the other.
+"""Finds the operation that made a NaN: a task that failed under `jax_debug_nans` is run again, one equation at a time.
 
 In:     the task's plan, the arrays it was given, the number of its microbatch.
 Out:    the operation and the user's line, or None where it cannot be told.

@@ -1,4 +1,4 @@
-"""Arguments put in their places before a program, or the first programs of a pipeline, take them.
+"""Puts arguments in their places before a program, or the first programs of a pipeline, take them.
 
 In:     where each is wanted, which are donated; the arrays of a call.
 Out:    `Placing`: arrays that are there are passed on as they are, the others moved in one batched `device_put`.

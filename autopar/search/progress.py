@@ -1,4 +1,4 @@
-"""Planning while somebody waits: how far it is, on a terminal, in a log or in a notebook; and Ctrl-C, which ends it.
+"""Shows how far planning is, on a terminal, in a log or in a notebook; and lets Ctrl-C end it.
 
 In:     lines of progress, as the planner goes on: what it does, which part of its work is done, the best step so far.
 Out:    a bar that goes away when the plan is there. On what is no terminal, a line every ten seconds.

@@ -1,4 +1,4 @@
-"""A plan read from a file, attached to the step it was made for: its choices are lowered, nothing is solved.
+"""Attaches a plan that was read from a file to the step it was made for: its choices are lowered, nothing is solved.
 
 In:     `Program`, its roles, cluster, method, `Plan`.
 Out:    `Plan` with its origin: it can be compiled, and explained.

@@ -1,4 +1,4 @@
-"""A plan that fits by the compiler's count: planned again with what the compiler takes beyond the prediction held back.
+"""Plans until a plan fits by the compiler's count: what the compiler takes beyond the prediction is held back.
 
 In:     how to plan under a method; the method, with the user's budget.
 Out:    the first plan of whose programs XLA's own buffers fit that budget.

@@ -2,7 +2,7 @@
 
 In:     a flat program. A `cond` is one piece: all that its branches read and make is in one place, on one pipeline stage, and
         in one phase of the step.
-Out:    the same function. `behind_gradients`: a branch that takes a gradient and uses it is two, up to the gradients and
+Out:    the same function. `cut_behind_gradients`: a branch that takes a gradient and uses it is two, up to the gradients and
         from there on, so that microbatches add up gradients in the first and run the second once. `fission`: then a
         condition around an update (`optax.apply_if_finite`, a loss scale that was too large) is one for each parameter and
         its moments, and a step counter's.
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import compress
 
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations, renamed
-from autopar.ir.dataflow import ancestors, feeds_backward, inputs_of, makers, needed, read_by, variables
+from autopar.ir.dataflow import ancestors, behind_gradients, inputs_of, makers, needed, read_by, variables
 from autopar.ir.region import Binding, Region, bodies_of, in_bodies, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
@@ -32,12 +33,12 @@ from autopar.tuning import TUNING
 def fission(jaxpr: Jaxpr) -> Jaxpr:
     """The program with its conditions behind gradients and for results apart, over the same inputs and results."""
     work = Work()
-    jaxpr = behind_gradients(jaxpr)
+    jaxpr = cut_behind_gradients(jaxpr)
     pieces = [_results_apart(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns]
     return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
 
 
-def behind_gradients(jaxpr: Jaxpr) -> Jaxpr:
+def cut_behind_gradients(jaxpr: Jaxpr) -> Jaxpr:
     """The program with conditions cut behind the gradients that they take; over the same inputs and results."""
     pieces = [_in_two(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns]
     return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
@@ -81,17 +82,8 @@ def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 def _halves(branch: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Equations up to the gradients, and those that read them for something else."""
-    first, second = [], []
-    behind: dict[Var, None] = {}
-    for eqn, matters in zip(branch.eqns, feeds_backward(branch), strict=True):
-        if not matters and any(a in behind for a in inputs_of(eqn)):
-            second.append(eqn)
-            behind.update(dict.fromkeys(eqn.outvars))
-        else:
-            first.append(eqn)
-            if is_backward(eqn):
-                behind.update(dict.fromkeys(eqn.outvars))
-    return first, second
+    behind = behind_gradients(branch)
+    return list(compress(branch.eqns, (not is_behind for is_behind in behind))), list(compress(branch.eqns, behind))
 
 
 def _read_of(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxpr) -> list[Var]:

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
 from autopar.errors import BatchError, MicrobatchError
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import feeds_backward, inputs_of, makers, needed, read_by, variables
+from autopar.ir.dataflow import behind_gradients, inputs_of, makers, needed, read_by, variables
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
-from autopar.ir.source import is_backward
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import samples_behind, with_joins
 from autopar.ir.split.phases import find_phases
@@ -125,17 +124,11 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     """
     solution = LoopSolution(Axis(1))
     solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
-    behind: dict[Var, None] = {}
-    for eqn, matters in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
-        operands = inputs_of(eqn)
-        solution.phase[eqn] = "before"
-        if not matters and any(a in behind for a in operands):
-            solution.phase[eqn] = "after"
-            behind.update(dict.fromkeys(eqn.outvars))
-        elif any(a in solution.placement_of for a in operands):
+    for eqn, is_behind in zip(jaxpr.eqns, behind_gradients(jaxpr), strict=True):
+        solution.phase[eqn] = "after" if is_behind else "before"
+        if not is_behind and any(a in solution.placement_of for a in inputs_of(eqn)):
             solution.phase[eqn] = "loop"
             solution.placement_of.update(dict.fromkeys(eqn.outvars, BY_EACH))
-            behind.update(dict.fromkeys(eqn.outvars if is_backward(eqn) else ()))
     return write_phases(jaxpr, solution)
 
 

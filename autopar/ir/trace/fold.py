@@ -1,4 +1,4 @@
-"""Scalars that are known while tracing: `64.0 - float32(0)` is a literal, not two operations.
+"""Folds scalars that are known while tracing: `64.0 - float32(0)` is a literal, not two operations.
 
 In:     an equation and its operands, some of them scalar literals.
 Out:    the literal or operand that its result is, or None.

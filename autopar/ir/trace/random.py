@@ -1,4 +1,4 @@
-"""Random numbers as plain integers: no typed key is left in a flat program.
+"""Lowers operations on typed random keys to ones on integers: no typed key is left in a flat program.
 
 In:     an equation on typed keys (`jax.random.key`): a random primitive, or an operation that moves keys about.
 Out:    a closed jaxpr that does the same to the keys' integers: `key<fry>[s]` becomes `uint32[s, 2]`.
