@@ -98,15 +98,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     attempts.expected = len(finalists) + max(1, effort // 4) + 2
     first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
     attempts.make_all(finalists, first)
-    # The table's memory is an estimate: what takes least of it, or is fast, may fit after all.
-    roomy = dataclasses.replace(told, budget=math.inf)
-    if found.best is None and math.isinf(known):
-        frugal = equal_candidates(roomy, counts[-1])
-        attempts.make_all([candidate for candidate in frugal if candidate not in finalists], first)
-    seen = {(each.count, each.sizes) for each in finalists if each.firsts is None}
-    others = (each for count in counts for each in equal_candidates(roomy, count))
-    faster = (each for each in others if each.seconds < attempts.beat and (each.count, each.sizes) not in seen)
-    attempts.make_all(sorted(faster, key=lambda each: each.seconds)[: effort // TUNING.roomy_finalists], first)
+    _try_too_large(attempts, told, counts, finalists, effort, first)
     if not forward_only:
         _try_schedules(attempts, effort)
     if found.best is not None:
@@ -268,6 +260,25 @@ class _Attempts:
     def fastest(self, count: int) -> list[Candidate]:
         """The candidates that were fastest."""
         return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
+
+
+def _try_too_large(
+    attempts: _Attempts,
+    told: Estimates,
+    counts: Sequence[int],
+    finalists: Sequence[Candidate],
+    effort: int,
+    schedule: str,
+) -> None:
+    """What does not fit by the table, whose memory is an estimate: if nothing does, what takes least; then what is fast."""
+    roomy = dataclasses.replace(told, budget=math.inf)
+    if math.isinf(attempts.beat):
+        frugal = equal_candidates(roomy, counts[-1])
+        attempts.make_all([candidate for candidate in frugal if candidate not in finalists], schedule)
+    seen = {(each.count, each.sizes) for each in finalists if each.firsts is None}
+    others = (each for count in counts for each in equal_candidates(roomy, count))
+    faster = (each for each in others if each.seconds < attempts.beat and (each.count, each.sizes) not in seen)
+    attempts.make_all(sorted(faster, key=lambda each: each.seconds)[: effort // TUNING.roomy_finalists], schedule)
 
 
 def _is_apart(candidate: Candidate, planned: PipelinePlan | None, parts: int) -> bool:
