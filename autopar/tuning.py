@@ -289,6 +289,8 @@ class Tuning:
     """Pipelines of the table that are planned as they are, at least."""
     most_finalists: int = 16
     """And at most, of small programs."""
+    roomy_finalists: int = 8
+    """To so many finalists comes one that would be faster and does not fit by the table."""
     finalist_equations: int = 6000
     """As many finalists as so many equations allow, each counting the program's."""
     table_doubt: float = 0.1

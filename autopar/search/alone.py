@@ -3,15 +3,17 @@
 In:     a traced step, the meshes that were best without; where memory binds.
 Out:    `Stages`: the fastest such step, if it is faster than what is known, and what was tried.
 Method: a pipeline of one stage, which no one waits for: its backward pass is a program of its own, and may make again what
-        it would else have to find. In 1, 2, 4, ... microbatches, until more are no faster.
+        it would else have to find. In 1, 2, 4, ... microbatches, until more are no faster, or need about as many bytes as
+        half as many, too many: what is left is no sample's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, needed_bytes
 from autopar.mesh import LogicalMesh
 from autopar.search.accumulation import counts_of
 from autopar.search.methods import Auto, PipelineParallel
@@ -19,12 +21,14 @@ from autopar.search.progress import Report, silent
 from autopar.search.request import Request
 from autopar.search.stage_planner import pipeline_under
 from autopar.search.stage_search import Stages
+from autopar.tuning import TUNING
 
 
 def search_alone(
     request: Request, method: Auto, meshes: Sequence[LogicalMesh], found: Stages, report: Report, known: float
 ) -> None:
     """Plan the step as one stage on one of the meshes; extends `found`. `known` is the seconds of the best step so far."""
+    needed = math.inf
     for count in (1, *counts_of(request)):
         text = f"1 stage on {request.cluster.num_devices}, {count} microbatches"
         report(f"planning {text}", None, known)
@@ -32,6 +36,9 @@ def search_alone(
             planned = pipeline_under(request, _as_stage(method, count), silent, meshes, known)
         except AutoparError as error:
             found.tried.append((text, error.summary))
+            before, needed = needed, needed_bytes(error)
+            if math.isfinite(before) and needed > (1 - TUNING.accumulation_bytes) * before:
+                return
             continue
         wins = planned.seconds < known
         found.tried.append((text, f"{'' if wins else 'at least '}{planned.seconds:.3e} s"))

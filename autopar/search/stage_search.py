@@ -98,10 +98,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     attempts.expected = len(finalists) + max(1, effort // 4) + 2
     first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
     attempts.make_all(finalists, first)
-    if found.best is None and math.isinf(known):
-        # The table's memory is an estimate: what takes least of it may fit after all.
-        frugal = equal_candidates(dataclasses.replace(told, budget=math.inf), counts[-1])
-        attempts.make_all([candidate for candidate in frugal if candidate not in finalists], first)
+    _try_too_large(attempts, told, counts, finalists, effort, first)
     if not forward_only:
         _try_schedules(attempts, effort)
     if found.best is not None:
@@ -227,7 +224,7 @@ class _Attempts:
             What was planned, (None,) where that does not fit; None: it was left out, or cannot be.
         """
         text = candidate.text(schedule)
-        beat = min(self._known, self._least_seconds)
+        beat = self.beat
         self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
         self._made += 1
         # What devices did in it under another schedule is known better than the table knows it.
@@ -251,6 +248,11 @@ class _Attempts:
         return (made,)
 
     @property
+    def beat(self) -> float:
+        """Of the best step known, pipeline or not."""
+        return min(self._known, self._least_seconds)
+
+    @property
     def waits(self) -> bool:
         """Whether devices wait much in the fastest."""
         return self.least is not None and self.least.waiting_share > TUNING.much_waiting
@@ -258,6 +260,25 @@ class _Attempts:
     def fastest(self, count: int) -> list[Candidate]:
         """The candidates that were fastest."""
         return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
+
+
+def _try_too_large(
+    attempts: _Attempts,
+    told: Estimates,
+    counts: Sequence[int],
+    finalists: Sequence[Candidate],
+    effort: int,
+    schedule: str,
+) -> None:
+    """What does not fit by the table, whose memory is an estimate: if nothing does, what takes least; then what is fast."""
+    roomy = dataclasses.replace(told, budget=math.inf)
+    if math.isinf(attempts.beat):
+        frugal = equal_candidates(roomy, counts[-1])
+        attempts.make_all([candidate for candidate in frugal if candidate not in finalists], schedule)
+    seen = {(each.count, each.sizes) for each in finalists if each.firsts is None}
+    others = (each for count in counts for each in equal_candidates(roomy, count))
+    faster = (each for each in others if each.seconds < attempts.beat and (each.count, each.sizes) not in seen)
+    attempts.make_all(sorted(faster, key=lambda each: each.seconds)[: effort // TUNING.roomy_finalists], schedule)
 
 
 def _is_apart(candidate: Candidate, planned: PipelinePlan | None, parts: int) -> bool:

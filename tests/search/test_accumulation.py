@@ -53,6 +53,12 @@ def test_no_method_is_better(roomy, share):
             assert plan.cost.step_seconds <= planned(method, budget).cost.step_seconds * (1 + 1e-6), method
 
 
+def test_more_memory_gives_no_slower_plan(roomy):
+    """Of so little, pipelines are planned; by the table's estimates the faster ones fit the smaller memory alone."""
+    less, more = (planned(autopar.Auto(), int(share * roomy.cost.peak_bytes[0])) for share in (0.5, 0.6))
+    assert more.cost.step_seconds <= less.cost.step_seconds * (1 + 1e-6)
+
+
 def test_runs_and_comes_back_from_a_file(roomy, tmp_path):
     budget = int(0.7 * roomy.cost.peak_bytes[0])
     local = autopar.Cluster.local(jax.devices()[:4], device=QUICK.device, intra=FAST)
