@@ -67,7 +67,9 @@ def _whole_or_in_part(run: Run, predict: Callable[[Run], Prediction]) -> Predict
 
 def _mixed(none: Prediction, full: Prediction, part: float) -> Prediction:
     """Where a part of the layers is made again and the others are not."""
-    return Prediction(**{f.name: (1 - part) * getattr(none, f.name) + part * getattr(full, f.name) for f in fields(none)})
+    return Prediction(
+        **{f.name: (1 - part) * getattr(none, f.name) + part * getattr(full, f.name) for f in fields(none)}
+    )
 
 
 def alternatives(run: Run) -> Iterator[Run]:

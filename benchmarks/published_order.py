@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from published_runs import Run, tau
+from published_runs import Run
 from published_steps import Prediction
 
 Row = tuple[Run, Prediction]
@@ -63,7 +63,9 @@ def plan_groups(rows: Sequence[Row], least: int = 3) -> list[Group]:
         if run.seconds is None:
             continue
         model = (run.source, run.framework, run.layers, run.width, run.heads, run.tokens, run.dtype)
-        plans = found.setdefault((*model, run.recompute, run.recomputed, run.batch, run.device, run.model, run.devices), {})
+        plans = found.setdefault(
+            (*model, run.recompute, run.recomputed, run.batch, run.device, run.model, run.devices), {}
+        )
         settings = {
             "tensor": run.tensor,
             "pipeline": run.pipeline,
@@ -134,3 +136,10 @@ def repeated_tau(rows: Sequence[Row]) -> float:
         for _ in range(DRAWS)
     ]
     return statistics.mean(scores)
+
+
+def tau(a: list[float], b: list[float], least: float = 0.0) -> float:
+    """Kendall's rank correlation, ties counting nothing; without pairs of which `a` differs by less than the part `least`."""
+    pairs = [(x, y) for x in range(len(a)) for y in range(x) if abs(a[x] - a[y]) >= least * min(a[x], a[y])]
+    agree = sum(math.copysign(1, (a[x] - a[y]) * (b[x] - b[y])) for x, y in pairs if a[x] != a[y] and b[x] != b[y])
+    return agree / max(1, len(pairs))
