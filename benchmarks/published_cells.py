@@ -13,6 +13,9 @@ from collections.abc import Mapping
 
 Cells = Mapping[str, str | None]
 
+JAX = r"JAX|XLA|MaxText|Pax|praxis|EasyLM|Levanter|T5X|Flax|AXLearn|GSPMD|TensorFlow"
+FEWEST_TOKENS = 1 << 17
+"""Of a step: a batch of more is in tokens, whatever its column is called."""
 _NOTHING = re.compile(
     r"(not (stated|given|known|published|specified)|unknown|n/?a\b|nan\b|tbd\b|see |\?|[-–—.]+$)", re.IGNORECASE
 )
@@ -89,7 +92,9 @@ def recompute_of(row: Cells) -> str | None:
         return "selective"
     if "dot" in lower or lower == "minimal":  # so MaxText calls it
         return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
-    if re.match(r"full|yes|true|on\b|all|every|layer|uniform|block|1$|activation checkpoint|checkpoint", lower):
+    if re.match(
+        r"full|yes|true|on\b|all|every|layer|uniform|block|1$|(activation |gradient )?checkpoint|remat|ac\b", lower
+    ):
         return "full"
     return None
 
@@ -128,7 +133,7 @@ def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int]:
     stage = re.match(r"(?:zero|stage|deepspeed|[\s_-])*([0-9])\b", lower) or re.search(r"zero[\s_-]*([0-9])\b", lower)
     group = re.search(r"(?:\bover|\bwithin|\bamong|\bgroups? of|\bsize|=)\s*(\d+)", lower)
     is_hybrid = re.search(r"hsdp|hybrid|zero\+\+|(within|per|inside|in) (a |an |each |one )?(node|host)", lower)
-    shards = min(int(group[1]) if group else per_host if is_hybrid else data, data)
+    shards = max(1, min(int(group[1]) if group else per_host if is_hybrid else data, data))
     if lower.startswith(("distributed optimizer", "optimizer")):
         return 1, shards
     if stage:
@@ -136,7 +141,7 @@ def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int]:
             raise ValueError(f"there is no ZeRO-{stage[1]}")
         return int(stage[1]), shards if int(stage[1]) else 1
     if fsdp or re.search(r"full.?shard|fully.?shard|hybrid.?shard|zero\+\+", lower):
-        return 3, min(int((fsdp and fsdp[2]) or shards), data)
+        return 3, max(1, min(int((fsdp and fsdp[2]) or shards), data))
     if lower and not re.match(r"no|off|false|ddp|dp\b|data", lower):
         raise ValueError("zero is none that is known here")
     return 0, 1
@@ -179,7 +184,21 @@ def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
     if several and not found:
         count = int(several[1] or several[2])
         return per_replica // count if per_replica % count == 0 else None
-    return found * shared_by if found and "per device" in text else found
+    per_device = re.search("per device|per chip", text) or (says(row, JAX, "framework") and re.search("per gpu", text))
+    return found * shared_by if found and per_device else found
+
+
+def batch_of(row: Cells, tokens: int, replicas: int | None) -> int:
+    """Samples of a step, of so many tokens each; batches in tokens are rounded to what the replicas can share.
+
+    Raises:
+        ValueError: The cell says nothing.
+    """
+    batch = needed(row, "global_batch")
+    if not says(row, "token", "global_batch") and batch < FEWEST_TOKENS:
+        return batch
+    replicas = replicas or 1
+    return max(1, round(batch / tokens / replicas)) * replicas
 
 
 def says(row: Cells, names: str, *columns: str) -> bool:
