@@ -106,9 +106,9 @@ def split_at_joins(
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
             if better is jaxpr and joins is not None:
-                # Of what all samples have, that of which a gradient is taken is made behind, as sums are.
-                asked = (*waits.sums, *waits.samples)
-                better, more = with_joins(jaxpr, samples_behind(jaxpr, asked, waits.solution))
+                # What all samples have is joined, or what its gradient is made of, as of sums.
+                behind = samples_behind(jaxpr, (*waits.sums, *waits.samples), waits.solution)
+                better, more = with_joins(jaxpr, (*waits.samples, *behind))
             if better is jaxpr and joins is not None:
                 of_pairs = waits.is_late_work and not first.sums
                 raise (too_much_at_once(first.error, TUNING.joined_work) if of_pairs else first.error) from None
