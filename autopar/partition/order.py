@@ -54,7 +54,9 @@ def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
         # made of arrays that are there: it would make an element of a sum again for that number, and leave the sum for later.
         signs = map(never, map(lax.optimization_barrier, awaited))
         sign = lax.optimization_barrier(functools.reduce(jnp.logical_or, signs))
-    return jnp.where(sign, jnp.zeros_like(operand), operand)
+    # The other is made of the operand itself: zeros of its shape XLA for GPUs would make in one kernel with those to which
+    # something far behind adds, and hold them until then.
+    return jnp.where(sign, ~operand if operand.dtype == bool else -operand, operand)
 
 
 def never(earlier: jax.Array) -> jax.Array:

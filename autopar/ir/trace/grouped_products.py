@@ -1,48 +1,93 @@
 """JAX's own kernels for products of rows in groups (megablox), found in a program that is traced.
 
-In:     a call.
+In:     a call, and which of its operands are known: parts of other calls that depend on nothing, as constants do.
 Out:    `grouped_product`: how it multiplies, as parameters of `grouped_product_p`; None: it is another function.
-Method: it is known by its program: what JAX traces for the product, with the blocks of the kernel in it, must be the same text.
-        So another function of that name, or another release's, is no such product, and its kernel is one of the user's.
+Method: it is known by its program: its result must be made in the same way, operation by operation back to the operands, as
+        that of what JAX traces for the product, with the blocks of the kernel in it. So another function of that name, or
+        another release's, is no such product, and its kernel is one of the user's. Of a loop that is differentiated JAX takes
+        out what is the same in every turn: of the call in the loop the numbers that depend on nothing become operands, which a
+        call of the same name before the loop makes. Read back to there, it is the same product (`structure`).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
-from autopar._jax import Aval, Jaxpr, JaxprEqn, open_jaxpr
+from autopar._jax import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    make_jaxpr,
+    new_var,
+    open_jaxpr,
+    replace_eqn,
+)
+from autopar.ir.region import closed_bodies, region_of
 from autopar.ir.rules.grouped_product import COLUMNS_OF_GROUPS, GROUPS_OF_ROWS, MODULE, ROWS_OF_GROUPS, Tiles, multiply
 
+_NAMES = ("gmm", "tgmm")
+_CALLS = ("jit", "pjit", "closed_call")
+Known = Mapping[Var, str]
+"""How values that depend on nothing are made."""
 
-def grouped_product(call: JaxprEqn) -> dict[str, Any] | None:
-    """The parameters of `grouped_product_p` for a call of three arrays; None: it is another function."""
-    if sys.modules.get(MODULE) is None or call.params.get("name") not in ("gmm", "tgmm") or len(call.invars) != 3:
+
+def grouped_product(call: JaxprEqn, known: Known) -> tuple[dict[str, Any], list[int]] | None:
+    """The parameters of `grouped_product_p` for a call, and which three of its operands it multiplies; None: it is another
+    function."""
+    if not _may_be_one(call):
         return None
+    given = [k for k, atom in enumerate(call.invars) if not isinstance(atom, Var) or atom not in known]
     body, _ = open_jaxpr(call.params["jaxpr"])
     kernels = [eqn for eqn in body.eqns if eqn.primitive.name == "pallas_call"]
-    lengths = _tiles(kernels[0]) if len(kernels) == 1 else None
+    lengths = _tiles(kernels[0]) if len(kernels) == 1 and len(given) == 3 else None
     if lengths is None:
         return None
-    for numbers in _numbers_of(call):
+    avals = [call.invars[k].aval for k in given]
+    for numbers in _numbers_of([aval.ndim for aval in (*avals, *(var.aval for var in call.outvars))]):
         params = {
             "ragged_dot_dimension_numbers": numbers,
             "preferred_element_type": call.outvars[0].aval.dtype,
             "tiles": Tiles(lengths, kernels[0].params["interpret"]),
         }
-        if _text(call.params["jaxpr"]) == _text_of(tuple(v.aval for v in call.invars), **params):
-            return {**params, "precision": None}
+        if structure(call.params["jaxpr"], _operands(call, known)) == _structure_of(tuple(avals), **params):
+            return {**params, "precision": None}, given
     return None
 
 
-def _numbers_of(call: JaxprEqn) -> Sequence[lax.RaggedDotDimensionNumbers]:
-    """What the call may multiply, by its shapes."""
-    ndims = [var.aval.ndim for var in (*call.invars, *call.outvars)]
+def known_results(call: JaxprEqn, known: Known) -> dict[Var, str]:
+    """How the results of a call are made that may be part of such a product and depends on nothing; empty: it is none."""
+    if not _may_be_one(call) or not all(isinstance(atom, Literal) or atom in known for atom in call.invars):
+        return {}
+    return dict(zip(call.outvars, structure(call.params["jaxpr"], _operands(call, known)), strict=True))
+
+
+def _may_be_one(call: JaxprEqn) -> bool:
+    return sys.modules.get(MODULE) is not None and call.params.get("name") in _NAMES
+
+
+def _operands(call: JaxprEqn, known: Known) -> tuple[str, ...]:
+    """How operands are made: those that are not known are counted."""
+    count = iter(range(len(call.invars)))
+    return tuple(
+        _of_literal(atom) if isinstance(atom, Literal) else known.get(atom) or f"operand {next(count)}"
+        for atom in call.invars
+    )
+
+
+def _numbers_of(ndims: Sequence[int]) -> Sequence[lax.RaggedDotDimensionNumbers]:
+    """What the call may multiply, by the number of dims of its three operands and its result."""
     if ndims[2:] not in ([1, 2], [1, 3]):
         return ()
     return {(2, 3): (ROWS_OF_GROUPS, COLUMNS_OF_GROUPS), (2, 2): (GROUPS_OF_ROWS,)}.get((ndims[0], ndims[1]), ())
@@ -58,17 +103,67 @@ def _tiles(kernel: JaxprEqn) -> tuple[int, int, int] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _text_of(avals: Sequence[Aval], **params: Any) -> str:
-    """The program that JAX traces for such a product."""
+def _structure_of(avals: Sequence[Aval], **params: Any) -> tuple[str, ...]:
+    """How what JAX traces for such a product makes its result."""
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     try:
         traced = jax.make_jaxpr(functools.partial(multiply, **params))(*structs)
     except (TypeError, ValueError):  # a release in which these functions are called in another way
-        return ""
-    calls = [eqn for eqn in open_jaxpr(traced)[0].eqns if eqn.params.get("name") in ("gmm", "tgmm")]
-    return _text(calls[0].params["jaxpr"]) if len(calls) == 1 else ""
+        return ()
+    calls = [eqn for eqn in open_jaxpr(traced)[0].eqns if eqn.params.get("name") in _NAMES]
+    return structure(calls[0].params["jaxpr"], _operands(calls[0], {})) if len(calls) == 1 else ()
 
 
 @functools.lru_cache(maxsize=256)
-def _text(program: Jaxpr) -> str:
-    return str(program)
+def structure(program: Jaxpr | ClosedJaxpr, operands: Sequence[str]) -> tuple[str, ...]:
+    """For each result of a program, a digest of the operations that make it of its operands, in whatever order they stand.
+
+    Calls are looked into, and loops turn by turn: what is the same in each may be made before them, and JAX writes short ones
+    out.
+
+    Args:
+        program: Any.
+        operands: How each of its operands is made.
+    """
+    body, consts = open_jaxpr(program)
+    made = dict(zip(body.invars, operands, strict=True))
+    made.update(zip(body.constvars, map(_of_constant, consts), strict=True))
+
+    def of(atom: Atom) -> str:
+        return _of_literal(atom) if isinstance(atom, Literal) else made[atom]
+
+    for eqn in body.eqns:
+        made.update(zip(eqn.outvars, _results(eqn, tuple(map(of, eqn.invars))), strict=True))
+    return tuple(map(of, body.outvars))
+
+
+def _results(eqn: JaxprEqn, operands: tuple[str, ...]) -> Sequence[str]:
+    if eqn.primitive.name in _CALLS:
+        return structure(next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params), operands)
+    if eqn.primitive.name == "scan" and not region_of(eqn).of_role("xs", "ys"):
+        (turn,), consts = closed_bodies(eqn), len(region_of(eqn).consts)
+        carries = operands[consts:]
+        for _ in range(eqn.params["length"]):
+            carries = structure(turn, operands[:consts] + carries)
+        return carries
+    whole = _digest(_alone(eqn), *operands)
+    return [f"{whole} {k}" for k in range(len(eqn.outvars))]
+
+
+def _alone(eqn: JaxprEqn) -> str:
+    """The text of one operation, whatever its operands are."""
+    invars, outvars = ([new_var(atom.aval) for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
+    return str(make_jaxpr(invars, outvars, [replace_eqn(eqn, invars=invars, outvars=outvars)]))
+
+
+def _of_literal(literal: Literal) -> str:
+    return f"{literal.aval.str_short()} {literal.val}"
+
+
+def _of_constant(value: Any) -> str:
+    array = np.asarray(value)
+    return _digest(str(array.dtype), str(array.shape), array.tobytes().hex())
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

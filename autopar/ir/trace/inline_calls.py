@@ -49,7 +49,7 @@ from autopar.ir.region import Binding, closed_bodies, region_of
 from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.source import caller_traceback
 from autopar.ir.trace.fold import fold
-from autopar.ir.trace.grouped_products import grouped_product
+from autopar.ir.trace.grouped_products import grouped_product, known_results
 from autopar.ir.trace.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 
 _JITS = ("jit", "pjit")
@@ -91,6 +91,8 @@ class Walk:
         flatten: What makes a whole program flat, for those that random bits stand for.
         place: Gives a traceback the place of the call.
         shared: Such programs, once each.
+        known: How values that depend on nothing are made, where that may tell what a kernel is (`grouped_products.py`): by
+            the variables of the programs that are walked through.
     """
 
     block: Block
@@ -98,6 +100,15 @@ class Walk:
     flatten: Callable[[Jaxpr, Sequence[Constant]], tuple[Jaxpr, tuple[Constant, ...]]]
     place: Callable[[object], object] = lambda traceback: traceback
     shared: dict[Hashable, tuple[Jaxpr, tuple[Constant, ...]]] = field(default_factory=dict)
+    known: dict[Var, str] = field(default_factory=dict)
+
+    def hand_on(self, given: Sequence[Atom], to: Sequence[Atom]) -> None:
+        """What is known of values is known of the variables of a callee, or a caller, that stand for them."""
+        for source, target in zip(given, to, strict=True):
+            if isinstance(target, Var):
+                self.known.pop(target, None)
+                if isinstance(source, Var) and source in self.known:
+                    self.known[target] = self.known[source]
 
     def into(self, block: Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> Walk:
         """The walk through `callee`, called by `eqn` (already placed)."""
@@ -107,12 +118,12 @@ class Walk:
             scope = scope.extend(extra_scope)
         is_jit = eqn.primitive.name in _JITS
         place = functools.partial(caller_traceback, callee, caller=caller, is_jit=is_jit)
-        return Walk(block, scope, self.flatten, place, self.shared)
+        return Walk(block, scope, self.flatten, place, self.shared, self.known)
 
     def instead_of(self, eqn: JaxprEqn) -> Walk:
         """The walk through a program of ours that stands for `eqn` (already placed)."""
         traceback = eqn.source_info.traceback
-        return Walk(self.block, eqn.source_info.name_stack, self.flatten, lambda _: traceback, self.shared)
+        return Walk(self.block, eqn.source_info.name_stack, self.flatten, lambda _: traceback, self.shared, self.known)
 
 
 def append_function(walk: Walk, function: Function, operands: Sequence[Atom]) -> list[Atom]:
@@ -192,13 +203,18 @@ _MAYBE_IDENTITY = frozenset(
 
 
 def _call(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    product = grouped_product(eqn)
+    product = grouped_product(eqn, walk.known)
     if product is not None:  # megablox: a kernel and all that it is told, as the product that it is
-        outvars = [fresh(var.aval) for var in eqn.outvars]
-        walk.block.eqns.append(new_eqn(grouped_product_p, operands, outvars, product, source_info=eqn.source_info))
+        params, of = product
+        outvars, read = [fresh(var.aval) for var in eqn.outvars], [operands[k] for k in of]
+        walk.block.eqns.append(new_eqn(grouped_product_p, read, outvars, params, source_info=eqn.source_info))
         return list(outvars)
     body, consts = open_jaxpr(_callee(eqn))
-    return append_flat(walk.into(walk.block, body, eqn), body, consts, operands)
+    walk.hand_on(eqn.invars, body.invars)
+    results = append_flat(walk.into(walk.block, body, eqn), body, consts, operands)
+    walk.hand_on(body.outvars, eqn.outvars)
+    walk.known.update(known_results(eqn, walk.known))
+    return results
 
 
 def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
@@ -271,6 +287,9 @@ def _region(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     blocks = [Block() for _ in region.bodies]
     inputs = [[fresh(var.aval) for var in body.invars] for body in region.bodies]
     outputs = []
+    for binding in region.consts:
+        if binding.outer is not None:
+            walk.hand_on([binding.outer] * len(binding.variables), binding.variables)
     for block, closed, invars in zip(blocks, closed_bodies(eqn), inputs, strict=True):
         body, consts = open_jaxpr(closed)
         outputs.append(append_flat(walk.into(block, body, eqn), body, consts, invars))

@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu import megablox
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.grouped_product import COLUMNS_OF_GROUPS, ROWS_OF_GROUPS, grouped_product_p
 from tests.ir.rules.harness import check_function, eqn_of, flat_eqns, gradient_of
+from tests.ir.split.cases import primitives_in
 
 backend = importlib.import_module(
     "jax.experimental.pallas.ops.tpu.megablox.gmm"
@@ -59,6 +60,29 @@ def test_another_function_is_not_taken_for_it():
     part = functools.partial(backend.gmm, **SETTINGS, group_offset=jnp.int32(1))
     assert "pallas_call" in names(part, (16, 16), (2, 16, 8), SIZES)
     assert eqn_of("grouped_product", functools.partial(backend.gmm, **SETTINGS), (16, 16), (4, 16, 8), SIZES)
+
+
+@pytest.mark.parametrize("offset", [None, 1])
+@pytest.mark.parametrize("again", [lambda layer: layer, jax.checkpoint])
+def test_in_a_loop_that_is_differentiated(again, offset):
+    """JAX makes what is the same in every turn before the loop: told so, a kernel is the same product. Of other groups than
+    all it is none."""
+
+    def loss(x, weights):
+        def layer(x, weights):
+            sizes = jnp.bincount((x.sum(1) > 0).astype(int), length=2).astype(jnp.int32)
+            first = None if offset is None else jnp.int32(offset)
+            made = megablox.gmm(x, weights, sizes, jnp.float32, (8, 8, 8), group_offset=first, interpret=True)
+            return jnp.tanh(made), None
+
+        return lax.scan(again(layer), x, weights)[0]
+
+    gradient = jax.grad(lambda *args: loss(*args).sum(), (0, 1))
+    count = primitives_in(flat_eqns(gradient, (16, 8), (3, 2, 8, 8)))
+    again_too = again is jax.checkpoint
+    assert (count["pallas_call"], count["grouped_product"]) == (
+        (0, 3 + again_too) if offset is None else (3 + again_too, 0)
+    )
 
 
 IN_PARTS = np.array([[3, 0, 4, 1], [0, 0, 8, 0], [2, 2, 2, 0], [1, 2, 3, 2]], np.int32)

@@ -114,7 +114,7 @@ def case_of(experts, scanned: bool = False) -> Case:
     return Case(sgd(loss), expert_params, batch=sequences)
 
 
-EVERY = [*itertools.product([written_back, taken_back, added_up], [False, True]), (by_kernels, False)]
+EVERY = [*itertools.product([written_back, taken_back, added_up, by_kernels], [False, True])]
 
 
 @pytest.mark.parametrize("experts, scanned", [*EVERY, (balanced, False), (balanced, True)])
