@@ -104,8 +104,7 @@ class _Builder:
 
     def scan(self) -> AccumulatingScan:
         """The stage's part of the loop, in the loop's order."""
-        parts = (self.tasks.forward[self.stage], self.tasks.backward[self.stage], self.tasks.weight[self.stage])
-        own = {eqn for eqns in parts for eqn in eqns}
+        own = {eqn for eqns in self.tasks.in_loop(self.stage).values() for eqn in eqns}
         eqns = [eqn for eqn in self.split.loop.eqns if eqn in own]
         pairs = zip(self.split.results, self.split.loop.outvars, strict=True)
         results = [(result, part) for result, part in pairs if result.var in self.update.results[self.stage]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -61,8 +62,8 @@ class Tasks:
     def readers(self) -> dict[Var, set[int]]:
         """The stages whose part of the loop reads each value without making it."""
         found: dict[Var, set[int]] = {}
-        for stage, own in enumerate(zip(self.forward, self.backward, self.weight, strict=True)):
-            eqns = [eqn for part in own for eqn in part]
+        for stage in range(self.num_stages):
+            eqns = list(itertools.chain.from_iterable(self.in_loop(stage).values()))
             for var in read_by(eqns).keys() - makers(eqns).keys():
                 found.setdefault(var, set()).add(stage)
         return found
@@ -84,15 +85,9 @@ class Tasks:
         read = read_by(eqn for eqns in others for eqn in eqns)
         return [var for var in self.update.results[stage] if var in read]
 
-    @property
-    def backward(self) -> tuple[tuple[JaxprEqn, ...], ...]:
-        """Per stage, equations of the loop that its backward pass runs, in order; forward ones run again among them."""
-        return tuple(b.eqns for b in self.behind)
-
-    @property
-    def weight(self) -> tuple[tuple[JaxprEqn, ...], ...]:
-        """Per stage, the part of its backward that no other stage waits for, where the backward is split; else ()."""
-        return tuple(b.weight for b in self.behind)
+    def in_loop(self, stage: int) -> dict[str, tuple[JaxprEqn, ...]]:
+        """The equations of the loop that a stage runs, in order, by the kind of task; forward ones run again in backward."""
+        return {"F": self.forward[stage], "B": self.behind[stage].eqns, "W": self.behind[stage].weight}
 
     @property
     def kept(self) -> tuple[Kept, ...]:

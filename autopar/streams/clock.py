@@ -34,8 +34,8 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
     wanted = {
         (kind, k, stage)
         for stage in range(num_stages)
-        for kind, eqns in (("F", tasks.forward), ("B", tasks.backward), ("W", tasks.weight))
-        if eqns[stage]
+        for kind, eqns in tasks.in_loop(stage).items()
+        if eqns
         for k in range(count)
     }
     done: set[tuple[str, int, int]] = set()

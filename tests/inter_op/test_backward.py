@@ -132,7 +132,7 @@ def test_who_reads_what(split_backward):
     tasks = tasks_of("unrolled", 3, split_backward=split_backward)
     expected = {}
     for stage in range(3):
-        eqns = [*tasks.forward[stage], *tasks.backward[stage], *tasks.weight[stage]]
+        eqns = [eqn for part in tasks.in_loop(stage).values() for eqn in part]
         made = {var for eqn in eqns for var in eqn.outvars}
         for eqn in eqns:
             for var in inputs_of(eqn):
