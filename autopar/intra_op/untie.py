@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 
 from autopar._jax import Jaxpr
 from autopar.intra_op.costs import build_problem
+from autopar.intra_op.dual import Ascent
+from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.solve import solve
@@ -50,7 +52,7 @@ def untie(
     alone = list(range(count))
     # Of rows only those of the tied problem are known: the answer within them stays.
     if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > TUNING.untied_pairs:
-        return proved(sharded, solver, limit)
+        return proved(sharded)
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
     answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices)
     before = problem.cost(sharded.choices)
@@ -73,13 +75,18 @@ def untie(
     return better if fits(better) and better.step_seconds <= sharded.step_seconds else kept
 
 
-def proved(sharded: Sharded, solver: str, limit: TimeLimit) -> Sharded:
+def proved(sharded: Sharded) -> Sharded:
     """The same answer; where it was found two axes at a time, with a bound of the problem as a whole by message passing."""
     if len(sharded.graph.mesh.shape) < 3 or sharded.solution.gap <= TUNING.rough_gap:
         return sharded
     problem, solution = sharded.problem, sharded.solution
-    answer = solve(Problem(problem.costs, problem.edges), solver, limit, TUNING.rough_gap, start=solution.choices)
-    return dataclasses.replace(sharded, solution=solution.bounded(max(solution.bound, answer.bound)))
+    reduced = eliminate(Problem(problem.costs, problem.edges))
+    bound = reduced.constant + sum(float(costs.min()) for costs in reduced.problem.costs)
+    if reduced.problem.edges:
+        ascent = Ascent(reduced.problem)
+        ascent.offer(reduced.narrow(solution.choices))
+        bound = reduced.constant + ascent.run(TUNING.message_rounds[0], gap=TUNING.stage_gap).lower
+    return dataclasses.replace(sharded, solution=solution.bounded(max(solution.bound, bound)))
 
 
 def _untied_pairs(sharded: Sharded) -> int:

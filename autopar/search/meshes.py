@@ -119,11 +119,10 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
 
     def untied(sharded: Sharded) -> Sharded:
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
-        limit = TimeLimit(options.solver_seconds, options.repaying_steps)
         at_once = sharded is best and takes <= TUNING.untied_seconds
         if not at_once and not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             is_quick = sharded is best and takes <= TUNING.proved_seconds
-            return proved(sharded, options.solver, limit) if is_quick else sharded
+            return proved(sharded) if is_quick else sharded
         return untie(
             request.program.jaxpr,
             sharded,
@@ -131,7 +130,7 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
             request.roles.donated,
             lambda sharded: sharded.liveness.peak_bytes <= budget,
             options.solver,
-            limit,
+            TimeLimit(options.solver_seconds, options.repaying_steps),
         )
 
     near = (1 + TUNING.untied_near) * best.step_seconds
