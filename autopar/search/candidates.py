@@ -3,13 +3,15 @@
 In:     costs of layers (`layer_costs.py`), what crosses their borders.
 Out:    `Candidate`s, best first.
 Method: for each number of microbatches, stages of equal work on equal submeshes, as one would write them by hand, and what the
-        DP of `inter_op/slicing.py` picks; ranked as under the schedule that is best for them. What rests on a guess is
-        solved first, where it stands among the best and may beat the best step known.
+        DP of `inter_op/slicing.py` picks; ranked as under the schedule that is best for them. Layers are sharded only on the
+        submeshes on which a pipeline may beat the best step known, by their kernels alone. What rests on a guess is
+        solved first, where it stands among the best and may beat that step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +114,7 @@ def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known
     A guess is on the fast side: it is solved as long as it stands among the best `num_firm`, and may win against the best
     step known.
     """
-    layers, slicings = told.layers, {count: _slicings(told, count) for count in counts}
+    layers, slicings = told.layers, _where_any_may_win(told, counts, known)
 
     def guessed(candidate: Candidate) -> list[int]:
         return [size for size in dict.fromkeys(candidate.sizes) if layers.is_guess(size, candidate.count)]
@@ -126,6 +128,29 @@ def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known
             layers.refine(size, unsure.count)
         slicings[unsure.count] = _slicings(told, unsure.count)
     return sorted(ranked, key=lambda c: bool(guessed(c)))
+
+
+def _where_any_may_win(told: Estimates, counts: Sequence[int], known: float) -> dict[int, list[Candidate]]:
+    """The slicings for each number of microbatches, layers sharded on every submesh on which any of them may win.
+
+    On the others kernels alone take so long that no pipeline there beats the best step known.
+    """
+    layers = told.layers
+
+    def promising(candidates: Iterable[Candidate]) -> list[int]:
+        sizes = [size for c in candidates if c.may_beat(known) for size in c.sizes]
+        return [size for size in dict.fromkeys(sizes) if layers.is_bound(size)]
+
+    if math.isinf(known) or not layers.has_bounds():
+        layers.shard_on(layers.meshes)
+    else:
+        layers.shard_on(promising(c for count in counts for c in equal_candidates(told, count)))
+    while True:
+        slicings = {count: _slicings(told, count) for count in counts}
+        sizes = promising(c for some in slicings.values() for c in some)
+        if not sizes:
+            return slicings
+        layers.shard_on(sizes)
 
 
 def equal_candidates(told: Estimates, count: int) -> list[Candidate]:

@@ -7,13 +7,16 @@ Method: each layer that differs from the others is sharded once on every logical
         for others it is stretched as its kernels are, for which nothing is solved. That holds while the samples of a
         microbatch divide over the devices alike; where they do not, it is a guess until `solve` is asked for it. So it is
         of layers that are larger than memory: to shard them within it takes many times as long, and they are slower then.
+        Until `shard_on` is asked for a submesh, its layers take what their kernels take at least: most submeshes cannot
+        win even then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,7 +84,7 @@ class LayerCosts:
         terms: Terms,
         report: Report,
     ):
-        """Shard every layer on every mesh; equal layers once.
+        """Nothing is sharded yet.
 
         Args:
             cut_for: The step in phases, for a number of microbatches.
@@ -103,21 +106,46 @@ class LayerCosts:
         self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
         self._beyond: dict[tuple[int, int], bool] = {}
         self._seconds_on: dict[int, dict[int, float]] = {}
-        self._batch_sizes = batch_sizes
-        middle = len(counts) // 2
-        self._reference = counts[middle]
-        for number, size in enumerate(self.meshes):
-            self._report = part_of(report, number / len(self.meshes), (number + 1) / len(self.meshes))
-            best = max(range(len(counts)), key=lambda k: (sum(self._ways(size, counts[k])), -abs(k - middle)))
-            self.solve(size, counts[best], within=False)
-        self._report = part_of(report, 1.0, 1.0)
+        self._batch_sizes, self._counts = batch_sizes, counts
+        self._reference = counts[len(counts) // 2]
+        self._report = self._whole_report = report
+
+    def shard_on(self, sizes: Iterable[int]) -> None:
+        """Shard every layer on every mesh of these submeshes, in the number of microbatches that divides best; equal layers
+        once. What has been sharded is not again."""
+        middle, places = len(self._counts) // 2, [*self.meshes]
+        for size in sizes:
+            if not self.is_bound(size):
+                continue
+            at = places.index(size)
+            self._report = part_of(self._whole_report, at / len(places), (at + 1) / len(places))
+            ways = [sum(self._ways(size, count)) for count in self._counts]
+            best = max(range(len(ways)), key=lambda k: (ways[k], -abs(k - middle)))
+            self.solve(size, self._counts[best], within=False)
+        self._report = part_of(self._whole_report, 1.0, 1.0)
+
+    def has_bounds(self) -> bool:
+        """Whether it is known which layers are equal, and so what their kernels take; that costs next to nothing."""
+        with contextlib.suppress(AutoparError):
+            self._layers_for(self._reference)
+        return bool(self._kinds)
+
+    def is_bound(self, size: int) -> bool:
+        """Whether all that is known of a submesh is what the kernels of its layers take at least."""
+        return size not in self._known
 
     def _ways(self, size: int, count: int) -> tuple[int, ...]:
         """Over how many of so many devices the samples of a microbatch divide."""
         return tuple(math.gcd(samples // count, size) for samples in self._batch_sizes)
 
     def of(self, size: int, count: int) -> tuple[int, list[list[tuple[LayerCost, ...] | None]]]:
-        """The number of microbatches that was solved for, and `[mesh][layer]` costs, at each level; None: does not fit."""
+        """The number of microbatches that was solved for, and `[mesh][layer]` costs, at each level; None: does not fit.
+
+        Of a submesh that nothing is sharded on, costs that no layer has less of.
+        """
+        if self.is_bound(size):
+            of_kind = self._kernels_alone(size, count)
+            return count, [[of_kind[kind] for kind in self._kinds] for _ in self.meshes[size]]
         known = self._known[size]
         alike = [c for c in known if self._ways(size, c) == self._ways(size, count)]
         solved_for = min(alike or known, key=lambda c: (self._beyond[size, c], abs(math.log(c / count)), c))
@@ -125,7 +153,7 @@ class LayerCosts:
 
     def is_beyond(self, size: int, count: int) -> bool:
         """Whether what is said of a submesh is of layers some of which are larger than memory: no layer takes less time."""
-        return self._beyond[size, self.of(size, count)[0]]
+        return not self.is_bound(size) and self._beyond[size, self.of(size, count)[0]]
 
     def stretch(self, size: int, solved_for: int, count: int) -> np.ndarray:
         """Of each layer, how its kernels' seconds for one microbatch change from one number of microbatches to another.
@@ -136,6 +164,11 @@ class LayerCosts:
             return np.ones(self.num_layers)
         before, after = (self._kernels(size * c / self._reference) for c in (solved_for, count))
         return np.array([after[kind] / before[kind] if before[kind] else solved_for / count for kind in self._kinds])
+
+    def _kernels_alone(self, size: int, count: int) -> dict[int, tuple[LayerCost, ...]]:
+        """Of each kind of layers its kernels, at every level."""
+        levels, kernels = len(self.levels), self._kernels(size * count / self._reference)
+        return {kind: (LayerCost(seconds, 0.0, 0.0, 0.0, 0.0, 0.0),) * levels for kind, seconds in kernels.items()}
 
     def _kernels(self, num_devices: float) -> dict[int, float]:
         """Of each kind of layers, seconds of kernels on so many devices.
@@ -163,11 +196,16 @@ class LayerCosts:
     def is_guess(self, size: int, count: int) -> bool:
         """Whether what is said of a submesh is scaled from samples that divide over its devices otherwise, or is of layers that
         do not fit."""
+        if self.is_bound(size):
+            return True
         return self.is_beyond(size, count) or self._ways(size, self.of(size, count)[0]) != self._ways(size, count)
 
     def refine(self, size: int, count: int) -> None:
         """Shard every layer for a number of microbatches; if that has been done, within memory."""
-        self.solve(size, count, within=count in self._known[size])
+        if self.is_bound(size):
+            self.shard_on([size])
+        else:
+            self.solve(size, count, within=count in self._known[size])
 
     def solve(self, size: int, count: int, within: bool = True) -> None:
         """Shard every layer on every mesh of a submesh, for a number of microbatches; as if memory were without end, unless

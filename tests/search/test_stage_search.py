@@ -69,7 +69,9 @@ def layers_on():
         borders, solved = balanced_borders(cut_for(4).chain, 4), Solved()
         options, sizes = autopar.Auto(memory_budget_bytes=budget).options(), submesh_sizes(cluster)
         given = cut_for, borders, np.ones(4), sizes, (32, 32), (4, 8, 16), Terms(cluster, options, solved), silent
-        return LayerCosts(*given), solved, cluster
+        costs = LayerCosts(*given)
+        costs.shard_on(sizes)
+        return costs, solved, cluster
 
     return layers
 
