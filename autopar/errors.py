@@ -9,6 +9,7 @@ Method: one class per kind of mistake, all below `AutoparError`. An exception fr
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import sys
@@ -221,11 +222,12 @@ def check_choice(
 ) -> None:
     """Raise an error of this kind unless a parameter is one of the words that are known; as of `check_number`."""
     if value not in tuple(known):
+        near = difflib.get_close_matches(str(value).lower(), known, n=1)
         raise kind(
             f"there is no such `{name}`.",
             given=f"{owner}({name}={value!r})" if owner else f"{name}={value!r}",
             wrong=f"autopar knows {', '.join(map(repr, known))}.",
-            do=do,
+            do=(f"did you mean {near[0]!r}? " if near else "") + do,
             **facts,
         )
 

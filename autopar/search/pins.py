@@ -57,7 +57,7 @@ def find_pins(in_paths: Sequence[str], constraints: Mapping[str, Any], out_paths
         outputs = [k for k, path in enumerate(of_results) if fnmatch.fnmatchcase(path, glob)]
         if not inputs and not outputs:
             paths, what = (of_results, "result") if of_results else (in_paths, "argument")
-            near = difflib.get_close_matches(glob, paths, n=6, cutoff=0.5) or paths[:6]
+            near = list(dict.fromkeys([*difflib.get_close_matches(glob, paths, n=6, cutoff=0.5), *paths]))[:6]
             raise ConstraintError(
                 f"a constraint names no {what}.",
                 given=f"constraints={{{glob!r}: {spec}}}",

@@ -239,6 +239,8 @@ def test_unknown_name():
             AutoparError, match="there is no such `schedule`(.*\n)*.*'zigzag'(.*\n)*.*'gpipe', '1f1b', .*'inference'"
         ):
             ask("zigzag")
+    with pytest.raises(AutoparError, match=r"'auto'\.(.*\n)*.*did you mean '1f1b'\?"):
+        find_schedule("1F1B")
     assert find_schedule("1f1b") is SCHEDULES["1f1b"]
     mine = Circle()
     assert find_schedule(mine) is mine

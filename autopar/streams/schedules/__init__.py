@@ -37,7 +37,7 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
     """
     if isinstance(schedule, str):
         do = "name one of them, or pass an object with `name` and `order(num_stages, num_microbatches)`."
-        check_choice("", "schedule", schedule, SCHEDULES, do=do)
+        check_choice("", "schedule", schedule, (*SCHEDULES, AUTOMATIC), do=do)
         return SCHEDULES[schedule]
     if isinstance(schedule, type) or not hasattr(schedule, "name") or not hasattr(schedule, "order"):
         raise AutoparError(
