@@ -13,6 +13,9 @@ from collections.abc import Mapping
 
 Cells = Mapping[str, str | None]
 
+JAX = r"JAX|XLA|MaxText|Pax|praxis|EasyLM|Levanter|T5X|Flax|AXLearn|GSPMD|TensorFlow"
+FEWEST_TOKENS = 1 << 17
+"""Of a step: a batch of more is in tokens, whatever its column is called."""
 _NOTHING = re.compile(
     r"(not (stated|given|known|published|specified)|unknown|n/?a\b|nan\b|tbd\b|see |\?|[-–—.]+$)", re.IGNORECASE
 )
@@ -89,7 +92,9 @@ def recompute_of(row: Cells) -> str | None:
         return "selective"
     if "dot" in lower or lower == "minimal":  # so MaxText calls it
         return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
-    if re.match(r"full|yes|true|on\b|all|every|layer|uniform|block|1$|activation checkpoint|checkpoint", lower):
+    if re.match(
+        r"full|yes|true|on\b|all|every|layer|uniform|block|1$|(activation |gradient )?checkpoint|remat|ac\b", lower
+    ):
         return "full"
     return None
 
@@ -179,7 +184,21 @@ def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
     if several and not found:
         count = int(several[1] or several[2])
         return per_replica // count if per_replica % count == 0 else None
-    return found * shared_by if found and "per device" in text else found
+    per_device = re.search("per device|per chip", text) or (says(row, JAX, "framework") and re.search("per gpu", text))
+    return found * shared_by if found and per_device else found
+
+
+def batch_of(row: Cells, tokens: int, replicas: int | None) -> int:
+    """Samples of a step, of so many tokens each; batches in tokens are rounded to what the replicas can share.
+
+    Raises:
+        ValueError: The cell says nothing.
+    """
+    batch = needed(row, "global_batch")
+    if not says(row, "token", "global_batch") and batch < FEWEST_TOKENS:
+        return batch
+    replicas = replicas or 1
+    return max(1, round(batch / tokens / replicas)) * replicas
 
 
 def says(row: Cells, names: str, *columns: str) -> bool:

@@ -7,6 +7,7 @@ Method: the catalog says what devices and links reach; the row may state other n
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from published_runs import Run
 from autopar.errors import AutoparError
 from autopar.mesh import Device, Link, find_device
 from autopar.mesh.catalog import Model
-from autopar.mesh.find_device import slice_chips
+from autopar.mesh.find_device import known_device, slice_chips
 
 EXPONENTIALS = 16 * 1.7e9
 """Per second on one multiprocessor: 16 in a clock (NVIDIA, "CUDA programming guide", throughput of special functions)."""
@@ -43,6 +44,12 @@ def machine_of(run: Run) -> Machine:
     """
     model = model_of(run)
     intra, inter = model.intra, model.inter
+    if re.search("pcie", run.device, re.IGNORECASE) and "NVLink" not in run.network:
+        intra = min(
+            intra,
+            replace(intra, bytes_per_second=model.device.host_bytes_per_second, switch_bytes_per_second=0.0),
+            key=lambda link: link.bytes_per_second,
+        )
     links = re.search(r"NVLink (\d+) links", run.network)
     if links:
         share = int(links[1]) * 25e9 / model.intra_peak
@@ -94,7 +101,7 @@ def by_devices(run: Run) -> Run:
 
 
 def model_of(run: Run) -> Model:
-    """The catalog's entry of the device that the row names.
+    """The catalog's entry of the device that the row names, on its own or among other words.
 
     Raises:
         AutoparError: It has none.
@@ -109,13 +116,46 @@ def model_of(run: Run) -> Model:
             return find_device(re.sub(r"-\d+GB$", "", name) + limited)
         except AutoparError:
             pass  # the catalog's own limit
-    return find_device(name)
+    rented = next((device for names, device in _RENTED if re.search(names, run.device, re.IGNORECASE)), None)
+    words = re.sub(r"(?<=\d)s\b", "", name).split()
+    spans = [words[a:b] for a, b in itertools.combinations(range(len(words) + 1), 2)]
+    several = sorted(spans, key=len, reverse=True) if len(words) < _MOST_WORDS else []
+    return known_device(name) or find_device(
+        rented or next((text for text in map(" ".join, several) if known_device(text)), name)
+    )
+
+
+_RENTED = (
+    (r"\bp3dn|\bndv2", "v100-32"),
+    (r"\bp3\b", "v100-16"),
+    (r"\bp4de|\ba2-ultra", "a100-80"),
+    (r"\bp4d|\ba2-(high|mega)", "a100-40"),
+    (r"\bp5en?\b|\ba3-ultra", "h200"),
+    (r"\bp5\b|\ba3-(high|mega|edge)", "h100"),
+    (r"\bp6\b|\bp6-b200|\ba4-high", "b200"),
+    (r"\bg5\b", "a10g"),
+    (r"\bg6\b", "l4"),
+)
+"""Instances of clouds by the devices in them (Amazon EC2 and Google Compute Engine, accelerated computing)."""
+_MOST_WORDS = 12
+_PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "HDR100": 100, "EDR": 100, "FDR": 56}
+"""Gb/s of a port of InfiniBand by its generation."""
 
 
 def _network_rate(text: str, per_host: int) -> float | None:
-    """Bytes per second of one device, out of words like "8x400 Gb/s IB" or "25 Gb/s Ethernet per host"."""
-    found = re.search(r"(?:(\d+)\s*(?:x|×|Omni-Path)\s*)?(\d+) ?(?:Gb/s|Gbps|Gbit|GbE|Gb\b)(.*)", text)
-    if not found:
-        return None
-    total = int(found[1] or 1) * int(found[2]) / 8 * 1e9
-    return total if "per GPU" in found[3] else total / per_host
+    """Bytes per second of one device, out of words like "8x400 Gb/s IB", "3.2 Tb/s EFA" or "25 Gb/s Ethernet per host"."""
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    count = r"(?:(\d+)\s*(?:[x×*]|(?:NIC|HCA|card|port|rail)s?(?: of)?|Omni-Path)\s*)?"
+    bits = re.search(
+        count + r"(?:[A-Z]+\d* ?)?\(?(\d+(?:\.\d+)?) ?(Gb/s|Gbps|Gbit|GbE|Gb\b|Gigabit|Tb/s|Tbps|Tbit)(.*)", text
+    )
+    of_bytes = re.search(
+        count + r"(\d+(?:\.\d+)?) ?GB/s (?:per NIC|each|IB|Infini|EFA|RoCE|Ethernet|per (?:node|host))", text
+    )
+    named = re.search(rf"(\d+)\s*[x×]\s*({'|'.join(sorted(_PORTS, reverse=True))})", text)
+    if bits:
+        total = int(bits[1] or 1) * float(bits[2]) / 8 * (1e12 if bits[3][0] == "T" else 1e9)
+        return total if re.search(r"(per|each|a) (GPU|chip|device|accelerator)", bits[4]) else total / per_host
+    if of_bytes:
+        return int(of_bytes[1] or 1) * float(of_bytes[2]) * 1e9 / per_host
+    return int(named[1]) * _PORTS[named[2]] / 8 * 1e9 / per_host if named else None

@@ -26,9 +26,10 @@ GROUP_BYTES = 0.4 * GIB
 USABLE = 0.988
 """Part of a device's memory that CUDA offers (`total_memory`: 15.78 of 16 GiB on V100, 39.59 of 40 and 79.15 of 80 on A100,
 79.11 on H100)."""
-CACHED = 1.18
-"""Reserved by an allocator that caches blocks, over what is allocated: fitted, one for all frameworks on PyTorch. It gives
-them back before it fails."""
+CACHED, CACHED_IN_ORDER = 1.18, 1.06
+"""Reserved by an allocator that caches blocks, over what is allocated: fitted, for all frameworks on PyTorch. It gives them back
+before it fails. Less is left over where a backward pass frees in turn what its forward pass took, and nothing else comes
+between: no other microbatch, and nothing that is made again."""
 RESERVED = ("nanotron", "torchtitan")
 """Frameworks whose logs have the counter of PyTorch's allocator, of what it reserved at most, and nothing of what the runtime
 takes (nanotron's trainer, "Peak reserved"; torchtitan's metrics, "max_reserved")."""
@@ -99,7 +100,8 @@ def memory_of(
         # Where tokens go to experts of other devices, fewer devices have the same ones.
         replicas = run.devices // run.pipeline // run.experts.parallel
         state += experts * state_bytes(replace(run, shards=min(run.shards, replicas)))
-    cached = CACHED if _is_of(run, PYTORCH) else 1.0
+    is_in_order = run.pipeline == 1 and run.recompute == "none"
+    cached = (CACHED_IN_ORDER if is_in_order else CACHED) if _is_of(run, PYTORCH) else 1.0
     counted = 0.0 if _is_of(run, RESERVED) else runtime
     held = state + activations
     reserved = max(held + counted, min(cached * held + counted, capacity))
@@ -155,7 +157,7 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again
     in_layer, at_ends = (h.working_bytes if run.whole else h.eager_bytes for h in (layer, ends))
-    if run.pipeline > 1:
+    if stage < run.pipeline - 1:
         return waiting + in_layer + gathered
     return waiting + max(in_layer, ends.kept_bytes + at_ends) + gathered
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from published_runs import Run, tau
+from published_runs import Run
 from published_steps import Prediction
 
 Row = tuple[Run, Prediction]
@@ -136,3 +136,10 @@ def repeated_tau(rows: Sequence[Row]) -> float:
         for _ in range(DRAWS)
     ]
     return statistics.mean(scores)
+
+
+def tau(a: list[float], b: list[float], least: float = 0.0) -> float:
+    """Kendall's rank correlation, ties counting nothing; without pairs of which `a` differs by less than the part `least`."""
+    pairs = [(x, y) for x in range(len(a)) for y in range(x) if abs(a[x] - a[y]) >= least * min(a[x], a[y])]
+    agree = sum(math.copysign(1, (a[x] - a[y]) * (b[x] - b[y])) for x, y in pairs if a[x] != a[y] and b[x] != b[y])
+    return agree / max(1, len(pairs))

@@ -18,8 +18,10 @@ from typing import Any
 
 from published_architectures import with_sizes
 from published_cells import (
+    JAX,
     Cells,
     attention_of,
+    batch_of,
     count_of,
     dtype_of,
     microbatch_of,
@@ -195,9 +197,9 @@ def _run(row: Cells, line: int) -> Run:
         return otherwise[0] if found is None else found
 
     layers, width = needed(row, "layers"), needed(row, "hidden")
-    tokens, batch, devices = needed(row, "seq", kilo=1024), needed(row, "global_batch"), needed(row, "gpus")
-    if says(row, "token", "global_batch"):
-        batch = max(1, batch // tokens)
+    tokens, devices = needed(row, "seq", kilo=1024), needed(row, "gpus")
+    degrees = [count_of(row, name) or 1 for name in ("tp", "pp", "cp")]
+    batch = batch_of(row, tokens, count_of(row, "dp") or max(1, devices // math.prod(degrees)))
     heads = stated("heads", count_of(row, "heads"), max(1, width // 128))
     size = count_of(row, "head_size") or head_size_of(lower)
     size = 0 if size * heads == width else size
@@ -209,7 +211,7 @@ def _run(row: Cells, line: int) -> Run:
     gated = is_gated(lower, row)
     hidden = stated("hidden", count_of(row, "ffn"), 4 * width if not gated else 256 * math.ceil(width * 8 / 3 / 256))
     vocabulary = stated("vocabulary", is_sized[0], 1000 if sees_images(lower) else 50304)
-    is_jax = says(row, _JAX, "framework")
+    is_jax = says(row, JAX, "framework")
     decoder = 0
     if has_decoder(lower):
         # T5 predicts 114 tokens of 512 (Raffel et al., 2020, sec. 3.1.4).
@@ -335,7 +337,7 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
 
 def _is_split(row: Cells) -> bool:
     """Whether what is run says that devices have other samples and nothing else: its tensors are not split further."""
-    return says(row, "fsdp|sdp|^3", "zero") or says(row, _JAX + r"|\bFSDP|\bDDP\b|Composer|fairscale", "framework")
+    return says(row, "fsdp|sdp|^3", "zero") or says(row, JAX + r"|\bFSDP|\bDDP\b|Composer|fairscale", "framework")
 
 
 def _dense(run: Run) -> Dense:
@@ -365,7 +367,6 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
 
 
 _HARDWARE = r"hardware|incl. recompute|\bHFU\b"
-_JAX = r"JAX|XLA|MaxText|Pax|praxis|EasyLM|Levanter|T5X|Flax|AXLearn|GSPMD|TensorFlow"
 _COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
 
 
@@ -401,10 +402,3 @@ def decoder_of(row: Cells) -> int | None:
     found = found or re.search(r"(?:dec(?:oder)?|targets?)\b[^\d,;]{0,24}(\d+)", words, re.IGNORECASE)
     found = found or re.match(r"\d+\s*[/+]\s*(\d+)", words)
     return count_of(row, "decoder_seq", kilo=1024) or (int(found[1]) if found else None)
-
-
-def tau(a: list[float], b: list[float], least: float = 0.0) -> float:
-    """Kendall's rank correlation, ties counting nothing; without pairs of which `a` differs by less than the part `least`."""
-    pairs = [(x, y) for x in range(len(a)) for y in range(x) if abs(a[x] - a[y]) >= least * min(a[x], a[y])]
-    agree = sum(math.copysign(1, (a[x] - a[y]) * (b[x] - b[y])) for x, y in pairs if a[x] != a[y] and b[x] != b[y])
-    return agree / max(1, len(pairs))

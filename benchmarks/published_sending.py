@@ -66,12 +66,12 @@ def tied_seconds(run: Run, machine: Machine) -> float:
 
 
 def params_of(run: Run, layers: int, stage: int) -> float:
-    """Parameters on one device of a stage but experts, replicas counted whole; the first one has the embedding."""
+    """Parameters on one device of a stage but experts, replicas counted whole; the first one and the last have an embedding."""
     dense = 1 - run.experts.share if run.experts else 1
     per_layer = run.attention_weights + dense * run.width * run.hidden * (2 + run.gated)
     if run.decoder:
         per_layer = 3 * run.attention_weights + 2 * run.width * run.hidden * (2 + run.gated)
-    ends = 2 if run.pipeline == 1 and run.gated else int(stage == 0)
+    ends = 2 if run.pipeline == 1 and run.gated else int(stage in (0, run.pipeline - 1))
     return (layers * per_layer + ends * run.width * run.vocabulary) / run.tensor
 
 

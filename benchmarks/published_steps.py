@@ -108,7 +108,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
             memory_of(
                 run, params_of(run, count, stage), expert_params_of(run, count), count, layer, ends, capacity, stage
             )
-            for stage, count in enumerate(layers[:2])
+            for stage, count in {**dict(enumerate(layers[:2])), run.pipeline - 1: layers[-1]}.items()
         ),
         key=lambda found: found.reserved,
     )

@@ -22,8 +22,8 @@ from published_frameworks import (  # noqa: E402
     with_launches,
 )
 from published_layers import weights  # noqa: E402
-from published_order import group_taus, pairs_of, repeated_tau  # noqa: E402
-from published_runs import DATA, Run, read_runs, tau  # noqa: E402
+from published_order import group_taus, pairs_of, repeated_tau, tau  # noqa: E402
+from published_runs import DATA, Run, read_runs  # noqa: E402
 from published_steps import Prediction, border_seconds, machine_of, predict, sizes_of, tied_seconds  # noqa: E402
 
 from autopar.cost import kernel_seconds  # noqa: E402

@@ -1,13 +1,12 @@
 """Tables of published runs as strangers write them: what cells say, what is taken for granted, which rows are left out."""
 
-import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 
 import published  # noqa: E402
 from published_architectures import with_sizes  # noqa: E402
@@ -25,36 +24,11 @@ from published_choices import alternatives, settle  # noqa: E402
 from published_frameworks import HOST_SECONDS, MASK_GROUP, expert_launches, mask_kernels, waiting_part  # noqa: E402
 from published_machines import by_devices, machine_of, model_of  # noqa: E402
 from published_memory import eager_bytes, state_bytes  # noqa: E402
-from published_runs import Left, read_runs  # noqa: E402
+from published_runs import Left  # noqa: E402
 from published_steps import Prediction, expert_params_of, params_of, predict, to_experts_seconds  # noqa: E402
+from published_table import ROW, read_row, table_of  # noqa: E402, F401
 
 from autopar.cost.kernels import Pass, Product  # noqa: E402
-
-ROW = {
-    "source": "a stranger", "model": "Llama-tiny", "layers": "2", "hidden": "256", "heads": "4", "ffn": "512", "vocab": "1k",
-    "seq": "512", "global_batch": "16", "gpus": "8", "gpu_type": "H100", "tp": "1", "pp": "1", "dp": "8", "microbatch": "1",
-    "precision": "bf16", "recompute": "full", "zero": "3", "attention": "flash 2", "seconds_per_step": "1.5",
-    "framework": "JAX",
-}  # fmt: skip
-
-
-def table_of(path: Path, *rows: dict[str, str]) -> Path:
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row), delimiter="\t")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
-@pytest.fixture
-def read(tmp_path):
-    """The one run of a row that differs from `ROW`, or why it is left out."""
-
-    def one(**cells):
-        runs, left = read_runs(table_of(tmp_path / "runs.tsv", ROW | cells))
-        return (*runs, *left)[0]
-
-    return one
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def find_device(name: str) -> Model:
 def known_device(name: str) -> Model | None:
     """As `find_device`; None: there is none of this name."""
     plain, known = _plain(name), _models()
-    without_form = re.sub(r"(sxm\d?|oam|gcd|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
+    without_form = re.sub(r"(sxm\d?|oam|gcd|hbm3e?|hbm2e?|(?<=\d)gb|(?<=\d)g$)", "", plain)
     on_card = re.sub(r"(\d*)pcie(\d*)$", r"\1\2", without_form)
     texts = plain, without_form, _without_memory(without_form), on_card, _without_memory(on_card)
     return next((known[text] for text in texts if text in known), None)

@@ -1,0 +1,157 @@
+"""What rows of published runs do not say: what frameworks do then, and what machines of many spellings have."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
+
+from published_cells import recomputed_part, zero_of  # noqa: E402
+from published_choices import alternatives, settle  # noqa: E402
+from published_frameworks import expert_launches  # noqa: E402
+from published_machines import _network_rate, machine_of, model_of  # noqa: E402
+from published_steps import Prediction, data_seconds, predict  # noqa: E402
+from published_table import read_row  # noqa: E402, F401
+
+from autopar.cost.kernels import Product  # noqa: E402
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("interleaved 1F1B", 2)])
+def test_torchtitan_has_as_many_microbatches_as_stages(read, schedule, chunks):
+    """And two stages on each device where they are interleaved; others tune both."""
+    cells = {
+        "layers": "8",
+        "pp": "2",
+        "dp": "4",
+        "microbatch": "",
+        "global_batch": "64",
+        "schedule": schedule,
+        "zero": "3",
+    }
+    taken = list(alternatives(read(**cells, framework="torchtitan")))
+    assert {(run.microbatch, run.count, run.chunks) for run in taken} == {(8, 2, chunks)}
+    assert len({run.microbatch for run in alternatives(read(**cells, framework="Megatron-LM"))}) > 1
+
+
+@pytest.mark.parametrize(
+    "cells, part",
+    [({"recompute": "full"}, 1), ({"recompute": "selective layer"}, 0.5), ({"recompute": "every other layer"}, 0.5),
+     ({"recompute": "selective", "framework": "torchtitan"}, 0.5), ({"recompute": "selective"}, 1),
+     ({"recompute": "8 of 32 layers"}, 0.25), ({"recompute": "selective AC (1/3)"}, 1 / 3), ({"recompute": "block, 40 %"}, 0.4),
+     ({"recompute": "none"}, 1)],
+)  # fmt: skip
+def test_a_part_of_the_layers_is_made_again(cells, part):
+    assert recomputed_part(cells) == pytest.approx(part)
+
+
+def test_seconds_of_a_part_are_between_none_and_all(read):
+    def told(run):
+        return Prediction(*[{"none": 3.0, "full": 4.0}[run.recompute]] * 9)
+
+    assert settle(read(recompute="every second layer"), told)[1].seconds == 3.5
+
+
+@pytest.mark.parametrize(
+    "cells, expected",
+    [({"zero": "ZeRO-1 over 8"}, (1, 8)), ({"zero": "zero1=4"}, (1, 4)), ({"zero": "HSDP"}, (3, 8)),
+     ({"zero": "FSDP within a node"}, (3, 8)), ({"zero": "1"}, (1, 64)), ({"zero": "", "framework": "NeMo 24.07"}, (1, 64)),
+     ({"zero": "", "framework": "PyTorch FSDP (Composer)"}, (3, 64)), ({"zero": "", "framework": "Megatron-LM"}, (0, 1)),
+     ({"zero": "", "framework": "DeepSpeed ZeRO-3"}, (3, 64)), ({"zero": "no", "framework": "LitGPT FSDP"}, (0, 1))],
+)  # fmt: skip
+def test_over_how_many_the_state_is_split(cells, expected):
+    assert zero_of(cells, 64) == expected
+
+
+def test_who_has_the_same_part_of_the_state_adds_it_up(read):
+    """Parameters that are split within hosts are not gathered between them, gradients still cross."""
+    cells = {"gpus": "64", "dp": "64", "global_batch": "64", "gpu_type": "A100", "framework": "PyTorch"}
+    apart, whole = (read(**cells, zero=text) for text in ("HSDP", "FSDP"))
+    machine = machine_of(whole)
+
+    def sent(run):
+        return sum(data_seconds(run, machine, 1e9, 2, 1e-9, 2e-9))
+
+    assert 0.4 * sent(whole) < sent(apart) < sent(whole)
+    assert sent(replace(whole, zero=1)) == pytest.approx(sent(replace(whole, zero=0)), rel=0.2)
+
+
+def test_batches_in_tokens_are_whole_samples_of_every_replica(read):
+    cells = {"seq": "2048", "gpus": "64", "dp": "64", "microbatch": ""}
+    assert read(**cells, global_batch="4M tokens").batch == 31 * 64
+    assert read(**cells, global_batch="4194304").batch == 2048
+    assert read(**cells, global_batch="2048").batch == 2048
+
+
+def test_experts_are_multiplied_one_by_one_before_containers_did_it_at_once(read):
+    kernels = (Product(4, 512, 256, 256, 1e6, ("float8_e4m3fn",) * 2),)
+    cells = {
+        "model": "Mixtral 8x1B",
+        "ep": "2",
+        "framework": "Megatron-Bridge",
+        "precision": "MXFP8",
+        "gpu_type": "GB200",
+    }
+    times = {
+        (name, device): expert_launches(read(**cells | {"source": f"{name} container", "gpu_type": device}), kernels)
+        for name in ("26.04", "26.06.01")
+        for device in ("GB200", "H100")
+    }
+    assert [key for key, seconds in times.items() if seconds == 0] == [("26.06.01", "GB200")]
+
+
+@pytest.mark.parametrize(
+    "name, device",
+    [("V100-32GB NVLink", "V100-32GB"), ("DGX-1 V100", "V100-16GB"), ("p4d.24xlarge", "A100-40GB"), ("a3-megagpu-8g", "H100"),
+     ("MI250X GCDs", "MI250X"), ("TPU v3 cores", "TPU v3"), ("A100s 80GB", "A100-80GB"), ("A10G 24 GB", "A10G"),
+     ("p5.48xlarge (H100)", "H100"), ("Hopper H100", "H100")],
+)  # fmt: skip
+def test_devices_among_other_words(read, name, device):
+    assert model_of(read(gpu_type=name)).device.name == device
+
+
+@pytest.mark.parametrize(
+    "text, gigabits",
+    [("8x400 Gb/s IB", 400), ("3.2 Tb/s EFA per node", 400), ("1,600 Gbit/s", 200), ("4x HDR 200 Gb/s", 100),
+     ("8x HDR (200Gb/s)", 200), ("NVLink 600 GB/s; 8 NICs of 200 Gb/s", 200), ("400 Gb/s RDMA per GPU", 400),
+     ("100 Gigabit Ethernet", 12.5), ("8 x NDR", 400), ("NVLink 900 GB/s, 400 GB/s IB", 400), ("NVLink; IB", None),
+     ("NVLink 4 links; 4 Omni-Path 100 Gb/s per node", 50)],
+)  # fmt: skip
+def test_networks_of_many_spellings(text, gigabits):
+    assert _network_rate(text, 8) == (gigabits and pytest.approx(gigabits / 8 * 1e9))
+
+
+def test_cards_send_over_pcie(read):
+    """But for those whose row says that bridges join them."""
+    card, bridged = (
+        machine_of(replace(read(gpu_type="A100 PCIe 80GB"), network=text)) for text in ("", "NVLink bridges")
+    )
+    assert card.intra.bytes_per_second < 0.2 * bridged.intra.bytes_per_second
+
+
+def test_small_heads_take_as_many_exponentials(read):
+    """Forward 497 TFLOP/s instead of 648 on H100 (FlashAttention-3, fig. 5), and 0.77 in both passes."""
+    sizes = {"framework": "PyTorch", "hidden": "1024"}
+
+    def reached(heads, device="H100"):
+        return machine_of(read(**sizes, heads=heads, gpu_type=device)).device.achieved.fused
+
+    assert reached("16") / reached("8") == pytest.approx(0.79, abs=0.04)
+    assert (
+        reached("16", "A100") / reached("8", "A100")
+        > reached("16") / reached("8")
+        > reached("16", "B200") / reached("8", "B200")
+    )
+    assert reached("4") == reached("8") and reached("16", "TPU v5e") == reached("8", "TPU v5e")
+
+
+def test_fp16_on_ampere_came_before_fused_attention(read):
+    kernels = {(name, device): read(attention="", precision=name, gpu_type=device).kernel
+               for name in ("fp16", "bf16") for device in ("A100", "H100", "V100")}  # fmt: skip
+    assert [key for key, kernel in kernels.items() if kernel == 0] == [
+        ("fp16", "A100"),
+        ("fp16", "V100"),
+        ("bf16", "V100"),
+    ]
+    assert predict(read(attention="", precision="fp16", gpu_type="A100")).seconds > 0
