@@ -133,7 +133,7 @@ def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int]:
     stage = re.match(r"(?:zero|stage|deepspeed|[\s_-])*([0-9])\b", lower) or re.search(r"zero[\s_-]*([0-9])\b", lower)
     group = re.search(r"(?:\bover|\bwithin|\bamong|\bgroups? of|\bsize|=)\s*(\d+)", lower)
     is_hybrid = re.search(r"hsdp|hybrid|zero\+\+|(within|per|inside|in) (a |an |each |one )?(node|host)", lower)
-    shards = min(int(group[1]) if group else per_host if is_hybrid else data, data)
+    shards = max(1, min(int(group[1]) if group else per_host if is_hybrid else data, data))
     if lower.startswith(("distributed optimizer", "optimizer")):
         return 1, shards
     if stage:
@@ -141,7 +141,7 @@ def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int]:
             raise ValueError(f"there is no ZeRO-{stage[1]}")
         return int(stage[1]), shards if int(stage[1]) else 1
     if fsdp or re.search(r"full.?shard|fully.?shard|hybrid.?shard|zero\+\+", lower):
-        return 3, min(int((fsdp and fsdp[2]) or shards), data)
+        return 3, max(1, min(int((fsdp and fsdp[2]) or shards), data))
     if lower and not re.match(r"no|off|false|ddp|dp\b|data", lower):
         raise ValueError("zero is none that is known here")
     return 0, 1

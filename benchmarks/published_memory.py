@@ -27,8 +27,8 @@ USABLE = 0.988
 """Part of a device's memory that CUDA offers (`total_memory`: 15.78 of 16 GiB on V100, 39.59 of 40 and 79.15 of 80 on A100,
 79.11 on H100)."""
 CACHED, CACHED_IN_ORDER = 1.18, 1.06
-"""Reserved by an allocator that caches blocks, over what is allocated: fitted, for all frameworks on PyTorch. It gives them back
-before it fails. Less is left over where a backward pass frees in turn what its forward pass took, and nothing else comes
+"""Reserved by an allocator that caches blocks, over what is allocated: fitted, for all frameworks on PyTorch. It gives them
+back before it fails. Less is left over where a backward pass frees in turn what its forward pass took, and nothing else comes
 between: no other microbatch, and nothing that is made again."""
 RESERVED = ("nanotron", "torchtitan")
 """Frameworks whose logs have the counter of PyTorch's allocator, of what it reserved at most, and nothing of what the runtime

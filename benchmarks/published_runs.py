@@ -237,15 +237,19 @@ def _run(row: Cells, line: int) -> Run:
     if per_replica % microbatch:
         raise ValueError("the batch does not divide")
     zero, shards = zero_of(row, data * context, count_of(row, "gpus_per_node") or 8)
+    # torchtitan's stages keep what they have gathered, and gradients, until the last microbatch (`reshard_after_forward`).
+    is_kept = zero == 3 and pipeline > 1 and says(row, "torchtitan", "framework")
+    zero = 1 if is_kept else zero
     if says(row, r"Alpa \(auto", "framework") and not text_of(row, "zero"):
         zero, shards = 2, data  # its solver prefers reduce-scatter (`prefer_reduce_scatter` of Alpa's suites)
-    if is_jax and not text_of(row, "zero"):
+    if (is_jax or says(row, r"Alpa \(intra", "framework")) and not text_of(row, "zero"):
         zero, shards = stated("zero", None, 3), data * context  # MaxText's `ici_fsdp_parallelism` is whatever is left
     chunks = count_of(row, "vpp") if pipeline > 1 else 1
     several = tuple(n for n in range(1, layers // pipeline + 1) if layers // pipeline % n == 0)
     # Megatron-LM sends between stages behind products only where they are interleaved (`overlap_p2p_comm`).
     interleaved = says(row, r"interleav|overlap.*\bPP\b", "vpp", "schedule") and len(several) > 1
-    chunks = stated("chunks", chunks, *(several[1:] if interleaved else (1,)))
+    one_is_none = interleaved and chunks == 1 and says(row, "interleav", "schedule")
+    chunks = stated("chunks", None if one_is_none else chunks, *(several[1:] if interleaved else (1,)))
     kernel = stated("kernel", attention_of(row), 2 if _is_recent(row) else 0)
     made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if is_jax else ()), "full")
     run = Run(
@@ -283,7 +287,7 @@ def _run(row: Cells, line: int) -> Run:
         compiled=says(row, _COMPILERS, "framework", "notes") or is_jax,
         whole=is_jax or says(row, "Alpa", "framework"),
         overlaps=_overlaps(row),
-        hides_gradients=says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
+        hides_gradients=is_kept or says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
         ranks_only=says(row, "not for absolute", "quality"),
         is_profiled=says(row, "profiler", "quality"),
         schedule=text_of(row, "schedule"),
