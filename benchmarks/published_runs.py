@@ -284,7 +284,7 @@ def _run(row: Cells, line: int) -> Run:
         sequence=_is_sequence_parallel(row),
         flash=kernel > 0,
         kernel=kernel,
-        compiled=says(row, _COMPILERS, "framework", "notes") or is_jax,
+        compiled=is_jax or says(row, _COMPILERS, "framework", "notes") and not says(row, _EAGER, "framework", "notes"),
         whole=is_jax or says(row, "Alpa", "framework"),
         overlaps=_overlaps(row),
         hides_gradients=is_kept or says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
@@ -371,6 +371,7 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
 
 
 _HARDWARE = r"hardware|incl. recompute|\bHFU\b"
+_EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
 _COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
 
 
