@@ -270,7 +270,7 @@ MODELS: dict[str, Model] = {
     "h100": _gpu("H100", _HOPPER, 80, 3350, 450, 50, _H100,
         "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s; NVLink SHARP: 480 GB/s of bus bandwidth (nccl-tests)", (9, 0),
         switch_gb_per_second=274, watts=700),
-    "h100-500w": _gpu("H100-500W", _HOPPER, 96, 2400, 450, 50, _reached(0.62, 132, 0.35),
+    "h100-500w": _gpu("H100-500W", _HOPPER, 96, 2400, 450, 50, _reached(0.62, 132, 0.55),
         "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs", (9, 0), watts=500),
     "h100-pcie": _gpu("H100-PCIe", _HOPPER_PCIE, 80, 2000, _PCIE5, 25, _reached(0.7, 114),
         "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16", (9, 0), hops=_PCIE_HOPS, watts=350),
