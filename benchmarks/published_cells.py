@@ -176,11 +176,20 @@ def attention_of(row: Cells) -> int | None:
     if re.search(newer, text, re.IGNORECASE):
         return 2
     is_first = re.search(r"flash(attention)?[ -]?v?1|triton", text, re.IGNORECASE) or says(row, "Composer", "framework")
-    return 1 if is_first else usual_attention(row)
+    return 1 if is_first else library_attention(row)
 
 
 def usual_attention(row: Cells) -> int:
-    """What a framework has where nobody says more than that it is fused: its vendor's, or what PyTorch brings along."""
+    """What is likely where the cell is empty: on Ampere, who trained in fp16 with scaled losses did so before it was fused."""
+    if says(row, "A100|A800|A40|A10|A6000|3090", "gpu_type"):
+        is_recent = dtype_of(row) != "float16"
+    else:
+        is_recent = says(row, "[HBL]\\d|TPU|MI[23]|RTX|trillium|ironwood|gaudi|trainium", "gpu_type")
+    return library_attention(row) if is_recent else 0
+
+
+def library_attention(row: Cells) -> int:
+    """The generation that a framework has: its vendor's, or what PyTorch brings along."""
     is_vendors = says(row, JAX + r"|NeMo|Megatron-(LM|Bridge|Core)|Transformer ?Engine|Neuron|Gaudi|ROCm", "framework")
     return 3 if is_vendors and not says(row, "DeepSpeed", "framework") else 2
 

@@ -252,7 +252,7 @@ def _run(row: Cells, line: int) -> Run:
     interleaved = says(row, r"interleav|overlap.*\bPP\b", "vpp", "schedule") and len(several) > 1
     one_is_none = interleaved and chunks == 1 and says(row, "interleav", "schedule")
     chunks = stated("chunks", None if one_is_none else chunks, *(several[1:] if interleaved else (1,)))
-    kernel = stated("kernel", attention_of(row), usual_attention(row) if _is_recent(row) else 0)
+    kernel = stated("kernel", attention_of(row), usual_attention(row))
     made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if is_jax else ()), "full")
     run = Run(
         source=text_of(row, "source"),
@@ -375,13 +375,6 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
 _HARDWARE = r"hardware|incl. recompute|\bHFU\b"
 _EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
 _COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
-
-
-def _is_recent(row: Cells) -> bool:
-    """Whether attention was fused by then: on Ampere, who still trained in fp16 with its scaled losses did so before that."""
-    if says(row, "A100|A800|A40|A10|A6000|3090", "gpu_type"):
-        return dtype_of(row) != "float16"
-    return says(row, "[HBL]\\d|TPU|MI[23]|RTX|trillium|ironwood|gaudi|trainium", "gpu_type")
 
 
 def _overlaps(row: Cells) -> bool:
