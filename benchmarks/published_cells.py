@@ -156,9 +156,10 @@ def _usual_zero(row: Cells) -> str:
 
 
 def attention_of(row: Cells) -> int | None:
-    """The generation of the fused kernel, of which the first does not use what newer devices have; 0: none.
+    """The generation of the fused kernel; 0: none.
 
-    Plain "flash" is the second, of July 2023, where the framework is not one that came with the first.
+    The first was of 2022, the second of July 2023: neither uses what newer devices have. The third is what vendors' libraries
+    and compilers have for each device. Plain "flash" is the second, where the framework is not one that came with another.
     """
     text = text_of(row, "attention")
     if not text:
@@ -166,12 +167,31 @@ def attention_of(row: Cells) -> int | None:
     if re.search(r"unfused|eager|naive|plain|vanilla|math|no flash|none", text, re.IGNORECASE):
         return 0
     if not re.search(
-        r"flash|fused|sdpa|cudnn|splash|pallas|triton|xformers|efficient|ring|\bTE\b", text, re.IGNORECASE
+        r"flash|fused|sdpa|cudnn|splash|pallas|triton|xformers|efficient|ring|\bTE\b|\bfa\d", text, re.IGNORECASE
     ):
         return 0
-    newer = r"flash(attention)?[ -]?v?[234]|\bTE\b|cudnn|sdpa|pallas|splash|\bv[23]\b"
+    if re.search(r"(flash(attention)?[ -]?|fa)v?[34]\b|\bTE\b|cudnn|pallas|splash", text, re.IGNORECASE):
+        return 3
+    newer = r"flash(attention)?[ -]?v?2|\bfa2|sdpa|\bv2\b"
+    if re.search(newer, text, re.IGNORECASE):
+        return 2
     is_first = re.search(r"flash(attention)?[ -]?v?1|triton", text, re.IGNORECASE) or says(row, "Composer", "framework")
-    return 1 if is_first and not re.search(newer, text, re.IGNORECASE) else 2
+    return 1 if is_first else library_attention(row)
+
+
+def usual_attention(row: Cells) -> int:
+    """What is likely where the cell is empty: on Ampere, who trained in fp16 with scaled losses did so before it was fused."""
+    if says(row, "A100|A800|A40|A10|A6000|3090", "gpu_type"):
+        is_recent = dtype_of(row) != "float16"
+    else:
+        is_recent = says(row, "[HBL]\\d|TPU|MI[23]|RTX|trillium|ironwood|gaudi|trainium", "gpu_type")
+    return library_attention(row) if is_recent else 0
+
+
+def library_attention(row: Cells) -> int:
+    """The generation that a framework has: its vendor's, or what PyTorch brings along."""
+    is_vendors = says(row, JAX + r"|NeMo|Megatron-(LM|Bridge|Core)|Transformer ?Engine|Neuron|Gaudi|ROCm", "framework")
+    return 3 if is_vendors and not says(row, "DeepSpeed", "framework") else 2
 
 
 def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
@@ -199,6 +219,15 @@ def batch_of(row: Cells, tokens: int, replicas: int | None) -> int:
         return batch
     replicas = replicas or 1
     return max(1, round(batch / tokens / replicas)) * replicas
+
+
+def decoder_of(row: Cells) -> int | None:
+    """Tokens of the decoder: in a column of its own, or in words beside the encoder's."""
+    words = "; ".join(text_of(row, name) for name in ("seq", "notes", "model"))
+    found = re.search(r"(\d+)\s*(?:tokens?\s*)?(?:in |of |for )?(?:the )?(?:dec|target)", words, re.IGNORECASE)
+    found = found or re.search(r"(?:dec(?:oder)?|targets?)\b[^\d,;]{0,24}(\d+)", words, re.IGNORECASE)
+    found = found or re.match(r"\d+\s*[/+]\s*(\d+)", words)
+    return count_of(row, "decoder_seq", kilo=1024) or (int(found[1]) if found else None)
 
 
 def says(row: Cells, names: str, *columns: str) -> bool:

@@ -28,6 +28,9 @@ OVERLAPPED = 0.75
 has nothing to hide behind (Transformer Engine's user buffers)."""
 FIRST_FLASH = {"Ampere": 0.52, "Hopper": 0.29}
 """Rate of the first FlashAttention's kernels over that of the device's own; fitted. Hopper's own multiply asynchronously."""
+SECOND_FLASH = 0.56
+"""Rate of the second FlashAttention's kernels over that of the device's own from Hopper on, which it treats as an Ampere: both
+passes 333 instead of 590 TFLOP/s (Shah et al., "FlashAttention-3", 2024, figures 5 and 6: causal, heads of 128)."""
 ADAM_BYTES = 34
 """Moved by an update for each parameter, in mixed precision: gradient read twice, once for its norm, weights of both
 widths and moments read and written."""

@@ -11,7 +11,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from published_frameworks import FIRST_FLASH, OMNI_PATH, generation_of
+from published_frameworks import FIRST_FLASH, OMNI_PATH, SECOND_FLASH, generation_of
 from published_runs import Run
 
 from autopar.errors import AutoparError
@@ -24,6 +24,8 @@ EXPONENTIALS = 16 * 1.7e9
 _TWICE_THE_EXPONENTIALS = (10, 3)
 """Blackwell Ultra (NVIDIA, "Inside NVIDIA Blackwell Ultra", 2025)."""
 _STATED_FOR = 128
+_ASYNCHRONOUS = (9, 0)
+"""Compute capability from which on kernels must be written anew to reach what products do."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ def machine_of(run: Run) -> Machine:
     device = model.device
     if run.kernel:
         fused = device.achieved.fused * _part_for_heads(model, run.head_size)
-        fused *= FIRST_FLASH[generation_of(device)] if run.kernel == 1 else 1
+        if run.kernel == 1:
+            fused *= FIRST_FLASH[generation_of(device)]
+        elif run.kernel == 2 and model.capability and model.capability >= _ASYNCHRONOUS:
+            fused *= SECOND_FLASH
         device = replace(device, achieved=replace(device.achieved, fused=fused))
     return Machine(device, per_host, intra, inter)
 

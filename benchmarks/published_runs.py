@@ -23,6 +23,7 @@ from published_cells import (
     attention_of,
     batch_of,
     count_of,
+    decoder_of,
     dtype_of,
     microbatch_of,
     needed,
@@ -32,6 +33,7 @@ from published_cells import (
     says,
     seconds_of,
     text_of,
+    usual_attention,
     zero_of,
 )
 from published_experts import Dense, Experts, experts_of, has_experts
@@ -55,7 +57,7 @@ class Run:
         memory_gib: Published peak on one device; None where it is not.
         compiled: Whether a compiler fused its elementwise work; frameworks that run operation by operation do not.
         whole: Whether that compiler made one program of the step, as XLA does: no host launches kernels.
-        kernel: Which generation of fused attention it ran, 1 or 2; 0: written out.
+        kernel: Which generation of fused attention it ran, 1 to 3, the last made for the device; 0: written out.
         overlaps: Whether its tensor-parallel collectives ran behind products, as it or its framework's configuration says.
         hides_gradients: Whether gradients were reduced behind the last backward pass, and parameters gathered behind the first
             forward pass, as it says.
@@ -250,7 +252,7 @@ def _run(row: Cells, line: int) -> Run:
     interleaved = says(row, r"interleav|overlap.*\bPP\b", "vpp", "schedule") and len(several) > 1
     one_is_none = interleaved and chunks == 1 and says(row, "interleav", "schedule")
     chunks = stated("chunks", None if one_is_none else chunks, *(several[1:] if interleaved else (1,)))
-    kernel = stated("kernel", attention_of(row), 2 if _is_recent(row) else 0)
+    kernel = stated("kernel", attention_of(row), usual_attention(row))
     made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if is_jax else ()), "full")
     run = Run(
         source=text_of(row, "source"),
@@ -284,7 +286,7 @@ def _run(row: Cells, line: int) -> Run:
         sequence=_is_sequence_parallel(row),
         flash=kernel > 0,
         kernel=kernel,
-        compiled=says(row, _COMPILERS, "framework", "notes") or is_jax,
+        compiled=is_jax or says(row, _COMPILERS, "framework", "notes") and not says(row, _EAGER, "framework", "notes"),
         whole=is_jax or says(row, "Alpa", "framework"),
         overlaps=_overlaps(row),
         hides_gradients=is_kept or says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
@@ -371,14 +373,8 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
 
 
 _HARDWARE = r"hardware|incl. recompute|\bHFU\b"
+_EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
 _COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
-
-
-def _is_recent(row: Cells) -> bool:
-    """Whether attention was fused by then: on Ampere, who still trained in fp16 with its scaled losses did so before that."""
-    if says(row, "A100|A800|A40|A10|A6000|3090", "gpu_type"):
-        return dtype_of(row) != "float16"
-    return says(row, "[HBL]\\d|TPU|MI[23]|RTX|trillium|ironwood|gaudi|trainium", "gpu_type")
 
 
 def _overlaps(row: Cells) -> bool:
@@ -397,12 +393,3 @@ def _is_sequence_parallel(row: Cells) -> bool:
     # taken for granted, but where a solver decided.
     newer = says(row, r"\bG?[BH]\d|MI3", "gpu_type") and not says(row, "auto", "framework")
     return said or newer or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
-
-
-def decoder_of(row: Cells) -> int | None:
-    """Tokens of the decoder: in a column of its own, or in words beside the encoder's."""
-    words = "; ".join(text_of(row, name) for name in ("seq", "notes", "model"))
-    found = re.search(r"(\d+)\s*(?:tokens?\s*)?(?:in |of |for )?(?:the )?(?:dec|target)", words, re.IGNORECASE)
-    found = found or re.search(r"(?:dec(?:oder)?|targets?)\b[^\d,;]{0,24}(\d+)", words, re.IGNORECASE)
-    found = found or re.match(r"\d+\s*[/+]\s*(\d+)", words)
-    return count_of(row, "decoder_seq", kilo=1024) or (int(found[1]) if found else None)

@@ -57,9 +57,16 @@ def test_cells_of_many_spellings():
     for text in ("4", "ZeRO-Offload", "magic"):
         with pytest.raises(ValueError):
             zero_of({"zero": text}, 64)
-    kernels = {"flash": 2, "flash (cuDNN/TE)": 2, "triton": 1, "unfused": 0, "": None}
+    kernels = {"flash": 2, "flash (cuDNN/TE)": 3, "FA3": 3, "SDPA flash v2": 2, "triton": 1, "unfused": 0, "": None}
     assert {text: attention_of({"attention": text}) for text in kernels} == kernels
-    assert attention_of({"attention": "flash", "framework": "PyTorch FSDP (Composer)"}) == 1
+    frameworks = {
+        "PyTorch FSDP (Composer)": 1,
+        "torchtitan": 2,
+        "Megatron-DeepSpeed": 2,
+        "NeMo/Megatron": 3,
+        "MaxText": 3,
+    }
+    assert {name: attention_of({"attention": "flash", "framework": name}) for name in frameworks} == frameworks
 
 
 def test_rows_that_say_all_take_nothing_for_granted(read):

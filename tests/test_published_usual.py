@@ -84,6 +84,12 @@ def test_batches_in_tokens_are_whole_samples_of_every_replica(read):
     assert read(**cells, global_batch="2048").batch == 2048
 
 
+def test_runs_without_a_compiler_say_so(read):
+    assert read(framework="torchtitan").compiled and not read(framework="torchtitan", notes="eager, FSDP").compiled
+    assert not read(framework="PyTorch", notes="no torch.compile").compiled
+    assert read(framework="PyTorch", notes="torch.compile").compiled
+
+
 def test_experts_are_multiplied_one_by_one_before_containers_did_it_at_once(read):
     kernels = (Product(4, 512, 256, 256, 1e6, ("float8_e4m3fn",) * 2),)
     cells = {
@@ -144,6 +150,17 @@ def test_small_heads_take_as_many_exponentials(read):
         > reached("16", "B200") / reached("8", "B200")
     )
     assert reached("4") == reached("8") and reached("16", "TPU v5e") == reached("8", "TPU v5e")
+
+
+def test_attention_made_for_older_devices_is_slower_on_newer_ones(read):
+    def reached(kind, device):
+        return machine_of(read(framework="PyTorch", attention=kind, gpu_type=device)).device.achieved.fused
+
+    on_hopper, on_ampere = (
+        [reached(kind, device) for kind in ("flash v1", "flash v2", "flash v3")] for device in ("H100", "A100")
+    )
+    assert on_hopper == sorted(on_hopper) and on_hopper[1] < 0.6 * on_hopper[2]
+    assert on_ampere[0] < on_ampere[1] == on_ampere[2]
 
 
 def test_fp16_on_ampere_came_before_fused_attention(read):
