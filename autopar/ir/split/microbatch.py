@@ -235,8 +235,8 @@ class _Loop(ShardWriter):
         read = read_by((*between, *after), self.jaxpr.outvars)
         results = [Result(var, self.joined(var)) for var in read if var not in elsewhere]
         outvars = [self.value(r.var, r.placement) for r in results]
-        outer = {**self.invariants, **self.pieces}
-        loop = remove_dead_code(make_jaxpr([self.first, *outer.values()], outvars, self.eqns), keep_inputs=1)
+        entering = [*self.invariants.values(), *self.pieces.values()]  # an argument may be among both
+        loop = remove_dead_code(make_jaxpr([self.first, *entering], outvars, self.eqns), keep_inputs=1)
         used = set(loop.invars)
         invariants = tuple(var for var, inside in self.invariants.items() if inside in used)
         pieces = tuple(var for var, inside in self.pieces.items() if inside in used)
