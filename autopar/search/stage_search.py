@@ -98,7 +98,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     attempts.expected = len(finalists) + max(1, effort // 4) + 2
     first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
     attempts.make_all(finalists, first)
-    _try_too_large(attempts, told, counts, finalists, effort, first)
+    _try_too_large(attempts, told, counts, candidates, effort, first)
     if not forward_only:
         _try_schedules(attempts, effort)
     if found.best is not None:
@@ -266,18 +266,22 @@ def _try_too_large(
     attempts: _Attempts,
     told: Estimates,
     counts: Sequence[int],
-    finalists: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     effort: int,
     schedule: str,
 ) -> None:
-    """What does not fit by the table, whose memory is an estimate: if nothing does, what takes least; then what is fast."""
-    roomy = dataclasses.replace(told, budget=math.inf)
+    """What does not fit by the table, whose memory is an estimate: if nothing does, what takes least; then what is fast.
+
+    Of the `candidates`, which fit by it, the first `effort` were planned.
+    """
+    roomy, planned = dataclasses.replace(told, budget=math.inf), list(candidates[:effort])
     if math.isinf(attempts.beat):
-        frugal = equal_candidates(roomy, counts[-1])
-        attempts.make_all([candidate for candidate in frugal if candidate not in finalists], schedule)
-    seen = {(each.count, each.sizes) for each in finalists if each.firsts is None}
-    others = (each for count in counts for each in equal_candidates(roomy, count))
-    faster = (each for each in others if each.seconds < attempts.beat and (each.count, each.sizes) not in seen)
+        frugal = [each for each in equal_candidates(roomy, counts[-1]) if each not in planned]
+        attempts.make_all(frugal, schedule)
+        planned += frugal
+    seen = {(each.count, each.sizes) for each in planned if each.firsts is None}
+    others = [each for count in counts for each in equal_candidates(roomy, count) if each not in candidates]
+    faster = [each for each in others if each.seconds < attempts.beat and (each.count, each.sizes) not in seen]
     attempts.make_all(sorted(faster, key=lambda each: each.seconds)[: effort // TUNING.roomy_finalists], schedule)
 
 
