@@ -92,7 +92,10 @@ def test_arguments_lie_as_pinned(method, path, spec, want):
 @pytest.mark.parametrize("method", [pipeline, three_d, autopar.Auto, autopar.ShardParallel])
 @pytest.mark.parametrize(
     "constraints, text",
-    [({"params/heat": P()}, "there are params/head, .*params/embed"), ({"params/head": 3}, "is of type int, not PartitionSpec")],
+    [
+        ({"params/heat": P()}, "there are params/head, .*params/embed"),
+        ({"params/head": 3}, "is of type int, not PartitionSpec"),
+    ],
 )
 def test_mistakes_are_told(method, constraints, text):
     with pytest.raises(ConstraintError, match=text):
