@@ -32,7 +32,8 @@ from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 from autopar.tuning import TUNING
 
 NO_BATCH = (
-    "every argument is state, or has no dims, or holds arrays that differ in their first dim; a batch's share it."
+    "every argument is state, is not read, has no dims, or holds arrays that differ in their first dim; "
+    "a batch's share it."
 )
 
 
