@@ -192,6 +192,12 @@ def test_attention_made_for_older_devices_is_slower_on_newer_ones(read):
     assert on_ampere[0] < on_ampere[1] == on_ampere[2]
 
 
+def test_products_with_a_scale_for_each_row_are_slower(read):
+    rows, tensors = (machine_of(read(precision=f"fp8 {kind}")).device.achieved for kind in ("rowwise", "tensorwise"))
+    assert rows.narrow < tensors.narrow and rows.product == tensors.product
+    assert not read(precision="bf16").by_rows
+
+
 def test_fp16_on_ampere_came_before_fused_attention(read):
     kernels = {(name, device): read(attention="", precision=name, gpu_type=device).kernel
                for name in ("fp16", "bf16") for device in ("A100", "H100", "V100")}  # fmt: skip
