@@ -11,7 +11,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from published_frameworks import FIRST_FLASH, OMNI_PATH, SECOND_FLASH, generation_of
+from published_frameworks import BY_ROWS, FIRST_FLASH, OMNI_PATH, SECOND_FLASH, generation_of
 from published_runs import Run
 
 from autopar.errors import AutoparError
@@ -64,6 +64,8 @@ def machine_of(run: Run) -> Machine:
         reached = OMNI_PATH if "Omni-Path" in run.network else inter.bytes_per_second / model.inter_peak
         inter = replace(inter, bytes_per_second=rate * reached)
     device = model.device
+    if run.by_rows and run.dtype == "float8":
+        device = replace(device, achieved=replace(device.achieved, narrow=device.achieved.narrow * BY_ROWS))
     if run.kernel:
         fused = device.achieved.fused * _part_for_heads(model, run.head_size)
         if run.kernel == 1:

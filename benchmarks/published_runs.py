@@ -69,6 +69,7 @@ class Run:
         experts: Of a mixture of them.
         net: Of a convolutional one, which has none of the sizes above.
         recomputed: The part of the layers for which `recompute` is full; of the others nothing is made again.
+        by_rows: Whether operands of 8 bits have a scale for each row.
         mesh: On which a solver sharded that, if one did; `()`: all devices in a row.
         unstated: What the row does not say, each with what it may be, the likeliest first.
     """
@@ -118,6 +119,7 @@ class Run:
     experts: Experts | None = None
     net: Net | None = None
     recomputed: float = 1.0
+    by_rows: bool = False
     mesh: tuple[int, ...] | None = None
     unstated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
@@ -281,6 +283,7 @@ def _run(row: Cells, line: int) -> Run:
         dtype=stated("dtype", dtype_of(row), "float16" if says(row, "V100|T4", "gpu_type") else "bfloat16"),
         recompute=stated("recompute", recompute_of(row), *made_again),
         recomputed=recomputed_part(row),
+        by_rows=says(row, "row[- ]?wise|per[- ]row", "precision"),
         zero=zero,
         shards=shards,
         sequence=_is_sequence_parallel(row),

@@ -12,7 +12,7 @@ from published_cells import recomputed_part, zero_of  # noqa: E402
 from published_choices import alternatives, settle  # noqa: E402
 from published_frameworks import expert_launches  # noqa: E402
 from published_machines import _network_rate, machine_of, model_of  # noqa: E402
-from published_steps import Prediction, data_seconds, predict  # noqa: E402
+from published_steps import Prediction, data_seconds, params_of, predict  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
 
 from autopar.cost.kernels import Product  # noqa: E402
@@ -33,6 +33,35 @@ def test_torchtitan_has_as_many_microbatches_as_stages(read, schedule, chunks):
     taken = list(alternatives(read(**cells, framework="torchtitan")))
     assert {(run.microbatch, run.count, run.chunks) for run in taken} == {(8, 2, chunks)}
     assert len({run.microbatch for run in alternatives(read(**cells, framework="Megatron-LM"))}) > 1
+
+
+def test_stages_of_torchtitan_gather_once(read):
+    """What FSDP gathered stays until the last microbatch, and so do gradients: as much is sent as with ZeRO-1."""
+    cells = {"layers": "8", "pp": "2", "dp": "4", "zero": "3"}
+    staged, alone = (
+        read(**cells, framework="torchtitan"),
+        read(**cells | {"pp": "1", "dp": "8"}, framework="torchtitan"),
+    )
+    assert (staged.zero, staged.hides_gradients) == (1, True) and (alone.zero, alone.hides_gradients) == (3, False)
+    assert read(**cells, framework="PyTorch FSDP").zero == 3
+
+
+def test_an_interleaved_schedule_has_chunks_whatever_its_column_says(read):
+    cells = {"layers": "8", "pp": "2", "dp": "4", "vpp": "1"}
+    assert dict(read(**cells, schedule="interleaved 1F1B").unstated)["chunks"] == (2, 4)
+    assert (
+        read(**cells, schedule="1F1B").chunks == 1 and read(**cells | {"vpp": "2"}, schedule="interleaved").chunks == 2
+    )
+
+
+def test_the_last_stage_has_a_head_and_its_logits(read):
+    run = read(
+        layers="4", pp="2", dp="4", framework="Megatron-LM", recompute="none", zero="0", vocab="512k", microbatch="2"
+    )
+    first, middle, last = (params_of(replace(run, pipeline=3), 2, stage) for stage in range(3))
+    assert first - middle == last - middle == 512000 * 256
+    other = predict(replace(run, vocabulary=1024)).needed_bytes
+    assert predict(run).needed_bytes - other > 16 * 511000 * 256 + 8 * 511000 * 2 * 512
 
 
 @pytest.mark.parametrize(
@@ -161,6 +190,12 @@ def test_attention_made_for_older_devices_is_slower_on_newer_ones(read):
     )
     assert on_hopper == sorted(on_hopper) and on_hopper[1] < 0.6 * on_hopper[2]
     assert on_ampere[0] < on_ampere[1] == on_ampere[2]
+
+
+def test_products_with_a_scale_for_each_row_are_slower(read):
+    rows, tensors = (machine_of(read(precision=f"fp8 {kind}")).device.achieved for kind in ("rowwise", "tensorwise"))
+    assert rows.narrow < tensors.narrow and rows.product == tensors.product
+    assert not read(precision="bf16").by_rows
 
 
 def test_fp16_on_ampere_came_before_fused_attention(read):
