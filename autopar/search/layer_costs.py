@@ -30,7 +30,7 @@ from autopar.inter_op.stage import HELD, StageProgram
 from autopar.inter_op.stage_plan import StagePlan, lower_stage, peak_bytes_here
 from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
-from autopar.inter_op.weigh import layer_seconds
+from autopar.inter_op.weigh import LayerKernels
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.search.pins import RestrictStage, restrict_stages
@@ -106,6 +106,7 @@ class LayerCosts:
         self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
         self._beyond: dict[tuple[int, int], bool] = {}
         self._seconds_on: dict[int, dict[int, float]] = {}
+        self._weights: LayerKernels | None = None
         self._batch_sizes, self._counts = batch_sizes, counts
         self._reference = counts[len(counts) // 2]
         self._report = self._whole_report = report
@@ -185,12 +186,12 @@ class LayerCosts:
 
     def _kernels_on(self, num_devices: int) -> dict[int, float]:
         if num_devices not in self._seconds_on:
-            cut = self._cut_for(self._reference)
-            ends = [*self._borders[1:], cut.chain.num_segments]
-            self._seconds_on[num_devices] = {
-                kind: layer_seconds(cut, self._borders[kind], ends[kind], num_devices, self._cluster.device)
-                for kind in dict.fromkeys(self._kinds)
-            }
+            if self._weights is None:
+                cut = self._cut_for(self._reference)
+                self._weights = LayerKernels(cut, self._borders, self._cluster.device)
+            kinds = dict.fromkeys(self._kinds)
+            weights = self._weights
+            self._seconds_on[num_devices] = {k: weights.seconds(self._borders[k], num_devices) for k in kinds}
         return self._seconds_on[num_devices]
 
     def is_guess(self, size: int, count: int) -> bool:

@@ -65,12 +65,12 @@ def layers_on():
     def cut_for(count):
         return cut_step(origin.program, origin.roles, 4, count)
 
-    def layers(budget=None):
+    def layers(budget=None, sharded=True):
         borders, solved = balanced_borders(cut_for(4).chain, 4), Solved()
         options, sizes = autopar.Auto(memory_budget_bytes=budget).options(), submesh_sizes(cluster)
         given = cut_for, borders, np.ones(4), sizes, (32, 32), (4, 8, 16), Terms(cluster, options, solved), silent
         costs = LayerCosts(*given)
-        costs.shard_on(sizes)
+        costs.shard_on(sizes if sharded else ())
         return costs, solved, cluster
 
     return layers
@@ -85,6 +85,25 @@ def test_a_stage_is_not_guessed_from_samples_that_divide_otherwise(layers_on):
     solved_for, costs = layers.of(4, 16)
     assert not layers.is_guess(4, 16) and before[0] != solved_for == 16
     assert np.shape([[c is None for c in of_mesh] for of_mesh in costs]) == (len(layers.meshes[4]), 4)
+
+
+def test_layers_are_sharded_only_on_submeshes_on_which_a_pipeline_may_win(layers_on):
+    """Until then they take what their kernels take at least, which is no more than they do."""
+    layers, solved, cluster = layers_on(sharded=False)
+    told = Estimates(layers, np.zeros(4), cluster, np.inf, Rounds(), 4)
+    assert find_candidates(told, (4,), 4, 0.0) and not solved.known, "nothing can win"
+    alone = {(size, count): layers.of(size, count)[1] for size in layers.meshes for count in (4, 8, 16)}
+    known = min(c.least for c in find_candidates(told, (4,), 4, 1e-12))
+    few = find_candidates(told, (4,), 4, 0.95 * known)
+    assert solved.known and all(not layers.is_bound(size) for c in few if c.may_beat(0.95 * known) for size in c.sizes)
+    everywhere = find_candidates(told, (4,), 4, np.inf)
+    assert not any(layers.is_bound(size) for size in layers.meshes) and min(c.least for c in everywhere) >= known
+    for size in layers.meshes:
+        solved_for, of_meshes = layers.of(size, 4)
+        for of_mesh, bounds in zip(of_meshes, alone[size, solved_for], strict=True):
+            for cost, bound in zip(of_mesh, bounds, strict=True):
+                least = cost[0].work_seconds - cost[0].exposed_seconds + cost[0].fixed_seconds
+                assert 0 < bound[0].work_seconds <= least * (1 + 1e-9)
 
 
 def test_layers_are_sharded_within_memory_only_where_that_may_win(layers_on):

@@ -10,6 +10,7 @@ Method: the equations behind an operand, back to the step's inputs, against the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -32,10 +33,13 @@ class Hoist:
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):
         """`cost` is the work of each equation; `late` fills with what is made after the loop."""
         self.solution, self.late, self.maker = solution, late, makers(jaxpr.eqns)
+        self.eqns = jaxpr.eqns
         self.cost = dict(zip(jaxpr.eqns, cost, strict=True))
         self.limit = TUNING.hoisted_work * sum(cost)
         self.gathered: Cause | None = None
         self._rearranged: dict[Var, int] = {}
+        self._longest: dict[Var, float] = {}
+        self._looked_at = 0
 
     def take_whole(self, eqn: JaxprEqn, may_take_own: Callable[[Var], bool]) -> bool:
         """Compute operands up front, of the whole batch, if that is cheap; whether any was.
@@ -55,7 +59,7 @@ class Hoist:
             for var, cone in cheap.items():
                 if kind is Split:
                     self.gathered = self.gathered or Cause(eqn, var)
-                self.solution.early.update(dict.fromkeys(cone))
+                self._do_early(cone)
                 self.solution.read_as[var] = REPLICATED
             if cheap:
                 return True
@@ -64,7 +68,7 @@ class Hoist:
     def take_up_front(self, values: Iterable[Var]) -> bool:
         """Compute values up front, of the whole batch, beside what each microbatch does, if that is cheap; whether it was."""
         cone = self._cone(var for var in values if self.solution.of(var) != REPLICATED)
-        self.solution.early.update(dict.fromkeys(cone or ()))
+        self._do_early(cone or ())
         return cone is not None
 
     def _reads_parameters(self, cone: Iterable[JaxprEqn]) -> bool:
@@ -89,7 +93,7 @@ class Hoist:
         if cone is None:
             return False
         self.gathered = self.gathered or Cause(eqn, next(iter(samples)))
-        solution.early.update(dict.fromkeys(cone))
+        self._do_early(cone)
         solution.strategy_of.pop(eqn, None)
         solution.phase[eqn] = "before"
         self._split_anew(eqn.outvars, dims[0])
@@ -111,10 +115,33 @@ class Hoist:
         shape = var.aval.shape
         return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.solution.count == 0
 
+    def look_again(self) -> None:
+        """What has been said of equations may be otherwise now."""
+        self._longest, self._looked_at = {}, 0
+
+    def _do_early(self, cone: Iterable[JaxprEqn]) -> None:
+        self.solution.early.update(dict.fromkeys(cone))
+        self.look_again()
+
+    def _least_work(self, var: Var) -> float:
+        """What a value takes at least, to make it up front: the work on the longest way to it; inf: it comes after the loop."""
+        while self._looked_at < len(self.eqns) and var in self.maker and var not in self._longest:
+            eqn = self.eqns[self._looked_at]
+            is_done = self.solution.phase[eqn] == "before" or eqn in self.solution.early
+            is_late = any(a in self.late for a in inputs_of(eqn))
+            before = max((self._longest.get(a, 0.0) for a in inputs_of(eqn)), default=0.0)
+            work = math.inf if is_late else before + (0.0 if is_done else self.cost[eqn])
+            self._longest.update(dict.fromkeys(eqn.outvars, work))
+            self._looked_at += 1
+        return self._longest.get(var, 0.0)
+
     def _cone(self, wanted: Iterable[Var], cost: float = 0.0) -> list[JaxprEqn] | None:
         """Equations that make values from the step's inputs; None: they and `cost` are too much work."""
         found: dict[JaxprEqn, None] = {}
         waiting = list(wanted)
+        # Nearly all of a deep model's gradients are, which need not be walked through to see it.
+        if any(cost + self._least_work(var) > self.limit * (1 + 1e-9) for var in waiting):
+            return None
         while waiting and cost <= self.limit:
             eqn = self.maker.get(waiting.pop())
             if eqn is None or eqn in found:

@@ -117,7 +117,10 @@ class _Phases:
         matters = feeds_backward(self.jaxpr)
         at = 0
         while at < len(self.jaxpr.eqns):
-            at = self.visit(at, matters[at])
+            after = self.visit(at, matters[at])
+            if after <= at:
+                self.hoist.look_again()
+            at = after
         self.check_waiting()
         self.check_early_work()
         self.check_late_work()
