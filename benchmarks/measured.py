@@ -1,14 +1,16 @@
 """Predicted beside measured: this machine is calibrated, then six plans of each of three models are predicted and run.
 
-    python benchmarks/measured.py [--profile machine.json] [--seconds 90] [--rounds 7] [--models mlp gpt conv]
+    python benchmarks/measured.py [--profile machine.json] [--seconds 90] [--rounds 9] [--models mlp gpt conv]
 
 On 8 virtual CPU devices, which share this machine's cores. The plans of a model are run in turns, a step of each and then
 the next step of each, so that whatever else the machine does meets all of them. Prints both times of each plan, their ratio,
 and Kendall's tau of the order for each model: 1 where all pairs of plans come in the predicted order, -1 where none does.
-Of each plan the fastest step counts. Beside the clock stands for how long the step keeps all cores busy: the devices share
-them, so that is what a step takes on a machine with nothing else to do, and other programs do not stretch it. How far the
-fastest of every other step is from the fastest of the rest says how well a plan's time repeats; a second tau leaves out
-pairs of plans that differ by less than that.
+Of each plan the median step counts. Beside the clock stands for how long the step keeps all cores busy: the devices share
+them, so that is what a step takes on a machine with nothing else to do, and other programs hardly stretch it.
+
+Two plans are told apart where one of them was the faster one in so many rounds that a coin, tossed as often, would fall so
+unevenly in fewer than one of twenty cases (the sign test of Dixon & Mood, 1946; of 9 rounds in 8). Others may as well be in
+either order, here: a second tau is of the pairs that are told apart, and how many these are is said.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,50 +154,55 @@ def step_seconds(compiled: Any, args: list[Any]) -> tuple[float, float]:
 
 
 class Figures(NamedTuple):
-    """Of a plan, seconds: predicted, of its fastest step by the clock, and for which it keeps the cores busy.
-
-    How far the last two were off when they were measured again stands behind them.
-    """
+    """Of a plan, seconds: predicted; of each of its steps by the clock, and for which it keeps the cores busy."""
 
     predicted: float
-    clock: float
-    busy: float
-    clock_spread: float
-    busy_spread: float
+    clock: tuple[float, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def medians(self) -> tuple[float, float, float]:
+        """One number of each."""
+        return self.predicted, statistics.median(self.clock), statistics.median(self.busy)
 
 
-def figures_of(predicted: float, steps: list[tuple[float, float]]) -> Figures:
-    """What was predicted, and steps as of `step_seconds`."""
-    every, one, other = (
-        [min(seconds) for seconds in zip(*part, strict=True)] for part in (steps, steps[::2], steps[1::2])
+def are_told_apart(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether of two plans that were run in turns one is faster, as far as these rounds tell: a sign test at 5 %."""
+    rounds = len(one)
+    fewer = min(
+        sum(a < b for a, b in zip(one, other, strict=True)), sum(a > b for a, b in zip(one, other, strict=True))
     )
-    return Figures(predicted, *every, *(abs(a - b) for a, b in zip(one, other, strict=True)))
+    return 2 * sum(math.comb(rounds, k) for k in range(fewer + 1)) / 2**rounds < 0.05
 
 
-def kendall_tau(plans: Iterable[Figures], which: int, apart: bool = False) -> float:
-    """Pairs in the predicted order less those in the other, as a part of all; Kendall, Biometrika 1938.
+def kendall_tau(plans: Iterable[Figures], which: int, apart: bool = False) -> tuple[float, int]:
+    """Pairs in the predicted order less those in the other, as a part of all; and how many. Kendall, Biometrika 1938.
 
     Args:
-        plans: Two at least.
+        plans: Two at least, run in turns if they are to be told apart.
         which: 1: by the clock; 2: by what the cores did.
-        apart: Whether to leave out pairs that are nearer to each other than their times repeat.
+        apart: Whether to leave out pairs that are not told apart.
     """
     order = [
-        np.sign(a.predicted - b.predicted) * np.sign(a[which] - b[which])
+        np.sign(a.predicted - b.predicted) * np.sign(a.medians[which] - b.medians[which])
         for a, b in itertools.combinations(plans, 2)
-        if not apart or abs(a[which] - b[which]) > max(a[which + 2], b[which + 2])
+        if not apart or are_told_apart(a[which], b[which])
     ]
-    return float(sum(order)) / max(1, len(order))
+    return float(sum(order)) / max(1, len(order)), len(order)
 
 
 def in_words(groups: list[list[Figures]]) -> str:
     """Kendall's tau of each group of plans, on average."""
-    plain, apart = (
-        [statistics.mean(kendall_tau(plans, which, only) for plans in groups) for which in (1, 2)]
-        for only in (False, True)
-    )
+
+    def average(which: int, apart: bool) -> tuple[float, int]:
+        found = [kendall_tau(plans, which, apart) for plans in groups]
+        return statistics.mean(tau for tau, _ in found), sum(count for _, count in found)
+
+    (clock, pairs), (busy, _) = average(1, False), average(2, False)
+    (clock_apart, num_clock), (busy_apart, num_busy) = average(1, True), average(2, True)
     return (
-        f"{plain[0]:.2f} of steps, {plain[1]:.2f} of work; {apart[0]:.2f}, {apart[1]:.2f} of pairs that are told apart"
+        f"{clock:.2f} of steps, {busy:.2f} of work; of pairs that are told apart {clock_apart:.2f} ({num_clock} of {pairs}), "
+        f"{busy_apart:.2f} ({num_busy} of {pairs})"
     )
 
 
@@ -203,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", help="of this machine; by default it is measured first")
     parser.add_argument("--seconds", type=float, default=90.0, help="to calibrate (90)")
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each plan that are timed (7)")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each plan that are timed (9)")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--json", metavar="FILE", help="write the figures, too")
     options = parser.parse_args()
@@ -223,20 +231,24 @@ def main() -> None:
                 seconds = step_seconds(compiled, args)
                 if number:  # the first places its arguments
                     taken[name].append(seconds)
-        found[model] = {name: figures_of(compiled.plan.cost.step_seconds, taken[name]) for name, compiled, _ in plans}
-        table = Table("plan", "predicted", "measured", "ratio", "cores busy", "again", title=model, show_edge=False)
-        for name, plan in sorted(found[model].items(), key=lambda item: item[1].clock):
-            times = (f"{seconds * 1e3:.1f} ms" for seconds in plan[:2])
-            ratio, again = plan.predicted / plan.clock, plan.clock_spread / plan.clock
-            table.add_row(name, *times, f"{ratio:.2f}", f"{plan.busy * 1e3:.1f} ms", f"{again:.1%}")
+        found[model] = {
+            name: Figures(compiled.plan.cost.step_seconds, *zip(*taken[name], strict=True))
+            for name, compiled, _ in plans
+        }
+        table = Table("plan", "predicted", "measured", "ratio", "cores busy", "ratio", title=model, show_edge=False)
+        for name, plan in sorted(found[model].items(), key=lambda item: item[1].medians[1:]):
+            predicted, clock, busy = plan.medians
+            times = (f"{seconds * 1e3:.1f} ms" for seconds in (predicted, clock))
+            table.add_row(name, *times, f"{predicted / clock:.2f}", f"{busy * 1e3:.1f} ms", f"{predicted / busy:.2f}")
         console.print(table, f"Kendall's tau: {in_words([list(found[model].values())])}\n", sep="\n")
     console.print(
         f"on average over {len(found)} models: {in_words([list(plans.values()) for plans in found.values()])}"
     )
     together = [plan for plans in found.values() for plan in plans.values()]
-    console.print(f"over all {len(together)} plans: {in_words([together])}")
+    clock, busy = (kendall_tau(together, which)[0] for which in (1, 2))
+    console.print(f"over all {len(together)} plans: {clock:.2f} of steps, {busy:.2f} of work")
     if options.json:
-        plain = {model: {name: plan[:3] for name, plan in plans.items()} for model, plans in found.items()}
+        plain = {model: {name: plan.medians for name, plan in plans.items()} for model, plans in found.items()}
         Path(options.json).write_text(json.dumps(plain, indent=1))
 
 

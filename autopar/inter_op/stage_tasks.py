@@ -101,9 +101,11 @@ class _Builder:
                 read_later = dict.fromkeys((*self.program.sent, *waiting))
                 outputs = [Slot("loop", v, v) for v in read_later if tasks.made_at.get(v) == (kind, stage)]
                 outputs += passed.values() if kind == "B" else ()
-                outputs += [_sum(s.result, s.after) for s in sums]
-                outputs += [_rows(r.result, r.part) for r in rows]
                 inputs = self.loop_inputs(whole, [r.part for r in rows], passed if kind == "W" else {})
+                # Results take the memory of the first operand of their type: another order would cost copies.
+                place = {slot.var: at for at, slot in enumerate(inputs)}
+                outputs += [_sum(s.result, s.after) for s in sorted(sums, key=lambda s: place.get(s.before, -1))]
+                outputs += [_rows(r.result, r.part) for r in rows]
                 yield self.task(kind, 0, inputs, outputs, whole)
 
     def kind_of(self, part: Any) -> str:

@@ -2,8 +2,10 @@
 
 In:     a shape, an element type, a `Sharding`, a `LogicalMesh`.
 Out:    `ArrayType`, which can be compared and sent; what each device holds; the same over devices, as JAX has it.
-Method: a partial sum has no global array of its own: between programs it is one with a leading dim, one row per device that
-        holds a part. What is stacked over microbatches has a leading dim of them, which is never split.
+Method: a partial sum has no global array of its own: between programs it is one whose first dim is so many times longer as
+        devices hold a part, part behind part; on each it is shaped as the sum is, so that one program's result takes the
+        memory of another's. A number's parts are a vector. What is stacked over microbatches has a leading dim of them, which
+        is never split.
 """
 
 from __future__ import annotations
@@ -44,14 +46,27 @@ class ArrayType:
 
     @property
     def array(self) -> ArrayType:
-        """As programs hold it: a partial sum with its leading dim, every dim told."""
-        leading = ((),) * (len(self.shape) - len(self.sharding.dims))
-        partial = self.sharding.partial
-        if not partial and not leading:
+        """As programs hold it: a partial sum with its longer dim, every dim told."""
+        num_leading = len(self.shape) - len(self.sharding.dims)
+        if not self.sharding.partial and not num_leading:
             return self
-        rows = (math.prod(self.mesh.size_of(axis) for axis in partial),) if partial else ()
-        dims = (*((partial,) if partial else ()), *leading, *self.sharding.dims)
-        return ArrayType((*rows, *self.shape), self.dtype, Sharding(dims), self.mesh, self.on_host)
+        shape, dims = list(self.shape), [*((),) * num_leading, *self.sharding.dims]
+        if self.sharding.partial:
+            if not self.sharding.dims:
+                shape, dims = [*shape, 1], [*dims, ()]
+            shape[num_leading] *= self.num_partial
+            dims[num_leading] = (*self.sharding.partial, *dims[num_leading])
+        return ArrayType(tuple(shape), self.dtype, Sharding(tuple(dims)), self.mesh, self.on_host)
+
+    @property
+    def num_partial(self) -> int:
+        """Of how many parts the whole is the sum."""
+        return math.prod(self.mesh.size_of(axis) for axis in self.sharding.partial)
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether programs hold a number's parts."""
+        return bool(self.sharding.partial) and not self.sharding.dims
 
     @property
     def num_bytes(self) -> int:

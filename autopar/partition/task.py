@@ -2,7 +2,7 @@
 
 In:     `TaskPlan`, the mesh.
 Out:    `DeviceProgram`: a function of global arrays, and the type of each of its operands and results.
-Method: a partial sum enters and leaves with its leading dim (`mesh/array_type.py`). A piece is cut from the stack of all
+Method: a number's partial sum enters and leaves as a vector (`mesh/array_type.py`). A piece is cut from the stack of all
         microbatches, and rows are written into theirs, locally. A program that calls the host has one result more, a
         number that tells that it has ended.
 """
@@ -94,7 +94,7 @@ def device_program(
         number = arrays[-1] if needs_number else arrays[number_at] if number_at is not None else None
         operands = []
         for value, array in zip(plan.inputs, arrays, strict=False):
-            array = array[0] if value.type.sharding.partial else array
+            array = array[0] if value.type.is_vector else array
             if value.kind == "piece":
                 array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
             operands.append(array)
@@ -105,7 +105,7 @@ def device_program(
         for value, array in zip(plan.outputs[:num_body], made, strict=True):
             if value.kind == "rows":
                 array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(value.type.dtype), number, 0)
-            results.append(array[None] if value.type.sharding.partial else array)
+            results.append(array[None] if value.type.is_vector else array)
         for value, begun in zip(plan.outputs[num_body:], outputs[num_body:], strict=True):
             assert value.placement is not None, "only sums and rows begin empty"
             shape = begun.sharding.local_shape(begun.shape, mesh)

@@ -59,5 +59,5 @@ def _whole(value: Placed, array: Any, microbatch: int) -> jax.Array:
         return jnp.zeros(value.type.shape, value.type.dtype)
     whole = np.asarray(array)
     if value.type.sharding.partial:
-        whole = whole.sum(0, dtype=whole.dtype)
+        whole = whole.reshape(value.type.num_partial, *value.type.shape).sum(0, dtype=whole.dtype)
     return jnp.asarray(whole[microbatch] if value.kind == "piece" else whole)

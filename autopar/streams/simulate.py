@@ -5,7 +5,8 @@ Out:    `Simulation`: every run and message with start and end, the length of th
 Method: a queue of events, so that a step takes time as its instructions are many, however many meshes there are.
         Each mesh does its instructions in order; a run takes its time, sending takes none of the mesh's, a message
         arrives after its time and messages between two meshes go one after the other; receiving waits for the arrival.
-        Where meshes share the cores of a host, a run takes its time as fast as those that run beside it leave it.
+        Where meshes share the cores of a host, a run takes its time as fast as those that run beside it leave it, and so
+        does a message: these cores copy it, and its mesh does nothing else meanwhile.
         A buffer is there from its run's start (or its message's sending) until it is let go of; one that is sent at
         least until its message has arrived, however long that waits for those before it.
 """
@@ -152,9 +153,9 @@ class _Memory:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A run that has begun: how many of its seconds are left, and the bytes that its mesh holds at most meanwhile."""
+    """What has begun, and cores work at: how many of its seconds are left, and the bytes its mesh holds at most meanwhile."""
 
-    instruction: Run
+    instruction: Run | Send
     start: float
     left: float
     most_bytes: int
@@ -250,8 +251,11 @@ class _Simulator:
             self.running[mesh] = going
 
     def end_run(self, mesh: MeshId, run: _Running, end: float) -> None:
-        self.intervals.append(Interval(mesh, run.start, end, run.instruction))
         self.clock[mesh] = end
+        if isinstance(run.instruction, Send):
+            self.arrive(mesh, run.instruction, run.start, end)
+            return
+        self.intervals.append(Interval(mesh, run.start, end, run.instruction))
         self.busy[mesh] += end - run.start
         watch = self.memory[mesh].watch
         if watch is not None:
@@ -277,15 +281,22 @@ class _Simulator:
         self.now = max(self.now, time)
 
     def send(self, mesh: MeshId, start: float, send: Send) -> None:
-        begin = max(start, self.lanes.get((mesh, send.peer), 0.0))
-        end = begin + self.message_seconds(mesh, send)
-        self.lanes[mesh, send.peer] = self.arrived[send.message] = end
-        self.intervals.append(Interval(mesh, begin, end, send))
-        self.memory[mesh].send(send.buffers, end)
         if send.message in self.receiving:
             peer, buffers = self.receiving[send.message]
             self.memory[peer].pass_to(start)
             self.memory[peer].hold(buffers)
             self.memory[peer].write_down(start)
+        seconds = self.message_seconds(mesh, send)
+        if self.speeds is None:
+            begin = max(start, self.lanes.get((mesh, send.peer), 0.0))
+            self.arrive(mesh, send, begin, begin + seconds)
+        else:
+            self.running[mesh] = _Running(send, start, seconds, 0)
+
+    def arrive(self, mesh: MeshId, send: Send, begin: float, end: float) -> None:
+        """A message is on its way from its beginning, and there at its end."""
+        self.lanes[mesh, send.peer] = self.arrived[send.message] = end
+        self.intervals.append(Interval(mesh, begin, end, send))
+        self.memory[mesh].send(send.buffers, end)
         if send.message in self.waiting:
             self.enqueue(self.waiting.pop(send.message))

@@ -40,6 +40,19 @@ def test_gradients_are_added_up_in_place_and_where_they_are_made():
         assert sum(taken) == sum(sums) and update.working_bytes < weight
 
 
+def test_a_sum_leaves_where_it_entered():
+    """In the order of the operands whose memory they take, and of their shape on each device, they are not copied."""
+    pipeline = planned(ThreeD(data=2, pipeline=2, num_microbatches=2), "4 h100")
+    for stage in pipeline.stages:
+        back = stage.task("B") or stage.task("W")
+        before, after = ([b for b in part if b.kind == "sum"] for part in (back.inputs, back.outputs))
+        assert [b.key for b in before] == [b.key for b in after] and len(after) == LAYERS // 2
+        for value in after:
+            parts = value.type.array
+            assert parts.sharding.local_shape(parts.shape, parts.mesh) == (WIDTH, WIDTH)
+            assert parts.shape == (2 * WIDTH, WIDTH) and value.type.sharding.partial
+
+
 def test_weights_are_read_as_they_lie():
     """What comes before the loop makes no copy of them, and where it has nothing to make there is no such program."""
     pipeline = planned(PipelineParallel(num_stages=2, num_microbatches=2), "2 h100")

@@ -377,7 +377,13 @@ def test_a_stage_that_waits_leaves_its_cores_to_the_other():
         1: [Recv((2,), 0, 7), run("b", (2,), (3,), stage=1)],
     }
     found = shared(streams)
-    assert spans(found) == [(0, "a", 0.0, 1.0), (0, 7, 1.0, 2.0), (0, "c", 1.0, 1.5), (1, "b", 2.0, 3.5)]
+    assert spans(found) == [(0, "a", 0.0, 1.0), (0, 7, 1.0, 1.5), (0, "c", 1.5, 2.5), (1, "b", 1.5, 3.5)]
+
+
+def test_cores_that_copy_a_message_compute_nothing_meanwhile():
+    """The message of 1 s and b of 3 s begin together and share the cores: 1 s, and what is left of b half of its 2 s."""
+    found = shared({0: [run("d", (), (0,)), Send((0,), 1, 7)], 1: [run("b", (), (1,), stage=1), Recv((2,), 0, 7)]})
+    assert [span for span in spans(found) if span[1] != "d"] == [(0, 7, 0.0, 1.0), (1, "b", 0.0, 2.0)]
 
 
 def test_a_run_that_is_overtaken_slows_down():
