@@ -43,7 +43,7 @@ def test_what_sharded_a_net():
 
 
 def test_steps_of_a_net():
-    """Twice the microbatches take twice as long, operations one by one longer, and gradients are sent."""
+    """Twice the microbatches take twice as long, gradients are sent, and libraries normalize in one kernel as compilers do."""
     run = next(run for run in read_runs(DATA)[0] if run.net and run.mesh is None and run.devices == 4)
     assert run.net is not None
     small = replace(
@@ -51,7 +51,7 @@ def test_steps_of_a_net():
     )
     one, two = (predict(replace(small, batch=batch)) for batch in (32, 64))
     assert two.compute == pytest.approx(2 * one.compute) and 0 < one.data == two.data
-    assert predict(replace(small, compiled=False)).compute > 1.2 * one.compute
+    assert predict(replace(small, compiled=False)).compute == one.compute
     assert predict(replace(small, microbatch=4)).needed_bytes < one.needed_bytes
     work = gradient_work(small.net, 8, "float32", machine_of(small).device, machine_of(small).intra)
     assert work.kernels["backward"] and work.kept_bytes > 0
