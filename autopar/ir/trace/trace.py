@@ -32,7 +32,6 @@ from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
-from autopar.ir.rewrite.turned_results import results_in_order
 from autopar.ir.rewrite.written_once import find_written_once
 from autopar.ir.source import gradient_line, warn_of_host_memory
 from autopar.ir.trace.containers import accepts, in_containers, key_text
@@ -50,7 +49,6 @@ TRACE: tuple[Pass[Traced], ...] = (
         lambda step: step.by(restore_scopes),
     ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
-    Pass("turned_results", "products make their results as they are read", lambda step: step.by(results_in_order)),
     Pass("dim_order", "products take and make large arrays as they lie", lambda step: step.by(products_in_order)),
     Pass(
         "written_once",
