@@ -192,7 +192,8 @@ def multiplies_at_once(run: Run) -> bool:
     """
     release = re.search(r"\b(2[5-9])\.(\d\d)(?:\.\d+)?\b", f"{run.framework} {run.source}")
     is_new = release is not None and (int(release[1]), int(release[2])) >= GROUPED_SINCE
-    return is_new and "B" in run.device and run.dtype in ("float8", "float4")
+    is_blackwell = re.search(r"\bG?B[23]\d\d", run.device) is not None
+    return is_new and is_blackwell and run.dtype in ("float8", "float4")
 
 
 def mask_kernels(run: Run, tokens: int) -> dict[str, tuple[Kernel, ...]]:

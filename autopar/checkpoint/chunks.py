@@ -34,11 +34,11 @@ def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int, most_
     return tuple(chunk)
 
 
-def _cut(length: int, most: int, has_border: bool) -> int:
+def _cut(length: int, most: int, has_boundary: bool) -> int:
     """At most `most`; where there are boundaries, a divisor."""
     if length <= most:
         return length
-    if not has_border:
+    if not has_boundary:
         return math.ceil(length / math.ceil(length / most))
     small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
     return max(n for n in (*small, *(length // n for n in small)) if n <= most)

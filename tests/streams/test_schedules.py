@@ -239,8 +239,10 @@ def test_unknown_name():
             AutoparError, match="there is no such `schedule`(.*\n)*.*'zigzag'(.*\n)*.*'gpipe', '1f1b', .*'inference'"
         ):
             ask("zigzag")
-    with pytest.raises(AutoparError, match=r"'auto'\.(.*\n)*.*did you mean '1f1b'\?"):
+    with pytest.raises(AutoparError, match=r"did you mean '1f1b'\? .* or 'auto' in a method"):
         find_schedule("1F1B")
+    with pytest.raises(AutoparError, match="there is no such `schedule`"):
+        find_schedule("auto")  # a method's word for all of them, and none by itself
     assert find_schedule("1f1b") is SCHEDULES["1f1b"]
     mine = Circle()
     assert find_schedule(mine) is mine

@@ -116,7 +116,7 @@ class Hoist:
         return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.solution.count == 0
 
     def look_again(self) -> None:
-        """What has been said of equations may be otherwise now."""
+        """Forget what values take at least: other equations come first, or behind the loop, than when it was found."""
         self._longest, self._looked_at = {}, 0
 
     def _do_early(self, cone: Iterable[JaxprEqn]) -> None:

@@ -21,11 +21,11 @@ from autopar.ir.region import Region, equations_within, kind_of, region_of
 from autopar.ir.source import is_backward, source_line
 from autopar.ir.work import num_bytes
 
-Split: TypeAlias = Callable[[Jaxpr, Sequence[int]], Jaxpr]
+SplitTurn: TypeAlias = Callable[[Jaxpr, Sequence[int]], Jaxpr]
 """A program in microbatches, given which of its inputs are the batch; it raises as `accumulate_in_rounds` does."""
 
 
-def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: Split) -> tuple[Jaxpr, list[JaxprEqn]]:
+def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: SplitTurn) -> tuple[Jaxpr, list[JaxprEqn]]:
     """The program with each turn of its loops of steps in microbatches, and these loops; none: itself.
 
     Raises:
@@ -51,7 +51,7 @@ def is_loop_of_steps(eqn: JaxprEqn) -> bool:
     return any(is_backward(inner) for inner, _ in equations_within(region_of(eqn).bodies[-1]))
 
 
-def _in_microbatches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int, split: Split) -> JaxprEqn:
+def _in_microbatches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int, split: SplitTurn) -> JaxprEqn:
     first: MicrobatchError | None = None
     loop = region_of(eqn)
     *test, body = loop.bodies

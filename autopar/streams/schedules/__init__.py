@@ -36,8 +36,9 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
         AutoparError: There is none of this name, or it is no schedule.
     """
     if isinstance(schedule, str):
-        do = "name one of them, or pass an object with `name` and `order(num_stages, num_microbatches)`."
-        check_choice("", "schedule", schedule, (*SCHEDULES, AUTOMATIC), do=do)
+        own = "an object with `name` and `order(num_stages, num_microbatches)`"
+        do = f"name one of them, or {AUTOMATIC!r} in a method, or pass {own}."
+        check_choice("", "schedule", schedule, SCHEDULES, do=do)
         return SCHEDULES[schedule]
     if isinstance(schedule, type) or not hasattr(schedule, "name") or not hasattr(schedule, "order"):
         raise AutoparError(
