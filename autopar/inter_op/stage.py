@@ -134,7 +134,7 @@ class StageProgram:
     @property
     def stacked(self) -> tuple[Var, ...]:
         """What the scan stacks, in the order of its outputs: results in rows, then what is sent."""
-        return (*(r.result.var for r in self.scan.rows), *self.sent)
+        return (*(each.result.var for each in self.scan.joined if each.before is None), *self.sent)
 
     @property
     def results(self) -> list[Atom]:

@@ -246,7 +246,7 @@ class _Lowering:
         scan = program.scan
         self.const_at = {inner: k for k, inner in enumerate(scan.consts)}
         self.xs_at = {inner: 1 + k for k, inner in enumerate(scan.stacked)}
-        self.carry_at = {s.result.var: k for k, s in enumerate(scan.sums)}
+        self.carry_at = {each.result.var: k for k, each in enumerate(scan.joined) if each.before is not None}
         self.ys_at = {var: k for k, var in enumerate(program.stacked)}
         outvars = program.jaxpr.outvars
         self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}

@@ -144,7 +144,7 @@ def make_tasks(
     made_at.update(dict.fromkeys(light_results, ("F", 0)))
     forward = [with_makers(own["F", s], light_results if s == 0 else (), light, position) for s in range(num_stages)]
     free = {*light, *chain.loop.invars}
-    pieces = chain.loop.invars[1 + len(split.invariants) :]
+    pieces = list(split.piece_of)
     passes = []
     halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] = {}
     for s in range(num_stages):
