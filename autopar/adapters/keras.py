@@ -90,7 +90,7 @@ def _steps(model: Any, variables: _Variables) -> list[Callable[..., tuple[Any, A
         outputs, others = model.predict_step(values(state, ASKED), batch)
         return outputs, named([others], ASKED[1:])["non_trainable"]
 
-    steps = [train_step, test_step, predict_step]
+    steps: list[Callable[..., tuple[Any, Any]]] = [train_step, test_step, predict_step]
     for own in steps:
         own.__name__ = f"{model.name}_{own.__name__}"
     return steps

@@ -20,7 +20,7 @@ SlotKind = Literal["argument", "value", "const", "piece", "number", "loop", "sum
 """As `Slot` says."""
 IN_PLACE: tuple[SlotKind, ...] = ("sum", "rows")
 """What each task that makes a part of it writes over what was there."""
-HELD: tuple[SlotKind, ...] = ("argument", "const", "piece", *IN_PLACE)
+RESIDENT: tuple[SlotKind, ...] = ("argument", "const", "piece", *IN_PLACE)
 """What is there all through the step."""
 PER_MICROBATCH: tuple[SlotKind, ...] = ("loop", "number")
 """Of which each microbatch has its own."""

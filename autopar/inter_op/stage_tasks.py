@@ -115,7 +115,8 @@ class _Builder:
         split = self.tasks.split
         known = {split.number: Slot("number", split.number, split.number)}
         known |= {v: Slot("const", v, v) for v in split.invariant_of} | {v: Slot("piece", v, v) for v in split.piece_of}
-        known |= {each.before: _slot(each, each.before) for each in self.joined if each.before is not None} | passed
+        known |= {each.before: _slot(each, each.before) for each in self.joined if each.before is not None}
+        known |= passed
         return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
 
     def between(self) -> Iterator[Task]:

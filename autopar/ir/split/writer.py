@@ -34,7 +34,7 @@ from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
 from autopar.ir.split.solution import Solution
-from autopar.ir.split.strategy import conversion_program, part_of, shard_program
+from autopar.ir.split.strategy import conversion_program, shard_of, shard_program
 
 
 class Programs:
@@ -112,7 +112,7 @@ class ShardWriter:
         match want:
             case Split() if isinstance(self.number, Literal):
                 place = int(self.number.val), self.solution.axis.units, self.size
-                return self.eqns.call_one(lambda whole: part_of(whole, want, *place), [local], source)
+                return self.eqns.call_one(lambda whole: shard_of(whole, want, *place), [local], source)
             case Partial() if isinstance(atom, Literal) and atom.val == 0:
                 return local
             case Split() | Partial():
