@@ -206,7 +206,7 @@ _PLAIN: dict[Any, Callable[[Entry], Any]] = {
 }
 
 
-def made(
+def reader_of(
     kind: Callable[..., _T],
     *,
     known: Mapping[str, Any] | None = None,
@@ -249,7 +249,7 @@ def _reader(kind: Any) -> Callable[[Entry], Any]:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if dataclasses.is_dataclass(kind):
-        return made(kind)  # type: ignore[arg-type]
+        return reader_of(kind)  # type: ignore[arg-type]
     if get_origin(kind) is Literal:
         return lambda entry: entry.one_of(parts)
     inner = [_reader(part) for part in parts if part not in (Ellipsis, NoneType)]

@@ -11,7 +11,7 @@ Method: Keras' own hook: on JAX a model's `train_function` maps (state, iterator
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -47,13 +47,34 @@ def distribute(
         AutoparError: Keras has another backend, or the model is not compiled, or works through several steps at once.
     """
     _check(model)
-    names: dict[str, list[str]] = {}  # read at the first batch: `fit` makes the variables that are not there
+    variables = _Variables()
+    train_step, test_step, predict_step = _steps(model, variables)
+    step = parallelize(train_step, cluster=cluster, method=method, batch_argnums=1)
+    test, predict = follow(test_step, step, batch_argnums=3), follow(predict_step, step, batch_argnums=2)
+    _set_functions(model, variables, step, test, predict)
+    return step
 
-    def values(state: dict[str, Any], groups: Sequence[str]) -> tuple[list[Any], ...]:
-        return tuple([state[group][name] for name in names[group]] for group in groups)
 
-    def named(lists: Sequence[Any], groups: Sequence[str]) -> dict[str, Any]:
-        return {group: dict(zip(names[group], own, strict=True)) for group, own in zip(groups, lists, strict=True)}
+class _Variables:
+    """A model's variables by group: as Keras has them, lists of values, and as its steps here do, by their paths.
+
+    Attributes:
+        names: Of each group; read at the first batch, for `fit` makes the variables that are not there.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str]] = {}
+
+    def values(self, state: dict[str, Any], groups: Sequence[str]) -> tuple[list[Any], ...]:
+        return tuple([state[group][name] for name in self.names[group]] for group in groups)
+
+    def named(self, lists: Sequence[Any], groups: Sequence[str]) -> dict[str, Any]:
+        return {group: dict(zip(self.names[group], own, strict=True)) for group, own in zip(groups, lists, strict=True)}
+
+
+def _steps(model: Any, variables: _Variables) -> list[Callable[..., tuple[Any, Any]]]:
+    """The model's steps of training, evaluation and prediction, on variables by their paths."""
+    values, named = variables.values, variables.named
 
     def train_step(state: dict[str, Any], batch: Any) -> tuple[Any, Any]:
         logs, lists = model.train_step(values(state, TRAINED), batch)
@@ -69,17 +90,22 @@ def distribute(
         outputs, others = model.predict_step(values(state, ASKED), batch)
         return outputs, named([others], ASKED[1:])["non_trainable"]
 
-    for own in (train_step, test_step, predict_step):
+    steps: list[Callable[..., tuple[Any, Any]]] = [train_step, test_step, predict_step]
+    for own in steps:
         own.__name__ = f"{model.name}_{own.__name__}"
-    step = parallelize(train_step, cluster=cluster, method=method, batch_argnums=1)
-    test, predict = follow(test_step, step, batch_argnums=3), follow(predict_step, step, batch_argnums=2)
+    return steps
+
+
+def _set_functions(model: Any, variables: _Variables, step: Any, test: Any, predict: Any) -> None:
+    """Have Keras call these steps, by its own hook; until one has trained, its own functions where the weights lie."""
+    values, named = variables.values, variables.named
     model.make_test_function(force=True)
     model.make_predict_function(force=True)
     tested_by_keras, predicted_by_keras = model.test_function, model.predict_function
 
     def train_function(lists: Sequence[Any], batches: Iterator[Any]) -> tuple[Any, Any]:
-        if not names:
-            names.update((group, _paths(variables)) for group, variables in _groups(model).items())
+        if not variables.names:
+            variables.names = {group: _paths(own) for group, own in _groups(model).items()}
         state, logs = step(named(lists, TRAINED), next(batches))
         return logs, values(state, TRAINED)
 
@@ -97,7 +123,6 @@ def distribute(
         return outputs, values({"trainable": trainable, "non_trainable": non_trainable}, ASKED)
 
     model.train_function, model.test_function, model.predict_function = train_function, test_function, predict_function
-    return step
 
 
 def _groups(model: Any) -> dict[str, Sequence[Any]]:

@@ -266,8 +266,7 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
 
 def _invariants(split: Microbatches, made: Collection[Var]) -> list[Var]:
     """Of values of the step, those that the loop reads whole, as they are called there."""
-    inside = split.loop.invars[1 : 1 + len(split.invariants)]
-    return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
+    return [var for var, outside in split.invariant_of.items() if outside in made]
 
 
 def check_stage_count(cut: CutStep, num_stages: int, chunks: int = 1) -> None:

@@ -20,7 +20,7 @@ SlotKind = Literal["argument", "value", "const", "piece", "number", "loop", "sum
 """As `Slot` says."""
 IN_PLACE: tuple[SlotKind, ...] = ("sum", "rows")
 """What each task that makes a part of it writes over what was there."""
-HELD: tuple[SlotKind, ...] = ("argument", "const", "piece", *IN_PLACE)
+RESIDENT: tuple[SlotKind, ...] = ("argument", "const", "piece", *IN_PLACE)
 """What is there all through the step."""
 PER_MICROBATCH: tuple[SlotKind, ...] = ("loop", "number")
 """Of which each microbatch has its own."""
@@ -134,7 +134,7 @@ class StageProgram:
     @property
     def stacked(self) -> tuple[Var, ...]:
         """What the scan stacks, in the order of its outputs: results in rows, then what is sent."""
-        return (*(r.result.var for r in self.scan.rows), *self.sent)
+        return (*(each.result.var for each in self.scan.joined if each.before is None), *self.sent)
 
     @property
     def results(self) -> list[Atom]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from autopar._jax import Literal, Var, on_host
 from autopar.cost import collective_seconds
-from autopar.inter_op.stage import HELD, Slot, StageProgram, Task, TaskKind
+from autopar.inter_op.stage import RESIDENT, Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.stage_tasks import read_as_given
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds
@@ -33,7 +33,7 @@ from autopar.intra_op.graph import Graph, Tables, stacked
 from autopar.intra_op.held import held_values
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Waiting, fullest_moments, measure_liveness
-from autopar.intra_op.lower import lower_part
+from autopar.intra_op.lower import lower_task
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import shard
@@ -216,7 +216,7 @@ def peak_bytes_here(stage: StagePlan, all_again: bool = False, in_flight: int = 
 def resting_bytes(stage: StagePlan, in_flight: int) -> int:
     """What a stage holds while none of its tasks runs: all through the step, and of each microbatch in flight."""
     slots = {(b.kind, b.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
-    always = sum(b.num_bytes for b in slots.values() if b.kind in HELD)
+    always = sum(b.num_bytes for b in slots.values() if b.kind in RESIDENT)
     kept = sum(b.num_bytes for b in slots.values() if b.kind == "loop" and b.key in stage.program.kept)
     return always + in_flight * kept
 
@@ -246,7 +246,7 @@ class _Lowering:
         scan = program.scan
         self.const_at = {inner: k for k, inner in enumerate(scan.consts)}
         self.xs_at = {inner: 1 + k for k, inner in enumerate(scan.stacked)}
-        self.carry_at = {s.result.var: k for k, s in enumerate(scan.sums)}
+        self.carry_at = {each.result.var: k for k, each in enumerate(scan.joined) if each.before is not None}
         self.ys_at = {var: k for k, var in enumerate(program.stacked)}
         outvars = program.jaxpr.outvars
         self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}
@@ -323,7 +323,7 @@ class _Lowering:
         entering = [self.entering(b) for b in inputs]
         body_outputs = outputs[: len(task.jaxpr.outvars)]
         leaving = [self.entering(b) for b in body_outputs]
-        body = lower_part(task.jaxpr, self.graph, self.choices, entering, leaving, task.gates)
+        body = lower_task(task.jaxpr, self.graph, self.choices, entering, leaving, task.gates)
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))

@@ -44,10 +44,7 @@ class _Builder:
     def __init__(self, tasks: Tasks, stage: int, aliases: Mapping[int, int], batch_dims: Callable[[Var], Dims]):
         self.tasks, self.stage, self.step_aliases, self.batch_dims = tasks, stage, aliases, batch_dims
         self.split, self.update = tasks.split, tasks.update
-        inside = self.split.loop.invars[1:]
-        first = len(self.split.invariants)
-        self.invariant_of = dict(zip(inside[:first], self.split.invariants, strict=True))
-        self.piece_of = dict(zip(inside[first:], self.split.pieces, strict=True))
+        self.piece_of = self.split.piece_of
         self.stacks: dict[Var, Var] = {}
         self.sent: list[Var] = []
         self.between = tasks.between[stage]
@@ -107,19 +104,17 @@ class _Builder:
         own = {eqn for eqns in self.tasks.in_loop(self.stage).values() for eqn in eqns}
         eqns = [eqn for eqn in self.split.loop.eqns if eqn in own]
         pairs = zip(self.split.results, self.split.loop.outvars, strict=True)
-        results = [(result, part) for result, part in pairs if result.var in self.update.results[self.stage]]
+        results = [(result, own) for result, own in pairs if result.var in self.update.results[self.stage]]
         if not eqns and not results:
             return AccumulatingScan()
-        made, read = makers(eqns), read_by(eqns, [part for _, part in results])
-        consts = {v: self.joined.get(outer, outer) for v, outer in self.invariant_of.items() if v in read}
+        made, read = makers(eqns), read_by(eqns, [own for _, own in results])
+        consts = {v: self.joined.get(outer, outer) for v, outer in self.split.invariant_of.items() if v in read}
         self.joins = {v: outer for outer, v in self.joined.items() if v in consts.values()}
         received = [v for v in read if v in self.tasks.made_at and v not in made]
         for var in (*(v for v in self.piece_of if v in read), *received):
             self.stacks[var] = new_var(stack_type(var.aval, self.split.count))
         self.sent = self.read_elsewhere(eqns)
-        return accumulating_scan(
-            self.split.count, self.split.loop.invars[0], eqns, consts, self.stacks, results, self.sent
-        )
+        return accumulating_scan(self.split.count, self.split.number, eqns, consts, self.stacks, results, self.sent)
 
     def read_elsewhere(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """Values of the loop made here that other stages read, in order."""

@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr
+from autopar._jax import Atom, JaxprEqn, Literal, Var, make_jaxpr
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
-from autopar.ir.split.microbatch import Result
+from autopar.ir.split.accumulate import Joined
 
 
 def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:
@@ -56,7 +56,7 @@ class _Builder:
     def __init__(self, tasks: Tasks, program: StageProgram):
         self.tasks, self.stage, self.program = tasks, program.stage, program
         self.arguments = list(program.arguments.values())
-        self.sums, self.rows = program.scan.sums, program.scan.rows
+        self.joined = program.scan.joined
 
     def task(
         self, kind: TaskKind, number: int, inputs: Sequence[Slot], outputs: Sequence[Slot], eqns: Sequence[JaxprEqn]
@@ -78,9 +78,7 @@ class _Builder:
         read = read_by(eqns, [s.var for s in outputs])
         inputs = [Slot("argument", v, v) for v in self.arguments if v in read]
         task = self.task("init", 0, inputs, outputs, eqns)
-        begun = [_sum(s.result, s.before) for s in self.sums]
-        begun += [_rows(r.result, None) for r in self.rows]
-        return dataclasses.replace(task, outputs=(*outputs, *begun))
+        return dataclasses.replace(task, outputs=(*outputs, *(_slot(each, each.before) for each in self.joined)))
 
     def loop(self) -> Iterator[Task]:
         """The tasks that are run once per microbatch."""
@@ -94,31 +92,30 @@ class _Builder:
             ("W", behind.weight, ()),
         )
         for kind, eqns, waiting in passes:
-            sums = [s for s in self.sums if self.kind_of(s.part) == kind]
-            rows = [r for r in self.rows if self.kind_of(r.part) == kind]
-            if eqns or sums or rows:
-                whole = _beside_makers(eqns, [s.eqns for s in sums])
+            own = [each for each in self.joined if self.kind_of(each.contribution) == kind]
+            if eqns or own:
+                whole = _beside_makers(eqns, [each.eqns for each in own])
                 read_later = dict.fromkeys((*self.program.sent, *waiting))
                 outputs = [Slot("loop", v, v) for v in read_later if tasks.made_at.get(v) == (kind, stage)]
                 outputs += passed.values() if kind == "B" else ()
-                inputs = self.loop_inputs(whole, [r.part for r in rows], passed if kind == "W" else {})
+                rows = [each.after for each in own if each.before is None]
+                inputs = self.loop_inputs(whole, rows, passed if kind == "W" else {})
                 # Results take the memory of the first operand of their type: another order would cost copies.
-                place = {slot.var: at for at, slot in enumerate(inputs)}
-                outputs += [_sum(s.result, s.after) for s in sorted(sums, key=lambda s: place.get(s.before, -1))]
-                outputs += [_rows(r.result, r.part) for r in rows]
+                place = {slot.var: at for at, slot in enumerate(inputs)} | {None: len(inputs)}
+                own.sort(key=lambda each: place.get(each.before, -1))
+                outputs += [_slot(each, each.after) for each in own]
                 yield self.task(kind, 0, inputs, outputs, whole)
 
-    def kind_of(self, part: Any) -> str:
-        """The task that makes a microbatch's part of a result."""
-        return "F" if isinstance(part, Literal) else self.tasks.made_at.get(part, ("F", self.stage))[0]
+    def kind_of(self, value: Atom) -> str:
+        """The task that makes a value of a microbatch."""
+        return "F" if isinstance(value, Literal) else self.tasks.made_at.get(value, ("F", self.stage))[0]
 
     def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any], passed: Mapping[Var, Slot]) -> list[Slot]:
         made, read = makers(eqns), read_by(eqns, results)
         split = self.tasks.split
-        number, *rest = split.loop.invars
-        known = {number: Slot("number", number, number)}
-        known |= {v: Slot("const" if k < len(split.invariants) else "piece", v, v) for k, v in enumerate(rest)}
-        known |= {s.before: _sum(s.result, s.before) for s in self.sums}
+        known = {split.number: Slot("number", split.number, split.number)}
+        known |= {v: Slot("const", v, v) for v in split.invariant_of} | {v: Slot("piece", v, v) for v in split.piece_of}
+        known |= {each.before: _slot(each, each.before) for each in self.joined if each.before is not None}
         known |= passed
         return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
 
@@ -141,8 +138,7 @@ class _Builder:
     def behind_the_loop(self) -> dict[Var, Slot]:
         """What is there when the loop, or its first half, has run."""
         known = {v: Slot("argument", v, v) for v in self.arguments}
-        known |= {s.total: _sum(s.result, s.total) for s in self.sums}
-        return known | {r.stack: _rows(r.result, r.stack) for r in self.rows}
+        return known | {each.total: _slot(each, each.total) for each in self.joined}
 
     def updates(self) -> Iterator[Task]:
         rounds, known = self.program.rounds, self.behind_the_loop()
@@ -168,9 +164,6 @@ def _beside_makers(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]
     return [*behind.get(-1, ()), *(e for k, eqn in enumerate(eqns) for e in (eqn, *behind.get(k, ())))]
 
 
-def _sum(result: Result, var: Any) -> Slot:
-    return Slot("sum", result.var, var, result.placement)
-
-
-def _rows(result: Result, var: Any) -> Slot:
-    return Slot("rows", result.var, var, result.placement)
+def _slot(joined: Joined, var: Atom | None) -> Slot:
+    """The result that a task begins or adds to, as it has it."""
+    return Slot("rows" if joined.before is None else "sum", joined.result.var, var, joined.result.placement)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,38 +125,15 @@ def make_tasks(
         aliases: Result of the step -> argument whose new value it is.
     """
     num_stages = len(borders)
-    stage_of = [max(s for s, first in enumerate(borders) if first <= k) for k in range(chain.num_segments)]
-    eqns = chain.loop.eqns
-    own: dict[tuple[str, int], list[JaxprEqn]] = {(kind, s): [] for kind in "FB" for s in range(num_stages)}
-    made_at: dict[Var, tuple[str, int]] = {}
-    light: dict[Var, JaxprEqn] = {}
-    for eqn, segment, is_behind in zip(eqns, chain.segment, chain.backward, strict=True):
-        if segment < 0:
-            light.update(dict.fromkeys(eqn.outvars, eqn))
-            continue
-        at = ("B" if is_behind else "F", stage_of[segment])
-        own[at].append(eqn)
-        made_at.update(dict.fromkeys(eqn.outvars, at))
-    position = {eqn: k for k, eqn in enumerate(eqns)}
-    results = variables(chain.loop.outvars)
-    light_eqns = [eqn for eqn in eqns if any(light.get(var) is eqn for var in eqn.outvars)]
-    light_results = [a for a in results if a in light]
-    made_at.update(dict.fromkeys(light_results, ("F", 0)))
+    own, light = _by_stage(chain, borders)
+    made_at = {var: at for at, eqns in own.items() for eqn in eqns for var in eqn.outvars}
+    light_results = [a for a in variables(chain.loop.outvars) if a in light]
+    made_at |= dict.fromkeys(light_results, ("F", 0))
+    position = {eqn: k for k, eqn in enumerate(chain.loop.eqns)}
     forward = [with_makers(own["F", s], light_results if s == 0 else (), light, position) for s in range(num_stages)]
-    free = {*light, *chain.loop.invars}
-    pieces = chain.loop.invars[1 + len(split.invariants) :]
-    passes = []
-    halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] = {}
-    for s in range(num_stages):
-        made = makers(own["F", s])
-        received = {var for var in read_by(own["F", s]) if var in made_at and var not in made}
-        at_once: list[JaxprEqn] = own["B", s]
-        later: list[JaxprEqn] = []
-        if split_backward != "nowhere":
-            in_halves = halves if split_backward == "everywhere" else None
-            at_once, later = _waited_for(own["B", s], s, own, num_stages, in_halves)
-            made_at |= dict.fromkeys(makers(at_once), ("B", s)) | dict.fromkeys(makers(later), ("W", s))
-        passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free, pieces))
+    passes, halves = _passes(split, own, light, made_at, split_backward, num_stages)
+    for s, each in enumerate(passes):
+        made_at |= dict.fromkeys(makers(each.at_once), ("B", s)) | dict.fromkeys(makers(each.later), ("W", s))
     split = _in_halves(split, halves)
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
@@ -178,10 +155,51 @@ def make_tasks(
     )
 
 
+_Own = Mapping[tuple[str, int], Sequence[JaxprEqn]]
+"""Equations of the loop by kind (`"F"`, `"B"`) and stage, in order."""
+
+
+def _by_stage(chain: Chain, borders: Sequence[int]) -> tuple[_Own, dict[Var, JaxprEqn]]:
+    """The equations of the loop where their segments are; and the light ones by what they make, which run anywhere."""
+    num_stages = len(borders)
+    stage_of = [max(s for s, first in enumerate(borders) if first <= k) for k in range(chain.num_segments)]
+    own: dict[tuple[str, int], list[JaxprEqn]] = {(kind, s): [] for kind in "FB" for s in range(num_stages)}
+    light: dict[Var, JaxprEqn] = {}
+    for eqn, segment, is_behind in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
+        if segment < 0:
+            light.update(dict.fromkeys(eqn.outvars, eqn))
+        else:
+            own["B" if is_behind else "F", stage_of[segment]].append(eqn)
+    return own, light
+
+
+def _passes(
+    split: Microbatches,
+    own: _Own,
+    light: Mapping[Var, JaxprEqn],
+    made_at: Collection[Var],
+    split_backward: BackwardSplit,
+    num_stages: int,
+) -> tuple[list[Passes], dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]]]:
+    """The passes of each stage; and the scans of which these have the halves, with them."""
+    light_eqns, free = list(dict.fromkeys(light.values())), {*light, *split.loop.invars}
+    halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] = {}
+    found = []
+    for s in range(num_stages):
+        made = makers(own["F", s])
+        received = {var for var in read_by(own["F", s]) if var in made_at and var not in made}
+        at_once, later = list(own["B", s]), list[JaxprEqn]()
+        if split_backward != "nowhere":
+            in_halves = halves if split_backward == "everywhere" else None
+            at_once, later = _waited_for(own["B", s], s, own, num_stages, in_halves)
+        found.append(Passes(own["F", s], at_once, later, received, light_eqns, free, list(split.piece_of)))
+    return found, halves
+
+
 def _waited_for(
     eqns: Sequence[JaxprEqn],
     stage: int,
-    own: Mapping[tuple[str, int], Sequence[JaxprEqn]],
+    own: _Own,
     num_stages: int,
     halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] | None,
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:

@@ -2,8 +2,8 @@
 
 In:     a problem, an answer on a mesh some of whose axes are one axis on another mesh of fewer axes.
 Out:    `Solution`: no worse than that answer; nothing is proved.
-Method: what every decision does on one axis is held, and on the others chosen anew, as on a mesh of two axes; then another
-        axis is held, until none is worth it. Tables are k x k times smaller than those of all choices at once: block
+Method: what every decision does on one axis is fixed, and on the others chosen anew, as on a mesh of two axes; then another
+        axis is fixed, until none is worth it. Tables are k x k times smaller than those of all choices at once: block
         coordinate descent (Bertsekas, "Nonlinear Programming", sec. 2.7), whose blocks are solved as any problem is.
 """
 
@@ -93,7 +93,7 @@ def descend(
     start: Sequence[int],
     does: Behaviours,
 ) -> Solution:
-    """Hold one axis after the other, and choose the rest anew.
+    """Fix one axis after the other, and choose the rest anew.
 
     Args:
         problem: Costs, without rows.
@@ -107,19 +107,19 @@ def descend(
     limit = time_limit(seconds)
     floor = sum(float(cost.min()) for cost in problem.costs)
     best = Solution(tuple(start), problem.cost(start), floor, "feasible", "two axes at a time")
-    held = failed = 0
+    fixed = failed = 0
     while failed < len(does) and not limit.is_spent:
         before = best.objective
-        masks = [numbers == numbers[choice] for numbers, choice in zip(does[held], best.choices, strict=True)]
+        masks = [numbers == numbers[choice] for numbers, choice in zip(does[fixed], best.choices, strict=True)]
         block = Problem(
             [np.where(mask, cost, np.inf) for mask, cost in zip(masks, problem.costs, strict=True)], problem.edges
         )
         answer = solve(block, solver, limit, max(gap, TUNING.large_gap), start=best.choices)
         if answer.choices and answer.objective < before:
             best = Solution(answer.choices, answer.objective, floor, "feasible", best.solver)
-        # What was just solved gives no more until another axis was held.
+        # What was just solved gives no more until another axis was fixed.
         failed = 1 if best.objective < before * (1 - TUNING.axis_gain) else failed + 1
-        held = (held + 1) % len(does)
+        fixed = (fixed + 1) % len(does)
     if not np.isfinite(best.objective):
         return Solution((), np.inf, np.inf, "infeasible", best.solver)
     return best if best.objective < known else dataclasses.replace(best, status="beaten")

@@ -38,7 +38,7 @@ def lower(jaxpr: Jaxpr, graph: Graph, choices: Sequence[int]) -> Body:
     return run_passes(LOWER, Lowered(jaxpr, graph, choices, inputs, outputs), check_lowered).body
 
 
-def lower_part(
+def lower_task(
     jaxpr: Jaxpr,
     graph: Graph,
     choices: Sequence[int],
@@ -46,7 +46,7 @@ def lower_part(
     outputs: Sequence[Sharding],
     gates: Mapping[JaxprEqn, Sequence[Var]] | None = None,
 ) -> Body:
-    """The sharded program of a part of a graph's program.
+    """The sharded program of a task: of some equations of a graph's program.
 
     Args:
         jaxpr: Some of its equations; the invars may be any of its variables.
@@ -56,13 +56,13 @@ def lower_part(
         outputs: The sharding in which each outvar leaves.
         gates: Equations from which on the readers of some values wait for another: that one first.
     """
-    given = Lowered(jaxpr, graph, choices, inputs, outputs, gates or {}, is_part=True)
+    given = Lowered(jaxpr, graph, choices, inputs, outputs, gates or {}, is_task=True)
     return run_passes(LOWER, given, check_lowered).body
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
-    """A program on its way to a sharded one; attributes as of `lower_part`, and the body as far as it is."""
+    """A program on its way to a sharded one; attributes as of `lower_task`, and the body as far as it is."""
 
     jaxpr: Jaxpr
     graph: Graph
@@ -70,7 +70,7 @@ class Lowered:
     inputs: Sequence[Sharding]
     outputs: Sequence[Sharding]
     gates: Mapping[JaxprEqn, Sequence[Var]] = field(default_factory=dict)
-    is_part: bool = False
+    is_task: bool = False
     body: Body = Body((), (), ())
 
 
@@ -81,7 +81,7 @@ def check_lowered(lowered: Lowered) -> None:
 
 def _convert(given: Lowered) -> Lowered:
     lowering = _Lowering(given.graph, given.choices, given.gates)
-    if given.is_part:
+    if given.is_task:
         lowering.arrived.update(zip(given.jaxpr.invars, given.inputs, strict=True))
     return dataclasses.replace(given, body=lowering.body(given.jaxpr, given.inputs, given.outputs))
 

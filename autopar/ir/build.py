@@ -21,8 +21,10 @@ from autopar._jax import (
     SourceInfo,
     Var,
     make_jaxpr,
+    new_eqn,
     new_var,
     open_jaxpr,
+    primitives,
     replace_eqn,
     trace,
 )
@@ -54,6 +56,11 @@ class Equations(list[JaxprEqn]):
         """A function of ours that is one operation, which makes this variable."""
         self.call(function, operands, source)
         self[-1] = replace_eqn(self[-1], outvars=[var])
+        return self[-1]
+
+    def name(self, var: Var, atom: Atom, source: SourceInfo | None = None) -> JaxprEqn:
+        """A copy, which makes this variable of what was made under another name; flattening drops it."""
+        self.append(new_eqn(primitives.copy_p, [atom], [var], {}, source_info=source))
         return self[-1]
 
     def inline(self, jaxpr: Jaxpr, operands: Sequence[Atom], source: SourceInfo | None = None) -> list[Atom]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.entry import DamageError, Entry, made, plain, read_versioned, write_whole
+from autopar.entry import DamageError, Entry, plain, read_versioned, reader_of, write_whole
 from autopar.errors import AutoparError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
@@ -211,24 +211,24 @@ def _device(entry: Entry) -> Device:
 def _measured(entry: Entry) -> Measured:
     if not entry["seconds"].number():
         raise entry["seconds"].wrong("more than 0")
-    return made(Measured)(entry)
+    return reader_of(Measured)(entry)
 
 
-_link_of = made(Link, later=("torus",), infinite=("bytes_per_second",), groups=_parts, torus=_parts)
-_achieved = made(
+_link_of = reader_of(Link, later=("torus",), infinite=("bytes_per_second",), groups=_parts, torus=_parts)
+_achieved = reader_of(
     Achieved,
     later=("narrow", "kept_bytes", "passes", "update_passes", "turned"),
     infinite=("fresh_bytes_per_second",),
     tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
 )
-_device_of = made(
+_device_of = reader_of(
     Device,
     later=_OF_HOST,
     infinite=("memory_bytes", "memory_bytes_per_second", *_OF_HOST),
     peak_flops=lambda entry: entry.mapping(Entry.number),
     achieved=_achieved,
 )
-_profile = made(
+_profile = reader_of(
     MachineProfile,
     num_devices=lambda entry: entry.count(1),
     device=_device,

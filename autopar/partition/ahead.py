@@ -89,7 +89,7 @@ class Ahead:
         """
         instruction = self.body.instructions[position]
         if isinstance(instruction, Gate):
-            latest, held = instruction.earlier, list(instruction.copies)
+            latest, delayed = instruction.earlier, list(instruction.copies)
         else:
             read = [copy for copy in dict.fromkeys(copies_read(instruction)) if not on_host(copy[0].aval)]
             if all(self.made_at[copy] < 0 for copy in read):
@@ -97,11 +97,11 @@ class Ahead:
             latest = max(read, key=lambda copy: self.made_at[copy])
             others = [copy for copy in read if copy != latest]
             alike = [copy for copy in others if copy[0].aval.shape == latest[0].aval.shape]
-            held = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
-            held = [copy for copy in held if self.num_bytes(copy) >= TUNING.again_bytes]
+            delayed = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
+            delayed = [copy for copy in delayed if self.num_bytes(copy) >= TUNING.again_bytes]
         before = [k for k in self.waits if k < position]
-        first = self.done_before(position, before[-1] if before else 0, TUNING.again_bytes) if held else []
-        return held, [latest, *(copy for copy, _ in first)]
+        first = self.done_before(position, before[-1] if before else 0, TUNING.again_bytes) if delayed else []
+        return delayed, [latest, *(copy for copy, _ in first)]
 
     def _of_large(self) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
         """Where one of the body's largest arrays is made, the small copy that is read there and what this waits for."""

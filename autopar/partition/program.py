@@ -56,11 +56,11 @@ def run_body(
     for position, instruction in enumerate(body.instructions):
         loud = waits and communicates(instruction)
         if waits_at(instruction):
-            held, awaited = ahead.of_again(position)
+            delayed, awaited = ahead.of_again(position)
             copies.update(
                 {
                     copy: after(copies[copy], *map(lax.optimization_barrier, (copies[c] for c in awaited)))
-                    for copy in held
+                    for copy in delayed
                 }
             )
         if position in ahead.of_large:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 from autopar.inter_op.stage_plan import TaskPlan
-from autopar.intra_op.sharded import calls_host
+from autopar.intra_op.sharded import Body, calls_host
 from autopar.ir.split.accumulate import first_value
 from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.partition.host_calls import Bind, Watch, bind_here, watched
@@ -81,41 +81,17 @@ def device_program(
         platform: Of the devices; None: `places` has them.
         bind: As of `watched`.
     """
-    rows = plan.written_rows
-    inputs = [value.type.array for value in (*plan.inputs, *rows)]
+    inputs = [value.type.array for value in (*plan.inputs, *plan.written_rows)]
     outputs = [value.type.array for value in plan.outputs]
-    axis_sizes = dict(places.shape)
-    runs_on = platform or places.devices.flat[0].platform
-    number_at = next((k for k, b in enumerate(plan.inputs) if b.kind == "number"), None)
-    needs_number = plan.needs_number
-    num_body = len(plan.body.outputs)
-
-    def local(*arrays: jax.Array) -> list[jax.Array]:
-        number = arrays[-1] if needs_number else arrays[number_at] if number_at is not None else None
-        operands = []
-        for value, array in zip(plan.inputs, arrays, strict=False):
-            array = array[0] if value.type.is_vector else array
-            if value.kind == "piece":
-                array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
-            operands.append(array)
-        body = plan.body if watch is None else watched(plan.body, watch, plan.task.name, number, bind)
-        made = run_body(body, operands, axis_sizes, runs_on)
-        stacks = iter(arrays[len(plan.inputs) :])
-        results = []
-        for value, array in zip(plan.outputs[:num_body], made, strict=True):
-            if value.kind == "rows":
-                array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(value.type.dtype), number, 0)
-            results.append(array[None] if value.type.is_vector else array)
-        for value, begun in zip(plan.outputs[num_body:], outputs[num_body:], strict=True):
-            assert value.placement is not None, "only sums and rows begin empty"
-            shape = begun.sharding.local_shape(begun.shape, mesh)
-            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), value.placement))
-        return results
-
-    if needs_number:
+    if plan.needs_number:
         inputs.append(ArrayType((), np.dtype(np.int32), Sharding(()), mesh))
+    runs_on = platform or places.devices.flat[0].platform
+
+    def body(number: jax.Array | None) -> Body:
+        return plan.body if watch is None else watched(plan.body, watch, plan.task.name, number, bind)
+
     sharded = jax.shard_map(
-        local,
+        lambda *arrays: _on_device(plan, mesh, body, runs_on, arrays),
         mesh=places,
         in_specs=tuple(kind.sharding.partition_spec() for kind in inputs),
         out_specs=[kind.sharding.partition_spec() for kind in outputs],
@@ -129,6 +105,39 @@ def device_program(
     donated = tuple(k in overwritten for k in range(len(inputs)))
     options = tuple(overlap_options(plan.body, mesh).items())
     return DeviceProgram(plan.task.name, program, tuple(inputs), (*outputs, *ends), donated, bool(ends), options)
+
+
+def _on_device(
+    plan: TaskPlan,
+    mesh: LogicalMesh,
+    body: Callable[[jax.Array | None], Body],
+    platform: str,
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """What one device does of a task: of its parts of the operands its parts of the results.
+
+    `body`: what the task is, given the number of the microbatch, or None where it has none.
+    """
+    number_at = next((k for k, value in enumerate(plan.inputs) if value.kind == "number"), None)
+    number = arrays[-1] if plan.needs_number else arrays[number_at] if number_at is not None else None
+    operands = []
+    for value, array in zip(plan.inputs, arrays, strict=False):
+        array = array[0] if value.type.is_vector else array
+        if value.kind == "piece":
+            array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+        operands.append(array)
+    made = run_body(body(number), operands, mesh.axis_sizes, platform)
+    stacks, results = iter(arrays[len(plan.inputs) :]), list[jax.Array]()
+    for value, array in zip(plan.outputs, made, strict=False):
+        if value.kind == "rows":
+            array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(value.type.dtype), number, 0)
+        results.append(array[None] if value.type.is_vector else array)
+    for value in plan.outputs[len(made) :]:
+        assert value.placement is not None, "only sums and rows begin empty"
+        begun = value.type.array
+        shape = begun.sharding.local_shape(begun.shape, mesh)
+        results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), value.placement))
+    return results
 
 
 def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:

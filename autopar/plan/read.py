@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import jax
 
-from autopar.entry import LARGEST, Entry, made
+from autopar.entry import LARGEST, Entry, reader_of
 from autopar.errors import AutoparError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
@@ -95,10 +95,10 @@ def _mesh_of(entry: Entry, stages: tuple[Stage, ...]) -> LogicalMesh:
 
 def _instructions(bounds: _Bounds) -> Callable[[Entry], Instruction]:
     known: dict[str, Callable[[Entry], Instruction]] = {
-        INSTRUCTIONS[Run]: made(Run, stage=bounds.stage, microbatch=bounds.microbatch),
-        INSTRUCTIONS[Send]: made(Send, peer=bounds.mesh),
-        INSTRUCTIONS[Recv]: made(Recv, peer=bounds.mesh),
-        INSTRUCTIONS[Free]: made(Free),
+        INSTRUCTIONS[Run]: reader_of(Run, stage=bounds.stage, microbatch=bounds.microbatch),
+        INSTRUCTIONS[Send]: reader_of(Send, peer=bounds.mesh),
+        INSTRUCTIONS[Recv]: reader_of(Recv, peer=bounds.mesh),
+        INSTRUCTIONS[Free]: reader_of(Free),
     }
     return lambda entry: known[entry["do"].one_of(tuple(known))](entry)
 
@@ -110,14 +110,14 @@ def _events(entry: Entry, bounds: _Bounds) -> Timeline:
             raise entry["end"].wrong("a time after its start")
         return found
 
-    read = made(Event, stage=bounds.stage, microbatch=bounds.microbatch, mesh=bounds.mesh)
+    read = reader_of(Event, stage=bounds.stage, microbatch=bounds.microbatch, mesh=bounds.mesh)
     return Timeline(entry.items(event))
 
 
 def _profile(entry: Entry, bounds: _Bounds) -> Profile:
-    work = made(Work, stage=bounds.stage)
-    memory = made(Memory, mesh=bounds.mesh, curve=_curve)
-    crossing = made(Crossing, source=bounds.stage, target=bounds.stage, messages=lambda e: e.count(1))
+    work = reader_of(Work, stage=bounds.stage)
+    memory = reader_of(Memory, mesh=bounds.mesh, curve=_curve)
+    crossing = reader_of(Crossing, source=bounds.stage, target=bounds.stage, messages=lambda e: e.count(1))
     return Profile(entry["work"].items(work), entry["memory"].items(memory), entry["crossings"].items(crossing))
 
 
@@ -169,7 +169,7 @@ def _link(entry: Entry) -> Link:
     return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2), torus=torus)
 
 
-_recomputed = made(Recomputed, infinite=("level",))
+_recomputed = reader_of(Recomputed, infinite=("level",))
 
 
 def _value(entry: Entry, mesh: LogicalMesh) -> Value:
@@ -181,7 +181,7 @@ def _value(entry: Entry, mesh: LogicalMesh) -> Value:
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
         raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
     later = ("on_host",)  # files of before there was a choice
-    return made(Value, known={"shape": shape, "sharding": sharding}, later=later, role=_role, dtype=_dtype)(entry)
+    return reader_of(Value, known={"shape": shape, "sharding": sharding}, later=later, role=_role, dtype=_dtype)(entry)
 
 
 def _role(entry: Entry) -> ValueRole:
@@ -207,10 +207,10 @@ def _axes(entry: Entry, mesh: LogicalMesh) -> tuple[str, ...]:
 def _cost(entry: Entry, stages: tuple[Stage, ...]) -> Cost:
     def collective(entry: Entry) -> Collective:
         mesh = _mesh_of(entry, stages)
-        return made(Collective, axes=lambda e: _axes(e, mesh))(entry)
+        return reader_of(Collective, axes=lambda e: _axes(e, mesh))(entry)
 
     collectives = entry["collectives"].items(collective)
-    read = made(
+    read = reader_of(
         Cost,
         known={"collectives": collectives, "search": Search()},
         later=("host_bytes",),  # files of before it was counted

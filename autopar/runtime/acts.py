@@ -17,9 +17,9 @@ from autopar.runtime.failure import CallbacksRaised
 from autopar.runtime.nans import check_results
 from autopar.streams.instructions import BufferId, Free, Instruction, Recv, Run, Send
 
-Held: TypeAlias = dict[BufferId, Any]
+Live: TypeAlias = dict[BufferId, Any]
 """The buffers of a step that exist."""
-Act: TypeAlias = Callable[[int, Held], None]
+Act: TypeAlias = Callable[[int, Live], None]
 """Carries out one instruction of a step of this number on its buffers."""
 SendTo: TypeAlias = Callable[[int, Sequence[jax.Array]], None]
 """Begins to send values in a step; they may be let go of after."""
@@ -46,23 +46,23 @@ def act(
             executable = programs[program]
             made = (*outputs, end_of(at)) if program in watched else outputs
 
-            def run(step: int, held: Held) -> None:
-                results = executable(*[held[b] for b in inputs])
+            def run(step: int, live: Live) -> None:
+                results = executable(*[live[b] for b in inputs])
                 check_results(results)
-                held.update(zip(made, results, strict=True))
+                live.update(zip(made, results, strict=True))
 
             return run
         case Send(sent, _, message):
             send = sends[message]
-            return lambda step, held: send(step, [held[b] for b in sent])
+            return lambda step, live: send(step, [live[b] for b in sent])
         case Recv(received, _, message):
             receive = receives[message]
-            return lambda step, held: held.update(zip(received, receive(step), strict=True))
+            return lambda step, live: live.update(zip(received, receive(step), strict=True))
         case Free(freed):
 
-            def free(step: int, held: Held) -> None:
+            def free(step: int, live: Live) -> None:
                 for b in freed:
-                    held.pop(b, None)
+                    live.pop(b, None)
 
             return free
 
@@ -70,10 +70,10 @@ def act(
 def then_look(call: Act, ends: Sequence[BufferId], watch: Watch) -> Act:
     """The same, after which all of these programs have ended and no callback has raised."""
 
-    def look(step: int, held: Held) -> None:
-        call(step, held)
+    def look(step: int, live: Live) -> None:
+        call(step, live)
         for at in ends:
-            held[at].block_until_ready()
+            live[at].block_until_ready()
         raised = watch.take()
         if raised:
             raise CallbacksRaised(raised)

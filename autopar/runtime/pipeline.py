@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar.errors import StepError
 from autopar.ir.trace.state import Roles
-from autopar.runtime.acts import Act, Held, Receive, SendTo, act, end_of, then_look
+from autopar.runtime.acts import Act, Live, Receive, SendTo, act, end_of, then_look
 from autopar.runtime.compile import Compiled
 from autopar.runtime.failure import (
     CallbacksRaised,
@@ -193,20 +193,20 @@ class Pipeline:
         parts = self._split(arrays)
         return self._carry_out(parts, self._begin(parts), self._acts)
 
-    def _carry_out(self, parts: Sequence[Any], held: Held, acts: Sequence[Act]) -> list[Any]:
+    def _carry_out(self, parts: Sequence[Any], live: Live, acts: Sequence[Act]) -> list[Any]:
         done, step = 0, next(self._steps)
         try:
             for carry_out in acts:
-                carry_out(step, held)
+                carry_out(step, live)
                 done += 1
         except Exception as error:
             for key in [key for key in self._under_way if key[0] == step]:
                 del self._under_way[key]
-            failure, cause = self._failure(error, done, parts, held)
+            failure, cause = self._failure(error, done, parts, live)
             raise failure from cause
         finally:
             let_go(parts, self._is_donated)
-        return self._end(held)
+        return self._end(live)
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
         """Run one step, nothing at the same time as anything else; the timeline is the schedule's with these times.
@@ -216,21 +216,21 @@ class Pipeline:
             DonatedError: The same.
         """
         parts = self._split(arrays)
-        held = self._begin(parts)
-        jax.block_until_ready(list(held.values()))
+        live = self._begin(parts)
+        jax.block_until_ready(list(live.values()))
         seconds: dict[tuple[MeshId, int], float] = {}
         at = dict.fromkeys(self._streams.instructions, 0)
 
-        def timed(carry_out: Act, mesh: MeshId, instruction: Instruction, step: int, held: Held) -> None:
+        def timed(carry_out: Act, mesh: MeshId, instruction: Instruction, step: int, live: Live) -> None:
             started = time.perf_counter()
-            carry_out(step, held)
-            made = [held[b] for b in writes(instruction)]
+            carry_out(step, live)
+            made = [live[b] for b in writes(instruction)]
             jax.block_until_ready(self._under_way[step, instruction.message] if isinstance(instruction, Send) else made)
             seconds[mesh, at[mesh]] = time.perf_counter() - started
             at[mesh] += 1
 
         acts = [functools.partial(timed, own, *place) for place, own in zip(self._order, self._acts, strict=True)]
-        return self._carry_out(parts, held, acts), measured(self._streams, self._stages, seconds)
+        return self._carry_out(parts, live, acts), measured(self._streams, self._stages, seconds)
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:
         """The user's arguments, their stacks in parts."""
@@ -242,7 +242,7 @@ class Pipeline:
                 parts.append(arrays[k])
         return parts
 
-    def _begin(self, parts: Sequence[Any]) -> Held:
+    def _begin(self, parts: Sequence[Any]) -> Live:
         """The buffers that are there when the step begins."""
         given = [parts[k] for k, *_ in self._entries]
         arrays = [
@@ -252,10 +252,10 @@ class Pipeline:
         placed = self._placing.place(given, arrays)
         return self._numbers | {at: array for (_, at, *_), array in zip(self._entries, placed, strict=True)}
 
-    def _end(self, held: Mapping[int, Any]) -> list[Any]:
+    def _end(self, live: Mapping[int, Any]) -> list[Any]:
         """The user's flat results."""
         made = [
-            held[at] if at is not None else jnp.asarray(atom.val, atom.aval.dtype)
+            live[at] if at is not None else jnp.asarray(atom.val, atom.aval.dtype)
             for at, atom in zip(self._streams.results, self._results, strict=True)
         ]
         for k in self._shared:
@@ -266,27 +266,27 @@ class Pipeline:
             for k, positions in enumerate(self._unstacked.outputs)
         ]
 
-    def _failure(self, error: Exception, at: int, parts: Sequence[Any], held: Held) -> tuple[StepError, BaseException]:
+    def _failure(self, error: Exception, at: int, parts: Sequence[Any], live: Live) -> tuple[StepError, BaseException]:
         """What is told of a step that failed at instruction `at`, and the exception that was the cause."""
         first_failed(
-            (None, [held[k]]) for k in sorted(held) if k < 0
+            (None, [live[k]]) for k in sorted(live) if k < 0
         )  # callbacks still running would tell the next step
         raised = [*(error.raised if isinstance(error, CallbacksRaised) else ()), *self._watch.take()]
         lost, results = any(map(is_gone, parts)), None
         if raised:
             place, cause = first_raised(raised, (i for _, i in self._order), self._streams.programs)
             if at == len(self._order) - 1 and all(r.makes_nothing for r in raised):
-                results = self._end(held)
+                results = self._end(live)
         else:
-            programs = ((k, [held[b] for b in (*writes(self._order[k][1]), end_of(k)) if b in held]) for k in range(at))
+            programs = ((k, [live[b] for b in (*writes(self._order[k][1]), end_of(k)) if b in live]) for k in range(at))
             failed = first_failed([(-1, parts), *programs])
             cause = cause_of(error)
-            place = self._place_at(at if failed is None else failed, cause, held)
+            place = self._place_at(at if failed is None else failed, cause, live)
         failure = step_error(self._name, place, cause, lost, results)
-        held.clear()  # the exception's frames would keep all of it in memory
+        live.clear()  # the exception's frames would keep all of it in memory
         return failure, cause
 
-    def _place_at(self, number: int, cause: BaseException, held: Mapping[int, Any]) -> Place:
+    def _place_at(self, number: int, cause: BaseException, live: Mapping[int, Any]) -> Place:
         """Where an instruction works; of a NaN, which operation made it."""
         if number < 0:
             return Place(None, "step", None, "an argument, which the program that was to make it has failed to make")
@@ -295,7 +295,7 @@ class Pipeline:
             return Place(mesh, "step", None, f"`{instruction}`")
         operation = None
         if isinstance(cause, FloatingPointError):
-            plan, arrays = self._streams.programs[instruction.program], [held[b] for b in instruction.inputs]
+            plan, arrays = self._streams.programs[instruction.program], [live[b] for b in instruction.inputs]
             operation = find_nan(plan, arrays, instruction.microbatch)
         return place_in(
             self._streams.programs[instruction.program].task,

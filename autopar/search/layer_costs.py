@@ -26,7 +26,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered
 from autopar.inter_op.residuals import ALL, CHEAP
-from autopar.inter_op.stage import HELD, StageProgram
+from autopar.inter_op.stage import RESIDENT, StageProgram
 from autopar.inter_op.stage_plan import StagePlan, lower_stage, peak_bytes_here
 from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
@@ -48,7 +48,7 @@ class LayerCost:
         work_seconds: Of one microbatch: what shrinks with it.
         fixed_seconds: Of one microbatch: latencies, and operations on no samples, such as adding up gradients.
         once_seconds: Once per step: preparation and update.
-        held_bytes: On one device, all through the step: parameters, optimizer state, sums.
+        resident_bytes: On one device, all through the step: parameters, optimizer state, sums.
         kept_bytes: For each microbatch in flight.
         working_bytes: While it runs.
         exposed_seconds: The part of `work_seconds` in which no kernel runs; beside other layers some of it may be hidden.
@@ -57,7 +57,7 @@ class LayerCost:
     work_seconds: float
     fixed_seconds: float
     once_seconds: float
-    held_bytes: float
+    resident_bytes: float
     kept_bytes: float
     working_bytes: float
     exposed_seconds: float = 0.0
@@ -290,7 +290,7 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
         read = sum(b.num_bytes for b in task.inputs if b.kind == "loop")
         working = max(working, task.working_bytes + max(0, read - kept))
         for border in (*task.inputs, *task.outputs):
-            if border.kind in HELD:
+            if border.kind in RESIDENT:
                 held[border.kind, border.key] = border.num_bytes
         if task.task.is_in_loop:
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)

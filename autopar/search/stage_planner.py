@@ -130,38 +130,17 @@ def pipeline_under(
     """
     options, program, cluster = method.options(), request.program, request.cluster
     schedule = find_schedule(method.schedule)
-    if isinstance(method, PipelineParallel):
-        marked = _marked_stages(program, num_chunks(schedule))
-        num_stages = method.num_stages or (len(method.submeshes) if method.submeshes else marked) or 0
-        if num_stages == 0:
-            raise PipelineError(
-                "how many stages is not said.",
-                given="PipelineParallel() and no autopar.mark_stage in the step",
-                wrong="neither says where to cut.",
-                do="pass num_stages=....",
-                num_stages=0,
-            )
-    else:
-        num_stages = method.pipeline
-    num_stages *= num_chunks(schedule)
-    sizes = _submesh_sizes(method, num_stages // num_chunks(schedule), cluster) * num_chunks(schedule)
-    count = method.num_microbatches or default_microbatches(request, num_stages // num_chunks(schedule))
-    of_stages = [meshes or _meshes(method, cluster, size) for size in sizes]
-    gap = TUNING.hand_gap if isinstance(method, ThreeD) else TUNING.stage_gap
-    terms = Terms(cluster, options, Solved(), gap)
-
-    def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
-        return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
+    chunks = num_chunks(schedule)
+    num_meshes = _num_meshes(method, program, chunks)
+    num_stages, own_sizes = num_meshes * chunks, _submesh_sizes(method, num_meshes, cluster)
+    sizes = own_sizes * chunks
+    count = method.num_microbatches or default_microbatches(request, num_meshes)
 
     def cut_in(parts: int, count: int) -> CutStep:
         how = parts, count, options.microbatch_semantics
         cut = cut_step(program, request.roles, *how, num_devices=cluster.num_devices)
-        check_stage_count(cut, num_stages, num_chunks(schedule))
+        check_stage_count(cut, num_stages, chunks)
         return weigh_segments(cut, min(sizes), cluster.device)
-
-    def plan(cut: CutStep, beat: float) -> PipelinePlan:
-        borders = balanced_borders(cut.chain, num_stages, shares=sizes)
-        return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
     cut, whole = _first_cut(request, partial(cut_in, num_stages), count, method.num_microbatches is None)
@@ -170,12 +149,60 @@ def pipeline_under(
     cut = cut if parts == cut.stacks.count else again(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
+    plan = _planner(request, method, sizes, meshes, report)
     planned = all_lowered(_best_in_memory(request, cut, again, plan, report, beat), cluster)
-    text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
+    text = uneven_text(planned.cut, planned.borders, own_sizes)
     for each in (whole, text, _waits_text(planned)):
         if each:
             warn(f"{program.name}: {each}")
     return planned
+
+
+def _num_meshes(method: PipelineParallel | ThreeD, program: Program, chunks: int) -> int:
+    """On how many meshes the stages are, each with so many chunks, as the method says, or the marks in the step.
+
+    Raises:
+        PipelineError: Neither does, or the marks do not make whole stages.
+    """
+    if isinstance(method, ThreeD):
+        return method.pipeline
+    marked = _marked_stages(program, chunks)
+    found = method.num_stages or len(method.submeshes or ()) or marked
+    if not found:
+        raise PipelineError(
+            "how many stages is not said.",
+            given="PipelineParallel() and no autopar.mark_stage in the step",
+            wrong="neither says where to cut.",
+            do="pass num_stages=....",
+            num_stages=0,
+        )
+    return found
+
+
+def _planner(
+    request: Request,
+    method: PipelineParallel | ThreeD,
+    sizes: Sequence[int],
+    meshes: Sequence[LogicalMesh],
+    report: Report,
+) -> Callable[[CutStep, float], PipelinePlan]:
+    """Plans a cut under the method's schedule, for stages of so many devices each; `meshes` as of `pipeline_under`.
+
+    What it is given beside the cut is `beat`, as of `plan_pipeline`. All cuts share what has been solved.
+    """
+    cluster, schedule = request.cluster, find_schedule(method.schedule)
+    of_stages = [meshes or _meshes(method, cluster, size) for size in sizes]
+    gap = TUNING.hand_gap if isinstance(method, ThreeD) else TUNING.stage_gap
+    terms = Terms(cluster, method.options(), Solved(), gap)
+
+    def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
+        return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
+
+    def plan(cut: CutStep, beat: float) -> PipelinePlan:
+        borders = balanced_borders(cut.chain, len(sizes), shares=sizes)
+        return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
+
+    return plan
 
 
 def _first_cut(request: Request, cut_for: Callable[[int], CutStep], count: int, is_open: bool) -> tuple[CutStep, str]:

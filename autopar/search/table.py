@@ -51,7 +51,7 @@ class _Costs:
     Attributes:
         seconds: Of one microbatch.
         least: If all communication were hidden that could be.
-        held: Bytes on one device, all through the step.
+        resident: Bytes on one device, all through the step.
         kept: For each microbatch in flight.
         working: While it runs.
         plain_kept: What it would keep, and
@@ -63,7 +63,7 @@ class _Costs:
 
     seconds: np.ndarray
     least: np.ndarray
-    held: np.ndarray
+    resident: np.ndarray
     kept: np.ndarray
     working: np.ndarray
     plain_kept: np.ndarray
@@ -83,10 +83,10 @@ def _costs(layers: LayerCosts, count: int, budget: float) -> Iterator[tuple[int,
                     (np.nan,) * 7 if cost is None else _row(cost[level], cost[0], longer, scale, count)
                     for cost, longer in zip(of_layers, stretch, strict=True)
                 ]
-                seconds, least, held, kept, working, plain_kept, plain_working = np.array(rows).T
+                seconds, least, resident, kept, working, plain_kept, plain_working = np.array(rows).T
                 again = what == ALL and len(layers.levels) > 1
                 room = math.inf if layers.is_beyond(size, count) else budget
-                of_mesh = _Costs(seconds, least, held, kept, working, plain_kept, plain_working, again, room)
+                of_mesh = _Costs(seconds, least, resident, kept, working, plain_kept, plain_working, again, room)
                 yield size, level, mesh, of_mesh
 
 
@@ -94,7 +94,7 @@ def _row(cost: LayerCost, plain: LayerCost, longer: float, scale: float, count: 
     """What `_Costs` says of one layer."""
     seconds = cost.work_seconds * longer + cost.fixed_seconds + cost.once_seconds / count
     least = seconds - cost.exposed_seconds * longer
-    bytes_now = cost.held_bytes, cost.kept_bytes * scale, cost.working_bytes * scale
+    bytes_now = cost.resident_bytes, cost.kept_bytes * scale, cost.working_bytes * scale
     return seconds, least, *bytes_now, plain.kept_bytes * scale, plain.working_bytes * scale
 
 
@@ -118,20 +118,20 @@ def _holds(
     def most(values: np.ndarray) -> np.ndarray:
         return np.where(inside, np.nan_to_num(values), 0.0).max(1)
 
-    room = costs.budget - total(costs.held)
+    room = costs.budget - total(costs.resident)
 
     def flight(kept: np.ndarray, working: np.ndarray) -> np.ndarray:
         left = room - working
         some = np.divide(left, kept, out=np.full(len(left), np.inf), where=(kept > 0) & np.isfinite(left))
         return np.where(left < 0, 0, np.minimum(count, np.floor(np.clip(some, 0, count))))
 
-    held = flight(total(costs.kept), most(costs.working))
+    in_flight = flight(total(costs.kept), most(costs.working))
     if costs.again:
         once = total(costs.plain_kept) + most(costs.plain_working)
-        held = np.maximum(held, flight(np.nan_to_num(costs.kept)[first], once))
-    fits &= held >= 1
+        in_flight = np.maximum(in_flight, flight(np.nan_to_num(costs.kept)[first], once))
+    fits &= in_flight >= 1
     seconds, least = (np.where(fits, total(values), np.inf) for values in (costs.seconds, costs.least))
-    return seconds, least, np.where(fits, held, 0)
+    return seconds, least, np.where(fits, in_flight, 0)
 
 
 def kinds_of(layers: LayerCosts, count: int, budget: float) -> Kinds:

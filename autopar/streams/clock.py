@@ -97,16 +97,16 @@ def simulate_streams(
         return sent + len(send.buffers) * achieved.program_seconds(receiving / max(1, len(send.buffers)))
 
     achieved = cluster.device.achieved
-    held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
+    resident: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
     for _, at in streams.arguments:
-        held[streams.buffers[at].mesh].append(at)
+        resident[streams.buffers[at].mesh].append(at)
     return simulate(
         streams.instructions,
         lambda run: streams.programs[run.program].seconds,
         message_seconds,
         buffer_bytes or [b.value.num_bytes for b in streams.buffers],
         lambda run: works_with[run.program],
-        held,
+        resident,
         lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
         watched,
         sharing(stages, first_device, cluster),

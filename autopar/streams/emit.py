@@ -112,7 +112,7 @@ class _Emitter:
         self.tasks, self.stages, self.order = given.tasks, given.stages, given.order
         self.state, self.num_meshes = dict.fromkeys(given.state), len(given.order)
         self.buffers: list[Buffer] = []
-        self.held: dict[tuple[int, str, Any, int], BufferId] = {}
+        self.buffer_of: dict[tuple[int, str, Any, int], BufferId] = {}
         self.streams: dict[MeshId, list[Instruction]] = {mesh: [] for mesh in range(self.num_meshes)}
         self.arguments: dict[tuple[Var, int], BufferId] = {}
         self.pieces: dict[tuple[Var, int], BufferId] = {}
@@ -160,7 +160,7 @@ class _Emitter:
                     self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
                 self.run(plan, microbatch, mesh)
                 for channel in leaving.get((mesh, at), ()):
-                    buffers = tuple(self.held[(plan.task.stage, *name)] for name in wanted[channel])
+                    buffers = tuple(self.buffer_of[(plan.task.stage, *name)] for name in wanted[channel])
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         self.unread_state()
         results, position = self.results(), {var: k for k, var in enumerate(self.tasks.jaxpr.invars)}
@@ -200,14 +200,14 @@ class _Emitter:
         """A new buffer, which holds the value from now on."""
         self.buffers.append(Buffer(value, self.mesh_of(stage), stage, microbatch))
         at = len(self.buffers) - 1
-        self.held[(stage, *self.name(value, microbatch))] = at
+        self.buffer_of[(stage, *self.name(value, microbatch))] = at
         return at
 
     def run(self, task: TaskPlan, microbatch: int, mesh: MeshId) -> None:
         stage = task.task.stage
         inputs = [self.operand(value, stage, microbatch) for value in task.inputs]
         # Rows are written in place: the task reads them too.
-        inputs += [self.held[(stage, *self.name(b, microbatch))] for b in task.written_rows]
+        inputs += [self.buffer_of[(stage, *self.name(b, microbatch))] for b in task.written_rows]
         if task.needs_number:
             inputs.append(self.number(stage, microbatch))
         outputs = [self.new(value, stage, microbatch) for value in task.outputs]
@@ -217,13 +217,13 @@ class _Emitter:
         """The buffer that holds the number of a microbatch."""
         var = self.tasks.split.loop.invars[0]
         key = (stage, "number", var, microbatch)
-        if key not in self.held:
+        if key not in self.buffer_of:
             self.numbers.append(self.new(self.untouched(Slot("number", var, var), stage), stage, microbatch))
-        return self.held[key]
+        return self.buffer_of[key]
 
     def operand(self, value: Placed, stage: int, microbatch: int) -> BufferId:
         key = (stage, *self.name(value, microbatch))
-        if key not in self.held:
+        if key not in self.buffer_of:
             at = self.new(value, stage, key[3])
             match value.kind:
                 case "argument":
@@ -235,7 +235,7 @@ class _Emitter:
                     self.numbers.append(at)
                 case kind:
                     raise AssertionError(f"{kind} {value.key} is read by stage {stage} before it is there")
-        return self.held[key]
+        return self.buffer_of[key]
 
     def send_arguments(self, events: Sequence[Sequence[_Event]]) -> None:
         """State that several stages read is sent from where it lives, one message for each reader."""
@@ -250,9 +250,9 @@ class _Emitter:
         for (source, stage), values in wanted.items():
             sent = []
             for var, value in values.items():
-                if (source, "argument", var, -1) not in self.held:
+                if (source, "argument", var, -1) not in self.buffer_of:
                     self.arguments[var, source] = self.new(self.value_at_home(var, source) or value, source, -1)
-                sent.append(self.held[source, "argument", var, -1])
+                sent.append(self.buffer_of[source, "argument", var, -1])
             self.streams[self.mesh_of(source)].append(Send(tuple(sent), self.mesh_of(stage), self.message))
             received = [self.new(value, stage, -1) for value in values.values()]
             self.streams[self.mesh_of(stage)].append(Recv(tuple(received), self.mesh_of(source), self.message))
@@ -279,7 +279,7 @@ class _Emitter:
             for at in plan.program.aliases.values():
                 var = plan.program.arguments[at]
                 value = self.value_at_home(var, stage)
-                if value is not None and (stage, "argument", var, -1) not in self.held:
+                if value is not None and (stage, "argument", var, -1) not in self.buffer_of:
                     self.arguments[var, stage] = self.new(value, stage, -1)
 
     def results(self) -> tuple[BufferId | None, ...]:
@@ -290,10 +290,10 @@ class _Emitter:
             if hasattr(atom, "val"):
                 found.append(None)
                 continue
-            at = self.held.get((stage, "value", atom, -1))
+            at = self.buffer_of.get((stage, "value", atom, -1))
             if at is None:
                 at = self.arguments.get((atom, stage))
-            if at is None and (stage, "argument", atom, -1) not in self.held:
+            if at is None and (stage, "argument", atom, -1) not in self.buffer_of:
                 # An argument that no one reads is handed back as it came.
                 at = self.new(self.untouched(Slot("argument", atom, atom), stage), stage, -1)
                 self.arguments[atom, stage] = at

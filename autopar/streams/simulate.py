@@ -70,7 +70,7 @@ def simulate(
     message_seconds: Callable[[MeshId, Send], float],
     buffer_bytes: Sequence[int],
     working_bytes: Callable[[Run], int],
-    held: Mapping[MeshId, Sequence[BufferId]] | None = None,
+    resident: Mapping[MeshId, Sequence[BufferId]] | None = None,
     overwritten: Callable[[Run], Sequence[BufferId]] = lambda run: (),
     watched: bool = False,
     speeds: Callable[[Collection[MeshId]], Mapping[MeshId, float]] | None = None,
@@ -83,7 +83,7 @@ def simulate(
         message_seconds: Length of a message of a mesh.
         buffer_bytes: Bytes of each buffer on one device.
         working_bytes: Bytes that a run needs at most, its operands left out and what is written over them.
-        held: Per mesh, buffers that are there when the step begins.
+        resident: Per mesh, buffers that are there when the step begins.
         overwritten: Operands of a run whose memory its results take.
         watched: Whether memory is written down over the whole step, and what it holds at its peak.
         speeds: Of meshes that run at once, how fast each is; None: each always at speed 1.
@@ -91,17 +91,17 @@ def simulate(
     Raises:
         AssertionError: The streams wait for each other.
     """
-    memory = {mesh: _Memory(buffer_bytes, (held or {}).get(mesh, ()), watched) for mesh in streams}
+    memory = {mesh: _Memory(buffer_bytes, (resident or {}).get(mesh, ()), watched) for mesh in streams}
     return _Simulator(streams, run_seconds, message_seconds, working_bytes, overwritten, memory, speeds).simulation()
 
 
 class _Memory:
     """What one mesh holds: bytes on one device, now and at most so far."""
 
-    def __init__(self, num_bytes: Sequence[int], held: Sequence[BufferId], watched: bool):
+    def __init__(self, num_bytes: Sequence[int], resident: Sequence[BufferId], watched: bool):
         self.num_bytes = num_bytes
         self.watch = Watch() if watched else None
-        self.alive = dict.fromkeys(held)
+        self.alive = dict.fromkeys(resident)
         self.now = self.peak = self.sum(self.alive)
         self.sent_until: dict[BufferId, float] = {}
         self.leaving: list[tuple[float, BufferId]] = []

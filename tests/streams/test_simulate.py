@@ -27,7 +27,7 @@ def run(program, inputs=(), outputs=(), microbatch=0, stage=0):
     return Run(program, stage, microbatch, inputs, outputs)
 
 
-def simulated(streams, num_bytes=(), working=0, message=1.0, held=None, overwritten=lambda run: ()):
+def simulated(streams, num_bytes=(), working=0, message=1.0, resident=None, overwritten=lambda run: ()):
     num_buffers = 1 + max(b for s in streams.values() for i in s for b in _all_buffers(i))
     return simulate(
         streams,
@@ -35,7 +35,7 @@ def simulated(streams, num_bytes=(), working=0, message=1.0, held=None, overwrit
         lambda mesh, send: message if isinstance(message, float) else message[send.message],
         num_bytes or [1] * num_buffers,
         lambda run: working if isinstance(working, int) else working[run.program],
-        held,
+        resident,
         overwritten,
     )
 
@@ -121,25 +121,27 @@ def test_bytes_by_hand():
         ]
     }
     num_bytes = [100, 10, 20, 5]
-    assert simulated(streams, num_bytes, held={0: (0,)}).peak_bytes == {0: 130}
-    assert simulated(streams, num_bytes, working={"a": 50}, held={0: (0,)}).peak_bytes == {0: 170}, "third: 120 + 50"
+    assert simulated(streams, num_bytes, resident={0: (0,)}).peak_bytes == {0: 130}
+    assert simulated(streams, num_bytes, working={"a": 50}, resident={0: (0,)}).peak_bytes == {0: 170}, (
+        "third: 120 + 50"
+    )
     assert simulated({0: [run("a", (), (0,))]}, [7]).peak_bytes == {0: 7}
-    assert simulated({0: [], 1: [run("a", (), (0,))]}, [7], held={0: ()}).peak_bytes == {0: 0, 1: 7}
+    assert simulated({0: [], 1: [run("a", (), (0,))]}, [7], resident={0: ()}).peak_bytes == {0: 0, 1: 7}
 
 
 def test_what_is_written_in_place_takes_no_more():
     streams = {0: [run("a", (0,), (1,), 0), Free((0,)), run("a", (1,), (2,), 1), Free((1,)), run("c", (2,), (3,))]}
     num_bytes = [40, 40, 40, 8]
-    assert simulated(streams, num_bytes, held={0: (0,)}).peak_bytes == {0: 80}
+    assert simulated(streams, num_bytes, resident={0: (0,)}).peak_bytes == {0: 80}
 
     def in_place(run):
         return run.inputs if run.program == "a" else ()
 
-    assert simulated(streams, num_bytes, held={0: (0,)}, overwritten=in_place).peak_bytes == {0: 48}
+    assert simulated(streams, num_bytes, resident={0: (0,)}, overwritten=in_place).peak_bytes == {0: 48}
     # The sum is there all through the run, beside what the program works with.
-    found = simulated(streams, num_bytes, {"a": 5, "c": 0}, held={0: (0,)}, overwritten=in_place)
+    found = simulated(streams, num_bytes, {"a": 5, "c": 0}, resident={0: (0,)}, overwritten=in_place)
     assert found.peak_bytes == {0: 48}
-    found = simulated(streams, num_bytes, {"a": 60, "c": 0}, held={0: (0,)}, overwritten=in_place)
+    found = simulated(streams, num_bytes, {"a": 60, "c": 0}, resident={0: (0,)}, overwritten=in_place)
     assert found.peak_bytes == {0: 100}
 
 

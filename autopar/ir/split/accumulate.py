@@ -27,10 +27,8 @@ from autopar._jax import (
     SourceInfo,
     Var,
     make_jaxpr,
-    new_eqn,
     new_source_info,
     new_var,
-    primitives,
     resized,
     shaped,
 )
@@ -46,15 +44,14 @@ from autopar.ir.trace.flatten import flatten
 def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     """A flat program that works through the microbatches of a step in turn, with its inputs and outputs."""
     assert not split.between, "one loop has no place between its forward and its backward passes"
-    count, (number, *inside) = split.count, split.loop.invars
-    consts = dict(zip(inside[: len(split.invariants)], split.invariants, strict=True))
+    count = split.count
     eqns = Equations(split.before)
     stacks = {}
-    for var, whole in zip(inside[len(consts) :], split.pieces, strict=True):
+    for var, whole in split.piece_of.items():
         shape = (count, whole.aval.shape[0] // count, *whole.aval.shape[1:])
         stacks[var] = eqns.call_one(lambda x, shape=shape: jnp.reshape(x, shape), [whole])
     results = list(zip(split.results, split.loop.outvars, strict=True))
-    scan = accumulating_scan(count, number, split.loop.eqns, consts, stacks, results)
+    scan = accumulating_scan(count, split.number, split.loop.eqns, split.invariant_of, stacks, results)
     eqns += [*scan.eqns, *scan.after, *split.after]
     flat, arrays = flatten(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
     assert not arrays, "a flat program has no constants"
@@ -74,58 +71,43 @@ def first_value(aval: Aval | jax.ShapeDtypeStruct, placement: Placement) -> jax.
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def joined(placement: Placement, so_far: jax.Array, part: jax.Array, count: int) -> jax.Array:
+def joined(placement: Placement, so_far: jax.Array, own: jax.Array, count: int) -> jax.Array:
     """The accumulator after one more microbatch.
 
-    `placement`: how parts make the whole.
+    `placement`: how what `count` microbatches have of their `own` makes the whole.
     """
     match placement:
         case Partial("sum"):
-            return so_far + part.astype(so_far.dtype)
+            return so_far + own.astype(so_far.dtype)
         case Partial("max"):
-            return jnp.maximum(so_far, part)
+            return jnp.maximum(so_far, own)
         case Partial():
-            return jnp.minimum(so_far, part)
-        case Replicated("own") if jnp.issubdtype(part.dtype, jnp.inexact):
-            return so_far + part.astype(so_far.dtype) / count
+            return jnp.minimum(so_far, own)
+        case Replicated("own") if jnp.issubdtype(own.dtype, jnp.inexact):
+            return so_far + own.astype(so_far.dtype) / count
         case _:
-            return part
+            return own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Added:
-    """A result of the loop that is added up (or joined otherwise) over the microbatches.
+class Joined:
+    """A result of the loop as the scan makes it: added up over the microbatches (or joined otherwise), or stacked.
 
     Attributes:
         result: Which.
-        part: What a microbatch makes of it.
-        before: The accumulator in the body.
-        eqns: What joins the part to it.
-        after: The accumulator after that.
-        total: The scan's result.
+        contribution: What a microbatch makes of it.
+        total: What the scan makes of all.
+        before: The accumulator in the body; None: contributions are rows of a stack.
+        eqns: What joins a contribution to the accumulator.
+        after: What leaves the body: the accumulator after that, or the rows.
     """
 
     result: Result
-    part: Atom
-    before: Var
+    contribution: Atom
+    total: Var
+    before: Var | None
     eqns: tuple[JaxprEqn, ...]
     after: Atom
-    total: Var
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stacked:
-    """A result of the loop whose rows are stacked.
-
-    Attributes:
-        result: Which.
-        part: The rows that a microbatch makes.
-        stack: The scan's result.
-    """
-
-    result: Result
-    part: Atom
-    stack: Var
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,17 +119,15 @@ class AccumulatingScan:
             stacks; its results: sums, rows, what is sent.
         consts: Variables of the body that are the same for all microbatches, and what they are outside, in order.
         stacked: Variables of the body that are a microbatch's own, in order.
-        sums: Results that are carries, in order.
-        rows: Results that are stacked, in order.
+        joined: Results, in order: first those that are carries, then those that are stacked.
         sent: Stacks of further values of the body, in order.
-        after: Makes the step's own variables of sums and rows.
+        after: Makes the step's own variables of these results.
     """
 
     eqns: tuple[JaxprEqn, ...] = ()
     consts: Mapping[Var, Atom] = field(default_factory=dict)
     stacked: tuple[Var, ...] = ()
-    sums: tuple[Added, ...] = ()
-    rows: tuple[Stacked, ...] = ()
+    joined: tuple[Joined, ...] = ()
     sent: tuple[Var, ...] = ()
     after: tuple[JaxprEqn, ...] = ()
 
@@ -174,44 +154,34 @@ def accumulating_scan(
         results: What comes of the loop, and what one microbatch makes of it.
         sent: Further values of the body to be stacked.
     """
-    before, after = Equations(), Equations()
-    sums, starts = [], []
-    for result, part in results:
+    before, after, made_by = Equations(), Equations(), makers(eqns)
+    sums, starts, rows = list[Joined](), list[Atom](), list[Joined]()
+    for result, own in results:
         if isinstance(result.placement, Split):
+            rows.append(Joined(result, own, new_var(stack_type(own.aval, count)), None, (), own))
             continue
         kind = accumulator_type(result.var.aval, result.placement)
         so_far, total = new_var(shaped(kind)), new_var(shaped(kind))
         adding = Equations()
-        (joint,) = adding.inline(_adding(result.placement, count, so_far.aval, part.aval), [so_far, part])
+        (joint,) = adding.inline(_adding(result.placement, count, so_far.aval, own.aval), [so_far, own])
         starts += before.inline(_beginning(so_far.aval, result.placement), [])
-        sums.append(Added(result, part, so_far, tuple(adding), joint, total))
+        sums.append(Joined(result, own, total, so_far, tuple(adding), joint))
     numbers = before.call_one(lambda: jnp.arange(count, dtype=jnp.int32), [])
-    of_rows = [(result, part) for result, part in results if isinstance(result.placement, Split)]
-    parts = [*(part for _, part in of_rows), *sent]
-    made = [new_var(stack_type(part.aval, count)) for part in parts]
+    stack_of = {var: new_var(stack_type(var.aval, count)) for var in sent}
     bindings = [
         *(Binding("const", outer, (var,), (None,)) for var, outer in consts.items()),
         *(Binding("carry", first, (s.before,), (s.after,), s.total) for first, s in zip(starts, sums, strict=True)),
         *(rows_in(stack, var) for var, stack in {number: numbers, **stacks}.items()),
-        *(rows_out(part, stack) for part, stack in zip(parts, made, strict=True)),
+        *(rows_out(row.after, row.total) for row in rows),
+        *(rows_out(var, stack) for var, stack in stack_of.items()),
     ]
     scan = new_scan(count, bindings, [*eqns, *(eqn for s in sums for eqn in s.eqns)])
-    made_by = makers(eqns)
-    for added in sums:
-        narrow = _narrowing(added.total.aval, added.result.var.aval.dtype)
-        _name(after, narrow, added.total, added.result.var, _line(added.part, made_by))
-    rows = [Stacked(result, part, stack) for (result, part), stack in zip(of_rows, made, strict=False)]
-    for row in rows:
-        in_order = flat_function(_in_order(row.result), row.stack.aval)
-        _name(after, in_order, row.stack, row.result.var, _line(row.part, made_by))
+    for each in (*sums, *rows):
+        line = _line(each.contribution, made_by)
+        (made,) = after.inline(_finish(each), [each.total], line)
+        after.name(each.result.var, made, line)
     return AccumulatingScan(
-        (*before, scan),
-        dict(consts),
-        tuple(stacks),
-        tuple(sums),
-        tuple(rows),
-        tuple(made[len(rows) :]),
-        tuple(after),
+        (*before, scan), dict(consts), tuple(stacks), (*sums, *rows), tuple(stack_of.values()), tuple(after)
     )
 
 
@@ -249,18 +219,19 @@ def _beginning(aval: Aval, placement: Placement) -> Jaxpr:
     return flat_function(partial(first_value, aval, placement))
 
 
+def _finish(joined: Joined) -> Jaxpr:
+    """From what the scan makes to the step's own value: in its type, rows where the samples were."""
+    if joined.before is None:
+        return flat_function(_in_order(joined.result), joined.total.aval)
+    return _narrowing(joined.total.aval, joined.result.var.aval.dtype)
+
+
 @cache
 def _narrowing(total: Aval, dtype: np.dtype) -> Jaxpr:
     return flat_function(partial(jax.lax.convert_element_type, new_dtype=dtype), total)
 
 
-def _line(part: Atom, made_by: Mapping[Var, JaxprEqn]) -> SourceInfo | None:
-    """The user's line that makes a microbatch's part, outside of any pass; None: nothing in the loop makes it."""
-    maker = None if isinstance(part, Literal) else made_by.get(part)
+def _line(value: Atom, made_by: Mapping[Var, JaxprEqn]) -> SourceInfo | None:
+    """The user's line that makes a value of a microbatch, outside of any pass; None: nothing in the loop makes it."""
+    maker = None if isinstance(value, Literal) else made_by.get(value)
     return None if maker is None else new_source_info(maker.source_info.traceback, NameStack())
-
-
-def _name(eqns: Equations, program: Jaxpr, operand: Atom, var: Var, line: SourceInfo | None) -> None:
-    """Write what makes the step's own variable; the copy gives it its name, and flattening drops it."""
-    made = eqns.inline(program, [operand], line)
-    eqns.append(new_eqn(primitives.copy_p, made, [var], {}, source_info=line))

@@ -20,7 +20,7 @@ from autopar._jax import JaxprEqn, Params, bind_eqn
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Dim, Factor, Shard
 from autopar.ir.split.placement import REPLICATED, Placement, Split
-from autopar.ir.split.strategy import AxisStrategy, has_program, part_of, split_along
+from autopar.ir.split.strategy import AxisStrategy, has_program, shard_of, split_along
 
 BLOCK = "block"
 """What stands for a factor where whole blocks are moved."""
@@ -73,7 +73,9 @@ def _made_whole(strategy: AxisStrategy) -> AxisStrategy:
         assert strategy.factor is not None
         number, count = shard.index(strategy.factor), shard.num_shards(strategy.factor)
         wholes = zip(bind_eqn(eqn), strategy.results, strict=True)
-        return [part_of(whole, placement, number, count) for whole, placement in wholes if isinstance(placement, Split)]
+        return [
+            shard_of(whole, placement, number, count) for whole, placement in wholes if isinstance(placement, Split)
+        ]
 
     return dataclasses.replace(strategy, blocks=1, local=local)
 

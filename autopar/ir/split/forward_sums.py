@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import jax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, eval_jaxpr, make_jaxpr, new_eqn, new_var, primitives
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, eval_jaxpr, make_jaxpr, new_var
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, known_as, makers, needed, read_by, reading, variables
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of, rows_in, rows_out
@@ -106,7 +106,7 @@ def _behind(
     results = eqns.call(of_all, [*operands, *sums], source)  # type: ignore[list-item]
     for result, b in zip(results, behind, strict=True):
         if b.result is not None:
-            eqns.append(new_eqn(primitives.copy_p, [result], [b.result], {}, source_info=source))
+            eqns.name(b.result, result, source)
     return eqns
 
 

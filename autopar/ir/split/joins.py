@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import ancestors, inputs_of, makers, reading
 from autopar.ir.source import is_backward
 from autopar.ir.split.placement import Split
@@ -32,19 +33,15 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
     readers = [eqn for eqn in jaxpr.eqns if is_behind(eqn, behind)]
     copies = {a: new_var(a.aval) for eqn in readers for a in inputs_of(eqn) if a in forward}
     inputs = {var: None for var in jaxpr.invars if var in copies}
-    eqns: list[JaxprEqn] = []
-    joins: list[JaxprEqn] = []
+    eqns, joins = Equations(), list[JaxprEqn]()
     for eqn in jaxpr.eqns:
-        read: list[Var] = []
         if is_behind(eqn, behind):
-            read = [a for a in inputs_of(eqn) if a in inputs]
-            inputs = {var: None for var in inputs if var not in read}
+            for var in [a for a in dict.fromkeys(inputs_of(eqn)) if a in inputs]:
+                joins.append(eqns.name(copies[var], var))
+                del inputs[var]
             eqn = reading(eqn, copies)
-        early = [new_eqn(primitives.copy_p, [var], [copies[var]], {}) for var in read]
-        made = [var for var in eqn.outvars if var in copies]
-        late = [new_eqn(primitives.copy_p, [v], [copies[v]], {}, source_info=eqn.source_info) for v in made]
-        eqns += [*early, eqn, *late]
-        joins += [*early, *late]
+        eqns.append(eqn)
+        joins += [eqns.name(copies[var], var, eqn.source_info) for var in eqn.outvars if var in copies]
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), joins) if joins else (jaxpr, [])
 
 

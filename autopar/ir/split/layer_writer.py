@@ -22,7 +22,7 @@ from autopar.ir.split.accumulate import joined
 from autopar.ir.split.layer_placements import LayerPlacements
 from autopar.ir.split.layer_rows import part_of_padded, slice_of_part
 from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, share_of
-from autopar.ir.split.strategy import join_parts
+from autopar.ir.split.strategy import join_shards
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 
 
@@ -67,7 +67,7 @@ class LayerWriter:
             case Replicated():
                 return parts[0]
             case Split():
-                return self.eqns.call_one(lambda *xs: join_parts(xs, placement), parts, source)
+                return self.eqns.call_one(lambda *xs: join_shards(xs, placement), parts, source)
             case Partial():
                 so_far = parts[0]
                 for part in parts[1:]:

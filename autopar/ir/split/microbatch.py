@@ -70,9 +70,24 @@ class Microbatches:
     after: tuple[JaxprEqn, ...]
     between: tuple[JaxprEqn, ...] = ()
 
+    @property
+    def number(self) -> Var:
+        """That of the microbatch, as the loop has it."""
+        return self.loop.invars[0]
+
+    @property
+    def invariant_of(self) -> dict[Var, Var]:
+        """What each variable of the loop is in the step, of those that every microbatch reads whole."""
+        return dict(zip(self.loop.invars[1:], self.invariants, strict=False))
+
+    @property
+    def piece_of(self) -> dict[Var, Var]:
+        """The same of those of which a microbatch reads its part."""
+        return dict(zip(self.loop.invars[1 + len(self.invariants) :], self.pieces, strict=True))
+
     def read_outside(self, eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
         """Variables of the step that equations of the loop read, whole or in pieces, in order."""
-        outer_of = dict(zip(self.loop.invars[1:], (*self.invariants, *self.pieces), strict=True))
+        outer_of = self.invariant_of | self.piece_of
         return {outer_of[var]: None for var in read_by(eqns) if var in outer_of}
 
 

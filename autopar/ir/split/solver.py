@@ -161,33 +161,33 @@ class Solver:
             raise StuckError(eqn, b.outer)
         return placement.moved(-b.lead) if isinstance(placement, Split) else placement
 
-    def turns(self, region: Region, held: list[Placement]) -> list[Placement]:
+    def turns(self, region: Region, so_far: list[Placement]) -> list[Placement]:
         """What each binding is outside, after as many turns as it takes until what is carried changes no more."""
         runs = [k for k in range(len(region.bodies)) if region.kind != "while" or k == 1]
         while True:
-            for b, placement in zip(region.bindings, held, strict=True):
+            for b, placement in zip(region.bindings, so_far, strict=True):
                 self.solution.placement_of.update(dict.fromkeys(b.variables, placement))
             made = {k: iter(self.body(region.bodies[k])) for k in runs}
             left = [[next(made[k]) for k in runs if b.inside[k] is not None] for b in region.bindings]
             grown = [
-                self.joined(region, b, p, left_b) for b, p, left_b in zip(region.bindings, held, left, strict=True)
+                self.joined(region, b, p, left_b) for b, p, left_b in zip(region.bindings, so_far, left, strict=True)
             ]
-            settled = all(a == p for b, a, p in zip(region.bindings, grown, held, strict=True) if b.role == "carry")
-            held = grown
+            settled = all(a == p for b, a, p in zip(region.bindings, grown, so_far, strict=True) if b.role == "carry")
+            so_far = grown
             if settled:
                 break
         if region.kind == "while":
             self.check_test(region)
-        return [_leaving(b, placement) for b, placement in zip(region.bindings, held, strict=True)]
+        return [_leaving(b, placement) for b, placement in zip(region.bindings, so_far, strict=True)]
 
-    def joined(self, region: Region, b: Binding, held: Placement, left: Sequence[Placement]) -> Placement:
+    def joined(self, region: Region, b: Binding, so_far: Placement, left: Sequence[Placement]) -> Placement:
         """What a binding is after a turn, from what it was and how bodies left it."""
         if b.role == "ys":  # stacks of the largest are the largest of stacks
-            (held,) = left
-            return held
+            (so_far,) = left
+            return so_far
         for placement, atom in zip(left, b.values, strict=False):
-            held = _join(region.eqn, held, placement, atom)
-        return held
+            so_far = _join(region.eqn, so_far, placement, atom)
+        return so_far
 
     def check_test(self, loop: Region) -> None:
         """All shards go on, or none; unless each sample of a loop ends by itself."""

@@ -84,7 +84,7 @@ class NoPositionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part(Shard):
+class _Place(Shard):
     """Where a shard stands, as a device stands on a mesh: what it has of the factor that is split, in equal units.
 
     Attributes:
@@ -146,7 +146,7 @@ def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, uni
             return bind_eqn(eqn, *operands)
         axes = {strategy.factor: (AXIS,)} if strategy.factor is not None else {}
         axis_sizes = {AXIS: units} if size == 1 else {}
-        return list(local(eqn, _Part(axes, axis_sizes, rule.sizes, first, size, units, strategy.blocks), *operands))
+        return list(local(eqn, _Place(axes, axis_sizes, rule.sizes, first, size, units, strategy.blocks), *operands))
 
     avals = [local_aval(a.aval, want, units, size) for a, want in zip(eqn.invars, strategy.operands, strict=True)]
     return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), *avals)
@@ -166,7 +166,7 @@ def has_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units
 # From one placement to another.
 
 
-def part_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: int, size: int = 1) -> jax.Array:
+def shard_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: int, size: int = 1) -> jax.Array:
     """What of a whole value the shard has that has `size` of so many equal units, from the first on."""
     dim, blocks = placement.dim, placement.blocks
     before, behind, rows = whole.shape[:dim], whole.shape[dim + 1 :], whole.shape[dim] // blocks
@@ -180,7 +180,7 @@ def part_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: i
     return part if blocks == 1 else jnp.reshape(part, (*before, blocks * length, *behind))
 
 
-def join_parts(parts: Sequence[jax.Array], placement: Split) -> jax.Array:
+def join_shards(parts: Sequence[jax.Array], placement: Split) -> jax.Array:
     """The whole value, of all shards in order."""
     dim, blocks = placement.dim, placement.blocks
     if blocks == 1:
@@ -201,7 +201,7 @@ def conversion_program(shape: tuple[int, ...], dtype: np.dtype, want: Placement,
     def program(number: jax.Array, value: jax.Array) -> jax.Array:
         match want:
             case Split():
-                return part_of(value, want, number, count)
+                return shard_of(value, want, number, count)
             case Partial():
                 return jnp.where(number == 0, value, jnp.zeros_like(value))
             case Replicated():

@@ -24,6 +24,7 @@ from autopar._jax import (
     SourceInfo,
     Var,
     copies_to_or_from_host,
+    make_jaxpr,
     new_var,
     replace_eqn,
 )
@@ -33,7 +34,7 @@ from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
 from autopar.ir.split.solution import Solution
-from autopar.ir.split.strategy import conversion_program, part_of, shard_program
+from autopar.ir.split.strategy import conversion_program, shard_of, shard_program
 
 
 class Programs:
@@ -111,7 +112,7 @@ class ShardWriter:
         match want:
             case Split() if isinstance(self.number, Literal):
                 place = int(self.number.val), self.solution.axis.units, self.size
-                return self.eqns.call_one(lambda whole: part_of(whole, want, *place), [local], source)
+                return self.eqns.call_one(lambda whole: shard_of(whole, want, *place), [local], source)
             case Partial() if isinstance(atom, Literal) and atom.val == 0:
                 return local
             case Split() | Partial():
@@ -166,16 +167,16 @@ class ShardWriter:
             ]
             inside = [placement for placement, _ in crossing]
             bodies = [self.body(region, k, inside) for k in range(len(region.bodies))]
-            bindings = region.rebound(operands, [b.inputs for b in bodies], [b.outputs for b in bodies], results)
+            bindings = region.rebound(operands, [b.invars for _, b in bodies], [b.outvars for _, b in bodies], results)
             if isinstance(self.number, Var) and bodies:
-                numbers = tuple(cast(Var, b.writer.number) for b in bodies)
+                numbers = tuple(cast(Var, number) for number, _ in bodies)
                 bindings = [Binding("const", self.number, numbers, (None,) * len(bodies)), *bindings]
-            self.eqns.append(region.rebuild(bindings, [b.writer.eqns for b in bodies]))
+            self.eqns.append(region.rebuild(bindings, [b.eqns for _, b in bodies]))
         for var, (_, placement), atom in zip(eqn.outvars, region.of_results(crossing), results, strict=True):
             self.define(var, placement, atom)
 
-    def body(self, region: Region, k: int, inside: Sequence[Placement]) -> WrittenBody:
-        """A body on shards; the number of the shard enters it, where it is a variable."""
+    def body(self, region: Region, k: int, inside: Sequence[Placement]) -> tuple[Atom, Jaxpr]:
+        """A body on shards, behind the number of the shard, which enters it where it is a variable."""
         body = region.bodies[k]
         number = new_var(self.number.aval) if isinstance(self.number, Var) else self.number
         writer = ShardWriter(self.programs, number, self.size)
@@ -186,7 +187,7 @@ class ShardWriter:
         for eqn in body.eqns:
             writer.equation(eqn)
         outputs = [writer.value(a, want) for a, want in zip(body.outvars, region.leaving(k, inside), strict=True)]
-        return WrittenBody(writer, inputs, outputs)
+        return number, make_jaxpr(inputs, outputs, writer.eqns)
 
     # A scan whose trips are divided among the shards.
 
@@ -228,10 +229,3 @@ def barrier_apart(eqn: JaxprEqn, solution: Solution) -> list[JaxprEqn]:
         replace_eqn(eqn, invars=list(compress(eqn.invars, which)), outvars=list(compress(eqn.outvars, which)))
         for which in (whole, [not is_whole for is_whole in whole])
     ]
-
-
-class WrittenBody:
-    """A body that has been written."""
-
-    def __init__(self, writer: ShardWriter, inputs: Sequence[Var], outputs: Sequence[Atom]):
-        self.writer, self.inputs, self.outputs = writer, inputs, outputs

@@ -16,7 +16,7 @@ from autopar.ir.dataflow import inputs_of
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins
 from autopar.ir.split.placement import SUM, Split
-from autopar.ir.split.strategy import join_parts
+from autopar.ir.split.strategy import join_shards
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, assert_same, full_batch, mlp, sgd, squares, trace_case
 from tests.ir.split.losses import normalized_head_loss
 
@@ -87,7 +87,7 @@ def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> li
             found.append(run_loop(jnp.int32(k), *given, *parts))
         for result, parts in zip(split.results, zip(*found, strict=True), strict=True):
             if isinstance(result.placement, Split):
-                values[result.var] = join_parts(parts, result.placement)
+                values[result.var] = join_shards(parts, result.placement)
             else:
                 assert result.placement == SUM
                 values[result.var] = sum(parts)

@@ -19,8 +19,8 @@ from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Partial, P
 from autopar.ir.split.strategy import (
     AxisStrategy,
     conversion_program,
-    join_parts,
-    part_of,
+    join_shards,
+    shard_of,
     shard_program,
     strategies,
 )
@@ -335,11 +335,11 @@ def test_scale(dtype):
 def test_parts_whose_number_is_known(placement):
     """They are what the program of a counted number makes, and joined they are the whole."""
     value = jnp.arange(32, dtype=jnp.float32).reshape(4, 8)
-    parts = [part_of(value, placement, k, 2) for k in range(2)]
+    parts = [shard_of(value, placement, k, 2) for k in range(2)]
     program = conversion_program((4, 8), value.dtype, placement, 2)
     for k, part in enumerate(parts):
         np.testing.assert_array_equal(part, _run(program, k, value))
-    np.testing.assert_array_equal(join_parts(parts, placement), value)
+    np.testing.assert_array_equal(join_shards(parts, placement), value)
 
 
 def test_type_of_a_shard():

@@ -24,7 +24,7 @@ import numpy as np
 from autopar.errors import WorkerError
 from autopar.mesh import ArrayType, Box
 from autopar.partition.task import DeviceProgram
-from autopar.runtime.acts import Act, Held, act, end_of
+from autopar.runtime.acts import Act, Live, act, end_of
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
@@ -42,7 +42,7 @@ from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 class _Loaded:
     share: Share
     acts: list[Act]
-    numbers: Held
+    numbers: Live
     place: list[Callable[[Sequence[np.ndarray]], jax.Array]]
     boxes: list[list[Box]]
     calls: HostCalls
@@ -53,7 +53,7 @@ class _Step:
     """A step that is being carried out; `before` is what its arguments were, where it may yet be left."""
 
     call: StepCall
-    held: Held
+    live: Live
     before: dict[Key, jax.Array]
     spans: dict[int, tuple[float, float]]
 
@@ -153,19 +153,19 @@ class Worker(Member):
 
     def _carry_out(self, loaded: _Loaded, step: _Step, start: int, stop: int) -> None:
         """A part of the stream; what callbacks its programs made have ended."""
-        call, held, stream = step.call, step.held, loaded.share.stream
+        call, live, stream = step.call, step.live, loaded.share.stream
         for at in range(start, stop):
             instruction = stream[at]
             self._stand(at, instruction.message if isinstance(instruction, Recv) else None)
             begun = time.perf_counter()
-            loaded.acts[at](call.step, held)
+            loaded.acts[at](call.step, live)
             if call.is_measured:
-                jax.block_until_ready([held[b] for b in writes(instruction)])
+                jax.block_until_ready([live[b] for b in writes(instruction)])
                 step.spans[at] = begun, time.perf_counter()
         for at in range(start, stop) if loaded.calls.of else ():
-            if end_of(at) in held:
+            if end_of(at) in live:
                 self._stand(at)
-                held.pop(end_of(at)).block_until_ready()
+                live.pop(end_of(at)).block_until_ready()
 
     def _report(self, loaded: _Loaded, step: _Step) -> Report | None:
         if not step.call.is_measured and not loaded.calls.of:
@@ -178,43 +178,43 @@ class Worker(Member):
 
     def _end(self, loaded: _Loaded, step: _Step, start: int) -> tuple[list[list[np.ndarray]], Report | None]:
         """The rest of the stream, and what comes of it."""
-        share, call, held = loaded.share, step.call, step.held
+        share, call, live = loaded.share, step.call, step.live
         self._carry_out(loaded, step, start, len(share.stream))
         self._stand(len(share.stream))
         for transport in self._transports():
             transport.flush(lambda: self._stand(len(share.stream)))
         for key, at in zip(call.keep, share.kept, strict=True):
-            self.arrays[key] = held[at]
-        results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
+            self.arrays[key] = live[at]
+        results = [self._parts(live[at], share.types[at], devices) for at, devices in share.fetched]
         for at in share.kept:
-            jax.block_until_ready(held[at])
+            jax.block_until_ready(live[at])
             self._stand(len(share.stream))
         return results, self._report(loaded, step)
 
     def _begin(self, loaded: _Loaded, call: StepCall) -> _Step:
         self._mailbox.came.clear()
-        held = dict(loaded.numbers)
+        live = dict(loaded.numbers)
         values = iter(call.values)
         for number, ((at, _), key) in enumerate(zip(loaded.share.entries, call.given, strict=True)):
             if key is not None:
-                held[at] = self._array(key)
+                live[at] = self._array(key)
                 continue
             dtype = loaded.share.types[at].dtype
             parts = zip(next(values), loaded.boxes[number], strict=True)
-            held[at] = loaded.place[number]([unpack(data, box_shape(box), dtype) for data, box in parts])
+            live[at] = loaded.place[number]([unpack(data, box_shape(box), dtype) for data, box in parts])
         given = () if loaded.share.pause is None else call.given
         before = {key: self.arrays[key] for key in given if key is not None}
         self.drop(call.dropped)
-        self._part_from_others(loaded.share.entries, held)
-        return _Step(call, held, before, {})
+        self._part_from_others(loaded.share.entries, live)
+        return _Step(call, live, before, {})
 
-    def _part_from_others(self, entries: Sequence[tuple[BufferId, bool]], held: Held) -> None:
+    def _part_from_others(self, entries: Sequence[tuple[BufferId, bool]], live: Live) -> None:
         """What programs take over must be no one else's: state that a step only passes on is one array under two keys."""
-        users = Counter(map(id, self.arrays.values())) + Counter(id(held[at]) for at, _ in entries)
+        users = Counter(map(id, self.arrays.values())) + Counter(id(live[at]) for at, _ in entries)
         for at, taken in entries:
-            if taken and users[id(held[at])] > 1:
-                users[id(held[at])] -= 1
-                held[at] = jnp.array(held[at], copy=True)
+            if taken and users[id(live[at])] > 1:
+                users[id(live[at])] -= 1
+                live[at] = jnp.array(live[at], copy=True)
 
     def _parts(self, array: jax.Array, kind: ArrayType, devices: Sequence[int]) -> list[np.ndarray]:
         return [pack(tile) for tile in self._tiles(array, kind, devices)]
