@@ -24,6 +24,7 @@ from autopar.direct import DirectCalls, Failure
 from autopar.errors import BatchError, StructureChangedError
 from autopar.frameworks import Adapter, Apart, Shell, StaticKey, adapter_of, on_arrays
 from autopar.ir.program import Program
+from autopar.ir.rewrite.state_on_host import returned_there
 from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.trace.state import Roles, find_roles
 from autopar.ir.trace.trace import name_of, trace_step
@@ -361,7 +362,7 @@ class ParallelStep(Generic[P, R]):
             self._check_trains(program, ())  # of state that is forgotten one cannot tell the batch
             raise
         self._check_trains(program, roles.batch)
-        return program, roles
+        return dataclasses.replace(program, jaxpr=returned_there(program.jaxpr, roles.aliases)), roles
 
     def _check_trains(self, program: Program, batch: tuple[int, ...]) -> None:
         if self._donate_argnums == "auto":

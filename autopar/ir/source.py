@@ -26,10 +26,8 @@ from autopar._jax import (
     function_file,
     function_name,
     line_of,
-    on_host,
     raw_frames,
 )
-from autopar.errors import warn
 
 UNKNOWN = "unknown line"
 
@@ -147,21 +145,3 @@ def _is_transposed(name_stack: NameStack) -> bool:
 def gradient_line(jaxpr: Jaxpr) -> str:
     """The user's line that a program, as it was traced, takes the gradient of; "" if it takes none."""
     return next((source_line(eqn) for eqn in all_equations(jaxpr) if is_backward(eqn)), "")
-
-
-def warn_of_host_memory(name: str, jaxpr: Jaxpr) -> None:
-    """Name the user's lines that move values to the host's memory: these copies are left out.
-
-    They are `jax.device_put`, and checkpoint policies that offload.
-    """
-    puts = (
-        e for e in all_equations(jaxpr) if e.primitive.name == "device_put" and any(on_host(v.aval) for v in e.outvars)
-    )
-    lines = list(dict.fromkeys(map(source_line, puts)))
-    at = f" at {', '.join(lines[:3])}" if lines else ""
-    more = f" and {len(lines) - 3} more lines" if len(lines) > 3 else ""
-    warn(
-        f"`{name}` moves values to the host's memory{at}{more}. That has no effect yet in steps that take or return such "
-        "values: they stay in the devices' memory, and the plan counts them there. Where they do not fit, `recompute` of a "
-        "method keeps fewer of them."
-    )

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 
+from autopar._jax import on_host
 from autopar.debug import check_behind
 from autopar.errors import InfeasibleError
 from autopar.ir.check import check_program
@@ -93,7 +94,7 @@ def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:
     sizes = {
         k: num_bytes(var)
         for k, var in enumerate(program.jaxpr.invars)
-        if k in of_state and late[k] and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+        if k in of_state and late[k] and jnp.issubdtype(var.aval.dtype, jnp.inexact) and not on_host(var.aval)
     }
     least = TUNING.offloaded_least * max(sizes.values(), default=0)
     return tuple(program.in_paths[k] for k, size in sizes.items() if size >= least and size)

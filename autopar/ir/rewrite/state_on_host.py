@@ -14,9 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, in_host_memory, make_jaxpr, new_var
+from autopar._jax import (
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    copies_to_or_from_host,
+    in_host_memory,
+    make_jaxpr,
+    new_var,
+    on_host,
+)
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import feeds_backward, inputs_of, makers, variables, with_makers
+from autopar.ir.rewrite.dead_code import remove_dead_code
 
 
 def only_for_update(jaxpr: Jaxpr) -> list[bool]:
@@ -37,7 +48,8 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
     eqns = _by_parameter(jaxpr, [a for k, a in enumerate(jaxpr.outvars) if k not in leaving])
     sent: dict[Atom, Var] = {}
     for atom in leaving.values():
-        sent.setdefault(atom, there[atom] if atom in there else new_var(in_host_memory(atom.aval)))
+        if not on_host(atom.aval):
+            sent.setdefault(atom, there[atom] if atom in there else new_var(in_host_memory(atom.aval)))
     made, brought = makers(eqns), set[Var]()
     written = [_copy(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in there]
     for eqn in eqns:
@@ -47,8 +59,22 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
                 written.append(_copy(there[var], var, jax.memory.Space.Device, eqn))
         written.append(eqn)
         written += [_copy(var, sent[var], jax.memory.Space.Host, eqn) for var in eqn.outvars if var in sent]
-    outvars = [sent[atom] if k in leaving else atom for k, atom in enumerate(jaxpr.outvars)]
+    outvars = [sent.get(atom, atom) if k in leaving else atom for k, atom in enumerate(jaxpr.outvars)]
     return make_jaxpr([there.get(var, var) for var in jaxpr.invars], outvars, written)
+
+
+def returned_there(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
+    """The program of a step that puts new values of state into the host's memory: the old ones lie there, too."""
+    there = [k for k in aliases if on_host(jaxpr.outvars[k].aval)]
+    if not there:
+        return jaxpr
+    # The steps' own copies stand where it pleased; they are written again, each behind what it copies.
+    copied = {
+        v: a for eqn in jaxpr.eqns if copies_to_or_from_host(eqn) for a, v in zip(eqn.invars, eqn.outvars, strict=True)
+    }
+    outvars = [copied.get(atom, atom) if k in there else atom for k, atom in enumerate(jaxpr.outvars)]
+    made = remove_dead_code(make_jaxpr(jaxpr.invars, outvars, jaxpr.eqns))
+    return state_on_host(made, [aliases[k] for k in there], aliases)
 
 
 def _copy(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var, copies_to_or_from_host
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import feeds_backward, inputs_of, readers_of, variables
 from autopar.ir.region import is_region
@@ -148,7 +148,7 @@ class _Phases:
             if not is_region(eqn):
                 self.solver.equation(eqn, inside=False)
             return at + 1
-        if not matters and self.asks_own(eqn):
+        if not matters and (self.asks_own(eqn) or self.is_handed_out(eqn)):
             return self.end_loop(at, False, Cause(eqn, inputs_of(eqn)[0]))
         try:
             made = self.solver.equation(eqn, inside=False)
@@ -228,6 +228,10 @@ class _Phases:
 
     def refusal(self, cause: Cause, eqn: JaxprEqn) -> MicrobatchError:
         return refusal(self.jaxpr, self.solution, cause, eqn, self.has_own(cause.operand))
+
+    def is_handed_out(self, eqn: JaxprEqn) -> bool:
+        """Whether it copies a result to the host's memory, where the rows of microbatches cannot be put in order."""
+        return copies_to_or_from_host(eqn) and not any(var in self.readers for var in eqn.outvars)
 
     def asks_own(self, eqn: JaxprEqn) -> bool:
         """Whether it makes a flag or a number of values that each microbatch has of its own: it is asked of their mean."""

@@ -37,6 +37,7 @@ from autopar._jax import (
     new_eqn,
     new_source_info,
     new_var,
+    on_host,
     open_jaxpr,
     optimization_barrier_p,
     physical_aval,
@@ -164,10 +165,10 @@ def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         return _HANDLERS[name](walk, eqn, operands)
     if name in ALIASES or _is_identity(eqn, operands):
         return operands[:1]
-    if name == "device_put" and all(device is None for device in eqn.params["devices"]):
-        return operands  # to nowhere in particular, as `jax.scipy.sparse.linalg.cg` has it
     if touches_keys(eqn):
         return _keys(walk, eqn, operands)
+    if name == "device_put":
+        return _placed(walk, eqn, operands)
     known = fold(eqn, operands)
     if known is not None:
         return [known]
@@ -178,6 +179,17 @@ def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
     outvars = [fresh(var.aval) for var in eqn.outvars]
     walk.block.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars))
     return list(outvars)
+
+
+def _placed(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """Each operand of a `device_put` by itself: copied to another memory, or as it is where it lies in that memory already."""
+    placed = list(operands)
+    for at, (operand, var) in enumerate(zip(operands, eqn.outvars, strict=True)):
+        if on_host(operand.aval) != on_host(var.aval):
+            params = {name: (values[at],) for name, values in eqn.params.items()}
+            placed[at] = fresh(var.aval)
+            walk.block.eqns.append(replace_eqn(eqn, invars=[operand], outvars=[placed[at]], params=params))
+    return placed
 
 
 def _is_identity(eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:

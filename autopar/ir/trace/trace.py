@@ -20,7 +20,6 @@ from autopar._jax import (
     is_key,
     key_impl_name,
     on_device,
-    on_host,
     open_jaxpr,
     shaped,
     trace_function,
@@ -30,10 +29,9 @@ from autopar.ir.garbage import without_collection
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
-from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.rewrite.written_once import find_written_once
-from autopar.ir.source import gradient_line, warn_of_host_memory
+from autopar.ir.source import gradient_line
 from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.moved_out import restore_scopes
@@ -99,9 +97,6 @@ def trace_step(
     traced, out_tree = _traced(fn, call, in_tree, in_avals, static.positions(len(args)), names)
     jaxpr, keys = traced.jaxpr, raw_keys(traced.jaxpr)
     flat = run_passes(TRACE, traced, check_flat)
-    if any(on_host(var.aval) for var in (*flat.jaxpr.invars, *flat.jaxpr.outvars)):
-        warn_of_host_memory(name, jaxpr)
-        flat = flat.by(keep_on_device)
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
     out_paths = jax.tree_util.tree_flatten_with_path(out)[0]
