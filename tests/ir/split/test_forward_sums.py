@@ -70,6 +70,18 @@ def test_a_sum_over_the_trips_ends_behind_the_scan():
     assert not region_of(after).carries and len(region_of(after).ys) == 2
 
 
+def test_a_sum_over_the_trips_that_has_two_terms_stays_in_the_scan():
+    def step(x, kernels):
+        def head(total, kernel):
+            h = jnp.tanh(x @ kernel)
+            return total + h.sum(0) + h.sum(0) * jnp.cos(h).sum(0), None
+
+        return jax.lax.scan(head, jnp.ones(WIDTH), kernels)[0]
+
+    jaxpr = traced(step, X, KERNELS)
+    assert with_forward_sums(jaxpr, sums_over_rows(jaxpr)) is jaxpr
+
+
 @pytest.mark.parametrize("used", ["by rows", "by the next trip"])
 def test_what_a_trip_reads_of_its_sums_stays_in_it(used):
     def step(x, kernels):
