@@ -203,6 +203,7 @@ SORTED: Pass[Any] = Pass(
     "rows that are sorted are sorted in parts, for devices and microbatches",
     lambda step: step.by(lambda jaxpr: sort_in_parts(jaxpr, step.num_devices, step.count)),
 )
+LEAN: Pass[Any] = Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans))
 APART: tuple[Pass[TakenApart], ...] = (
     SORTED,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
@@ -212,7 +213,7 @@ APART: tuple[Pass[TakenApart], ...] = (
         lambda step: step.by(narrow_late) if step.count > 1 else step,
     ),
     Pass("layers", "scans over layers in parts", _in_parts),
-    Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans)),
+    LEAN,
 )
 """Of a step that is cut into stages."""
 

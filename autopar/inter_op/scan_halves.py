@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 
 from autopar._jax import JaxprEqn, Var
 from autopar.inter_op.residuals import can_run_again, choose_residuals
-from autopar.ir.build import renamed
+from autopar.ir.build import rebuilt_apart
 from autopar.ir.dataflow import makers, needed, read_by, variables
-from autopar.ir.region import Binding, Region, in_bodies, kind_of, region_of, rows_in, rows_out
+from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
 
 
 def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, JaxprEqn] | None:
@@ -56,4 +56,4 @@ def _part(region: Region, bindings: Sequence[Binding], eqns: Sequence[JaxprEqn])
     """A scan of these results and equations, over what they read of what enters the whole."""
     read = read_by(eqns, [b.value for b in bindings if b.result is not None])
     entering = [b for b in region.of_role("const", "xs") if b.var in read]
-    return in_bodies(region.rebuild([*entering, *bindings], [eqns]), renamed)
+    return rebuilt_apart(region, [*entering, *bindings], [eqns])

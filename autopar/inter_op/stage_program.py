@@ -11,11 +11,11 @@ Method: what other stages send per microbatch is scanned over, what is sent to t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import CHEAP
-from autopar.inter_op.stage import Dims, StageProgram
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_tasks import stage_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.dataflow import makers, read_by, variables
@@ -24,14 +24,9 @@ from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
 
 
-def stage_program(
-    tasks: Tasks, stage: int, aliases: Mapping[int, int], batch_dims: Callable[[Var], Dims]
-) -> StageProgram:
-    """Build the program of one stage.
-
-    `aliases`: of the step: output -> argument. `batch_dims`: dims of a value of the loop that run over samples.
-    """
-    return _Builder(tasks, stage, aliases, batch_dims).build()
+def stage_program(tasks: Tasks, stage: int) -> StageProgram:
+    """Build the program of one stage."""
+    return _Builder(tasks, stage).build()
 
 
 def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
@@ -41,8 +36,8 @@ def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
 
 
 class _Builder:
-    def __init__(self, tasks: Tasks, stage: int, aliases: Mapping[int, int], batch_dims: Callable[[Var], Dims]):
-        self.tasks, self.stage, self.step_aliases, self.batch_dims = tasks, stage, aliases, batch_dims
+    def __init__(self, tasks: Tasks, stage: int):
+        self.tasks, self.stage, self.step_aliases = tasks, stage, tasks.cut.roles.aliases
         self.split, self.update = tasks.split, tasks.update
         self.piece_of = self.split.piece_of
         self.stacks: dict[Var, Var] = {}
@@ -68,7 +63,7 @@ class _Builder:
         invars = [*arguments, *self.stacks.values(), *arrived, *self.joins]
         at = {var: k for k, var in enumerate(invars)}
         aliases = self.aliases(outputs, at)
-        dims_of = {at[stack]: self.batch_dims(v) for v, stack in self.stacks.items()}
+        dims_of = {at[stack]: self.tasks.cut.batch.dims(v) for v, stack in self.stacks.items()}
         twice = self.twice()
         program = StageProgram(
             stage=self.stage,

@@ -20,6 +20,7 @@ from typing import Literal
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.inter_op.backward import Backward, Passes, backward_at
 from autopar.inter_op.chain import Chain
+from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.scan_halves import scan_halves
 from autopar.inter_op.update import Update, place_update
@@ -35,9 +36,9 @@ class Tasks:
     """A step cut into stages.
 
     Attributes:
-        jaxpr: The whole step.
-        split: Its phases.
-        num_stages: Number of stages.
+        cut: The step.
+        split: Its phases; with both halves of scans where its own have these.
+        borders: First segment of each stage.
         forward: Per stage, equations of the loop, in order.
         passes: Per stage, its own equations of the loop.
         behind: Per stage, its backward pass at the level of recomputation that was chosen for it.
@@ -47,9 +48,9 @@ class Tasks:
         made_at: Stage and kind (`"F"`, `"B"`) of each value of the loop that no light equation makes.
     """
 
-    jaxpr: Jaxpr
+    cut: CutStep
     split: Microbatches
-    num_stages: int
+    borders: tuple[int, ...]
     forward: tuple[tuple[JaxprEqn, ...], ...]
     passes: tuple[Passes, ...]
     behind: tuple[Backward, ...]
@@ -57,6 +58,16 @@ class Tasks:
     between: tuple[tuple[JaxprEqn, ...], ...]
     update: Update
     made_at: Mapping[Var, tuple[str, int]]
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The whole step."""
+        return self.cut.program.jaxpr
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.borders)
 
     @functools.cached_property
     def readers(self) -> dict[Var, set[int]]:
@@ -108,22 +119,17 @@ class Tasks:
 
 
 def make_tasks(
-    jaxpr: Jaxpr,
-    split: Microbatches,
-    chain: Chain,
-    borders: Sequence[int],
-    split_backward: BackwardSplit = "nowhere",
-    levels: Sequence[float] = (),
-    aliases: Mapping[int, int] | None = None,
+    cut: CutStep, borders: Sequence[int], split_backward: BackwardSplit = "nowhere", levels: Sequence[float] = ()
 ) -> Tasks:
     """Cut a step into stages.
 
     Args:
+        cut: The step in phases.
         borders: First segment of each stage, from 0.
         split_backward: Where what no other stage waits for is made a task of its own.
         levels: Per stage, how much it runs again; (): what is cheap.
-        aliases: Result of the step -> argument whose new value it is.
     """
+    chain, jaxpr = cut.chain, cut.program.jaxpr
     num_stages = len(borders)
     own, light = _by_stage(chain, borders)
     made_at = {var: at for at, eqns in own.items() for eqn in eqns for var in eqn.outvars}
@@ -131,20 +137,20 @@ def make_tasks(
     made_at |= dict.fromkeys(light_results, ("F", 0))
     position = {eqn: k for k, eqn in enumerate(chain.loop.eqns)}
     forward = [with_makers(own["F", s], light_results if s == 0 else (), light, position) for s in range(num_stages)]
-    passes, halves = _passes(split, own, light, made_at, split_backward, num_stages)
+    passes, halves = _passes(cut.split, own, light, made_at, split_backward, num_stages)
     for s, each in enumerate(passes):
         made_at |= dict.fromkeys(makers(each.at_once), ("B", s)) | dict.fromkeys(makers(each.later), ("W", s))
-    split = _in_halves(split, halves)
+    split = _in_halves(cut.split, halves)
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
     in_loop = [(*f, *b) for f, b in zip(forward, loop_behind, strict=True)]
-    update = place_update(jaxpr, split, in_loop, made_at, aliases or {})
+    update = place_update(jaxpr, split, in_loop, made_at, cut.roles.aliases)
     between = [tuple(needed(split.between, split.read_outside(eqns), effects=False)) for eqns in loop_behind]
     before = [tuple(_before(jaxpr, split, s, in_loop[s], between[s], update)) for s in range(num_stages)]
     return Tasks(
-        jaxpr,
+        cut,
         split,
-        num_stages,
+        tuple(borders),
         tuple(map(tuple, forward)),
         tuple(passes),
         behind,

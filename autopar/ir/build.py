@@ -28,6 +28,7 @@ from autopar._jax import (
     replace_eqn,
     trace,
 )
+from autopar.ir.region import Binding, Region, in_bodies
 from autopar.ir.trace.flatten import flatten
 from autopar.ir.trace.inline_calls import Block, Walk, append_flat, append_function
 
@@ -87,3 +88,8 @@ def renamed(jaxpr: Jaxpr) -> Jaxpr:
     """A flat program over variables of its own."""
     eqns, invars = Equations(), [new_var(var.aval) for var in jaxpr.invars]
     return make_jaxpr(invars, eqns.substitute(jaxpr, invars), eqns)
+
+
+def rebuilt_apart(region: Region, bindings: Sequence[Binding], equations: Sequence[Sequence[JaxprEqn]]) -> JaxprEqn:
+    """The region of these bindings and equations, whose bodies have variables of their own."""
+    return in_bodies(region.rebuild(bindings, equations), renamed)

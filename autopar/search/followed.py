@@ -59,18 +59,16 @@ def pipeline_behind(request: Request, method: Follow, report: Report = silent) -
     report(f"sharding {program.name} behind {method.plan.name}, {num_stages} stages")
     forward_only = not any(cut.chain.backward) and num_chunks(lead.schedule) == 1
     schedule = SCHEDULES["inference"] if forward_only else lead.schedule
-    tasks = make_tasks(
-        cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), (), cut.roles.aliases
-    )
+    tasks = make_tasks(cut, borders, splits_backward(schedule))
     stages, terms = [], Terms(cluster, request.options, Solved())
     keep_keys = restrict_stages(cut, {})
     for number, like in enumerate(lead.stages):
-        stage = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
+        stage = stage_program(tasks, number)
         pins = {at: lies[var][1] for at, var in stage.arguments.items() if var in lies and lies[var][0] == number}
         further, key = keep_keys(stage, like.mesh)
         restrict = pinned(pins, further, f"`{method.plan.name}` keeps it so")
         stages.append(solve_stage(stage, like.mesh, terms, restrict, (tuple(pins.items()), key)))
-    planned = assemble(cut, borders, tasks, stages, cluster, schedule)
+    planned = assemble(tasks, stages, cluster, schedule)
     check_budget(planned, request.budget_bytes)
     return planned
 

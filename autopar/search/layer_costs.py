@@ -255,19 +255,13 @@ class LayerCosts:
         if count not in self._layers:
             cut = self._cut_for(count)
             levels = [self.levels[0]] * self.num_layers
-            tasks = make_tasks(
-                cut.program.jaxpr, cut.split, cut.chain, self._borders, "nowhere", levels, cut.roles.aliases
-            )
-
-            def program(layer: int) -> StageProgram:
-                return stage_program(tasks, layer, cut.roles.aliases, cut.batch.dims)
-
+            tasks = make_tasks(cut, self._borders, levels=levels)
             # What is equal for one number of microbatches is so for another.
             restrict = restrict_stages(cut, self._options.constraints)
-            layers = [program(layer) for layer in range(self.num_layers)] if not self._kinds else []
+            layers = [stage_program(tasks, layer) for layer in range(self.num_layers)] if not self._kinds else []
             self._kinds = self._kinds or _first_alike(layers, restrict)
             self._layers[count] = {
-                kind: (program(kind), [tasks, *(tasks.at_level(kind, level) for level in self.levels[1:])])
+                kind: (stage_program(tasks, kind), [tasks, *(tasks.at_level(kind, level) for level in self.levels[1:])])
                 for kind in dict.fromkeys(self._kinds)
             }
         return self._layers[count]

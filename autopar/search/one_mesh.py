@@ -13,8 +13,7 @@ from functools import partial
 
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError
-from autopar.inter_op.cut import SORTED, Rewritten, check_rewritten
-from autopar.inter_op.lean_scans import lean_scans
+from autopar.inter_op.cut import LEAN, SORTED, Rewritten, check_rewritten
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
@@ -40,7 +39,6 @@ def count_of(method: Method) -> int:
     return getattr(method, "num_microbatches", None) or 1
 
 
-LEAN: Pass[Rewritten] = Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans))
 WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN)
 """Of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (

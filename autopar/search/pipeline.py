@@ -90,7 +90,7 @@ def plan_pipeline(
             if before and all(now.sharded is then.sharded for now, then in zip(stages, before, strict=True)):
                 continue  # it comes to the same
             before = stages
-            planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
+            planned = assemble(tasks, stages, cluster, schedule)
             if not number:
                 room.divide(planned)
             fastest = fastest or planned.seconds_for(options.goal)

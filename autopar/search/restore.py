@@ -104,14 +104,13 @@ def _pipeline(request: Request, plan: Plan) -> StepPlan:
     assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
     levels = [stage.recomputed.level for stage in plan.stages]
-    splits = splits_backward(find_schedule(named))
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels, cut.roles.aliases)
+    tasks = make_tasks(cut, borders, splits_backward(find_schedule(named)), levels)
     stages = []
     for number, stage in enumerate(plan.stages):
-        made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
+        made = stage_program(tasks, number)
         sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
         stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
-    return assemble(cut, borders, tasks, stages, cluster, find_schedule(named))
+    return assemble(tasks, stages, cluster, find_schedule(named))
 
 
 def _check_same(plan: Plan, fresh: Plan) -> None:

@@ -66,9 +66,8 @@ class Solved:
         """What each stage between such borders does; `splits` and `levels` as of `make_tasks`."""
         key = id(cut), tuple(borders), splits, tuple(levels)
         if key not in self.pieces:
-            aliases = cut.roles.aliases
-            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels, aliases)
-            programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
+            tasks = make_tasks(cut, borders, splits, levels)
+            programs = [stage_program(tasks, k) for k in range(len(borders))]
             self.pieces[key] = cut, tasks, programs
         return self.pieces[key][1:]
 

@@ -135,6 +135,7 @@ def pipeline_under(
     num_stages, own_sizes = num_meshes * chunks, _submesh_sizes(method, num_meshes, cluster)
     sizes = own_sizes * chunks
     count = method.num_microbatches or default_microbatches(request, num_meshes)
+    plan = _planner(request, method, sizes, meshes, report)
 
     def cut_in(parts: int, count: int) -> CutStep:
         how = parts, count, options.microbatch_semantics
@@ -149,7 +150,6 @@ def pipeline_under(
     cut = cut if parts == cut.stacks.count else again(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    plan = _planner(request, method, sizes, meshes, report)
     planned = all_lowered(_best_in_memory(request, cut, again, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, own_sizes)
     for each in (whole, text, _waits_text(planned)):

@@ -125,16 +125,22 @@ class PipelinePlan(StepPlan):
     """A step that is planned, cut into stages.
 
     Attributes:
-        cut: What was cut.
-        borders: First segment of each stage.
         tasks: The step cut into stages.
         schedule: In which order they work.
     """
 
-    cut: CutStep
-    borders: tuple[int, ...]
     tasks: Tasks
     schedule: Schedule
+
+    @property
+    def cut(self) -> CutStep:
+        """What was cut."""
+        return self.tasks.cut
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """First segment of each stage."""
+        return self.tasks.borders
 
     @property
     def schedule_name(self) -> str:
@@ -181,16 +187,10 @@ def assemble_step(
     return StepPlan(program, roles, stacks, num_microbatches, home, (stage,), (0,), streams, simulation)
 
 
-def assemble(
-    cut: CutStep,
-    borders: tuple[int, ...],
-    tasks: Tasks,
-    stages: Sequence[StagePlan],
-    cluster: Cluster,
-    schedule: Schedule,
-) -> PipelinePlan:
+def assemble(tasks: Tasks, stages: Sequence[StagePlan], cluster: Cluster, schedule: Schedule) -> PipelinePlan:
     """Streams, checked and simulated, of stages that are planned."""
-    _check_homes(cut, tasks)
+    cut = tasks.cut
+    _check_homes(tasks)
     order = steps_in_order(cut, len(stages) // num_chunks(schedule), schedule)
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
     check_order(order, schedule, tasks, len(stages))
@@ -210,8 +210,6 @@ def assemble(
         tuple(first_device),
         streams,
         simulation,
-        cut,
-        borders,
         tasks,
         schedule,
     )
@@ -223,11 +221,11 @@ def steps_in_order(cut: CutStep, num_meshes: int, schedule: Schedule) -> list[li
     return forward_first(order) if cut.split.between else order
 
 
-def _check_homes(cut: CutStep, tasks: Tasks) -> None:
+def _check_homes(tasks: Tasks) -> None:
     """New state is found where the old lives: otherwise every step would begin by moving it."""
     update = tasks.update
-    for result, argument in cut.roles.aliases.items():
-        home = update.home[cut.program.jaxpr.invars[argument]]
+    for result, argument in tasks.cut.roles.aliases.items():
+        home = update.home[tasks.jaxpr.invars[argument]]
         assert update.outputs[result] == home, f"new state {result} is at stage {update.outputs[result]}, not {home}"
 
 
@@ -245,7 +243,7 @@ def at_levels(planned: PipelinePlan, levels: Mapping[int, float], cluster: Clust
         own = lowered(own, cluster.device)
         stages[number] = lower_stage(with_tasks(own.program, tasks), own.mesh, cluster.device, own.sharded)
         made[key] = stages[number]
-    return assemble(planned.cut, planned.borders, tasks, stages, cluster, planned.schedule)
+    return assemble(tasks, stages, cluster, planned.schedule)
 
 
 def all_lowered(planned: PipelinePlan, cluster: Cluster) -> PipelinePlan:
@@ -253,4 +251,4 @@ def all_lowered(planned: PipelinePlan, cluster: Cluster) -> PipelinePlan:
     if not any(stage.borrowed for stage in planned.stages):
         return planned
     stages = [lowered(stage, cluster.device) for stage in planned.stages]
-    return assemble(planned.cut, planned.borders, planned.tasks, stages, cluster, planned.schedule)
+    return assemble(planned.tasks, stages, cluster, planned.schedule)

@@ -215,7 +215,7 @@ class _Emitter:
 
     def number(self, stage: int, microbatch: int) -> BufferId:
         """The buffer that holds the number of a microbatch."""
-        var = self.tasks.split.loop.invars[0]
+        var = self.tasks.split.number
         key = (stage, "number", var, microbatch)
         if key not in self.buffer_of:
             self.numbers.append(self.new(self.untouched(Slot("number", var, var), stage), stage, microbatch))

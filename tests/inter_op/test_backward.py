@@ -32,7 +32,7 @@ def tasks_of(kind, num_stages, num_layers=4, split_backward="nowhere", level=CHE
     made = cut(kind, num_stages, num_layers)
     borders = balanced_borders(made.chain, num_stages)
     levels = [level] * num_stages
-    return make_tasks(made.program.jaxpr, made.split, made.chain, borders, split_backward, levels)
+    return make_tasks(made, borders, split_backward, levels)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

@@ -39,7 +39,7 @@ def test_renamed_tasks_keep_the_same_clock():
     for found, task in zip(taken.tasks, own, strict=True):
         assert found.task.name == task.name and borders_of(found.task) == borders_of(task)
     stages = [*pipeline.stages[:2], taken, pipeline.stages[3]]
-    again = assemble(pipeline.cut, pipeline.borders, pipeline.tasks, stages, CLUSTER, pipeline.schedule)
+    again = assemble(pipeline.tasks, stages, CLUSTER, pipeline.schedule)
     assert again.simulation.seconds == pipeline.simulation.seconds
     assert again.simulation.peak_bytes == pipeline.simulation.peak_bytes
     own = lowered(taken, CLUSTER.device)

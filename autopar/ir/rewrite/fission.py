@@ -21,9 +21,9 @@ from itertools import compress
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
-from autopar.ir.build import Equations, renamed
+from autopar.ir.build import Equations, rebuilt_apart
 from autopar.ir.dataflow import ancestors, behind_gradients, inputs_of, makers, needed, read_by, variables
-from autopar.ir.region import Binding, Region, bodies_of, in_bodies, is_region, kind_of, region_of
+from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
 from autopar.ir.work import Work, num_bytes, num_elements_of
@@ -48,11 +48,6 @@ def _is_pure_cond(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) == "cond" and not eqn.effects
 
 
-def _with_bodies(region: Region, bindings: Sequence[Binding], equations: Sequence[Sequence[JaxprEqn]]) -> JaxprEqn:
-    """A condition with these bindings, whose bodies have variables of their own."""
-    return in_bodies(region.rebuild(bindings, equations), renamed)
-
-
 # Behind gradients.
 
 
@@ -75,8 +70,8 @@ def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
             before.append(Binding("result", None, (None,) * len(firsts), made, passed))
             between.append(Binding("const", passed, arriving, (None,) * len(firsts)))
     return [
-        _with_bodies(region, before, firsts),
-        _with_bodies(region, [*region.bindings, *between], [second for _, second in halves]),
+        rebuilt_apart(region, before, firsts),
+        rebuilt_apart(region, [*region.bindings, *between], [second for _, second in halves]),
     ]
 
 
@@ -120,7 +115,7 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
         return [eqn]
     results = region.of_role("result")
     return hoisted + [
-        _with_bodies(region, [*entering, *(results[at] for at in group)], [branch.rest() for branch in branches])
+        rebuilt_apart(region, [*entering, *(results[at] for at in group)], [branch.rest() for branch in branches])
         for group in groups
     ]
 
@@ -218,4 +213,4 @@ def _made_bytes(eqn: JaxprEqn) -> int:
 def _merged(one: Region, other: Region) -> JaxprEqn:
     """Both conditions as one; an operand of both enters once."""
     equations = [[*a.eqns, *b.eqns] for a, b in zip(one.bodies, other.bodies, strict=True)]
-    return _with_bodies(one, [*one.bindings, *(b for b in other.bindings if b.role != "test")], equations)
+    return rebuilt_apart(one, [*one.bindings, *(b for b in other.bindings if b.role != "test")], equations)

@@ -38,6 +38,7 @@ from autopar.ir.region import Binding, new_scan, rows_in, rows_out
 from autopar.ir.rules.linearity import identity_of
 from autopar.ir.split.microbatch import Microbatches, Result
 from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Replicated, Split
+from autopar.ir.split.strategy import apart
 from autopar.ir.trace.flatten import flatten
 
 
@@ -46,10 +47,7 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     assert not split.between, "one loop has no place between its forward and its backward passes"
     count = split.count
     eqns = Equations(split.before)
-    stacks = {}
-    for var, whole in split.piece_of.items():
-        shape = (count, whole.aval.shape[0] // count, *whole.aval.shape[1:])
-        stacks[var] = eqns.call_one(lambda x, shape=shape: jnp.reshape(x, shape), [whole])
+    stacks = {var: eqns.call_one(lambda x: apart(x, 0, count), [whole]) for var, whole in split.piece_of.items()}
     results = list(zip(split.results, split.loop.outvars, strict=True))
     scan = accumulating_scan(count, split.number, split.loop.eqns, split.invariant_of, stacks, results)
     eqns += [*scan.eqns, *scan.after, *split.after]
@@ -194,14 +192,13 @@ def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
     """Rows put back where the samples were."""
     placement, shape = result.placement, result.var.aval.shape
     assert isinstance(placement, Split)
-    if placement.blocks == 1:
-        return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, placement.dim), shape)
+    dim, blocks = placement.dim, placement.blocks
 
     def put_back(stack: jax.Array) -> jax.Array:
         """[count, ..., blocks * rows, ...] to [..., blocks * count * rows, ...]."""
-        dim, blocks, size = placement.dim, placement.blocks, stack.shape[placement.dim + 1]
-        apart = (*stack.shape[: dim + 1], blocks, size // blocks, *stack.shape[dim + 2 :])
-        return jnp.reshape(jnp.moveaxis(jnp.reshape(stack, apart), 0, dim + 1), shape)
+        if blocks == 1:
+            return jnp.reshape(jnp.moveaxis(stack, 0, dim), shape)
+        return jnp.reshape(jnp.moveaxis(apart(stack, dim + 1, blocks), 0, dim + 1), shape)
 
     return put_back
 

@@ -8,7 +8,7 @@ Method: the form of the body.
 from __future__ import annotations
 
 from autopar._jax import Atom, JaxprEqn, Var
-from autopar.ir.dataflow import inputs_of, makers, variables
+from autopar.ir.dataflow import inputs_of, makers
 from autopar.ir.region import Region, kind_of
 
 
@@ -20,27 +20,26 @@ def sum_carries(scan: Region) -> list[bool | None]:
     eqns, carries = scan.bodies[0].eqns, scan.carries
     entered = {b.var: b.var for b in carries}
     for eqn in eqns:
-        entered.update((var, entered[a]) for a, var in _passed_on(eqn) if isinstance(a, Var) and a in entered)
+        entered.update((var, entered[a]) for a, var in passed_on(eqn) if isinstance(a, Var) and a in entered)
     stays = [isinstance(b.value, Var) and entered.get(b.value) is b.var for b in carries]
-    sum_of: dict[Var, int | None] = {b.var: k for k, b in enumerate(carries) if not stays[k]}
+    sum_of: dict[Atom, int] = {b.var: k for k, b in enumerate(carries) if not stays[k]}
+    broken: set[int] = set()
     for eqn in eqns:
-        read = [a for a in inputs_of(eqn) if a in sum_of]
-        passed = _passed_on(eqn)
+        read, passed = [a for a in inputs_of(eqn) if a in sum_of], passed_on(eqn)
+        adds = eqn.primitive.name in ("add", "add_any") and len(read) == 1 and read[0].aval == eqn.outvars[0].aval
         if passed:
             sum_of.update((var, sum_of[a]) for a, var in passed if isinstance(a, Var) and a in sum_of)
-        elif read:
-            adds = eqn.primitive.name in ("add", "add_any") and len(read) == 1 and read[0].aval == eqn.outvars[0].aval
-            sum_of.update(dict.fromkeys(eqn.outvars, sum_of[read[0]] if adds else None))
-    broken = any(sum_of.get(a, -1) is None for a in variables(scan.bodies[0].outvars))
-    broken = broken or any(a in sum_of for a in variables(b.value for b in scan.ys))
-    kinds: list[bool | None] = []
-    for k, b in enumerate(carries):
-        is_sum = not broken and isinstance(b.value, Var) and sum_of.get(b.value) == k
-        kinds.append(False if stays[k] else True if is_sum else None)
-    return kinds
+        elif adds:
+            sum_of[eqn.outvars[0]] = sum_of[read[0]]
+        else:
+            broken.update(sum_of[a] for a in read)
+    left = [sum_of.get(a) if isinstance(a, Var) else None for a in scan.bodies[0].outvars]
+    broken.update(of for k, of in enumerate(left) if of is not None and of != k)
+    is_sum = [of == k and k not in broken for k, of in enumerate(left[: len(carries)])]
+    return [False if same else True if adds_up else None for same, adds_up in zip(stays, is_sum, strict=True)]
 
 
-def _passed_on(eqn: JaxprEqn) -> list[tuple[Atom, Var]]:
+def passed_on(eqn: JaxprEqn) -> list[tuple[Atom, Var]]:
     """Operands that come out as they went in: through a barrier, or less weakly typed (a sum that begins as `0.0`)."""
     pairs = list(zip(eqn.invars, eqn.outvars, strict=False))
     if kind_of(eqn) == "barrier":

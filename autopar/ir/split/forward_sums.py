@@ -11,7 +11,7 @@ Method: equations are equal if they do the same with equal operands. A backward 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +23,7 @@ from autopar.ir.region import Binding, Region, is_region, kind_of, region_of, ro
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.signature import ValueNumbers
 from autopar.ir.source import is_backward
-from autopar.ir.split.carries import sum_carries
+from autopar.ir.split.carries import passed_on, sum_carries
 from autopar.ir.trace.inline_calls import is_recomputed
 
 IsSum = Callable[[Var], bool]
@@ -47,20 +47,24 @@ def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
     added = {b.value: b for b, kind in zip(scan.carries, sum_carries(scan), strict=True) if kind}
     entering = {b.var for b in (*scan.consts, *scan.xs)}
     carried = {b.var for b in scan.carries}
-    to_trips = {
-        eqn for eqn in needed(body.eqns, [a for a in variables(b.value for b in scan.carries) if a not in added])
-    }
+    to_trips = set(needed(body.eqns, [a for a in variables(b.value for b in scan.carries) if a not in added]))
+    begins = {b.var: b for b in added.values()}  # under each name that it passes on
+    so_far = set(begins)  # and what is made of sums that are not complete
     moved: dict[JaxprEqn, None] = {}
     made: dict[Var, None] = {}
     for eqn in body.eqns:
-        operands = [a for a in inputs_of(eqn) if a not in entering]
-        adds_up = eqn.outvars and eqn.outvars[0] in added
-        operands = [a for a in operands if not (adds_up and a is added[eqn.outvars[0]].var)]
-        of_sums = bool(operands) and all(a in made or (is_sum(a) and a not in carried) for a in operands)
+        begins.update((var, begins[a]) for a, var in passed_on(eqn) if isinstance(a, Var) and a in begins)
+        total = added.get(eqn.outvars[0]) if eqn.outvars else None
+        read = [a for a in inputs_of(eqn) if total is None or begins.get(a) is not total]
+        operands = [a for a in read if a not in entering]
+        of_sums = bool(operands) and all(a in made or (is_sum(a) and a not in carried | so_far) for a in operands)
         if of_sums and eqn not in to_trips and not eqn.effects and not is_region(eqn):
             moved[eqn] = None
             made.update(dict.fromkeys(eqn.outvars))
-    stays = [eqn for eqn in body.eqns if eqn not in moved]
+        elif any(a in so_far for a in read):
+            so_far.update(eqn.outvars)
+    behind = [b for b in (*scan.carries, *scan.ys) if isinstance(b.value, Var) and b.value in made]
+    stays = [eqn for eqn in body.eqns if eqn not in moved and not any(begins.get(a) in behind for a in inputs_of(eqn))]
     if not moved or any(a in made for eqn in stays for a in inputs_of(eqn)):
         return [scan.eqn]
     stack_of: dict[Var, Atom] = {b.var: b.outer for b in scan.xs if b.outer is not None}
@@ -70,17 +74,19 @@ def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
         if var not in made and var not in stack_of and var not in entering and is_sum(var):
             stack_of[var] = scan.new_stack(var)
             new.append(rows_out(var, stack_of[var]))
-    behind = [b for b in (*scan.carries, *scan.ys) if isinstance(b.value, Var) and b.value in made]
     kept = [b for b in scan.bindings if b not in behind]
-    outside = _behind(scan, list(moved), stack_of, behind)
+    outside = _behind(scan, list(moved), stack_of, begins, behind)
     return [scan.rebuild([*kept, *new], [stays]), *outside]
 
 
 def _behind(
-    scan: Region, moved: Sequence[JaxprEqn], stack_of: Mapping[Var, Atom], behind: Sequence[Binding]
+    scan: Region,
+    moved: Sequence[JaxprEqn],
+    stack_of: Mapping[Var, Atom],
+    begins: Collection[Var],
+    behind: Sequence[Binding],
 ) -> Equations:
-    """The moved equations for all trips at once, and the scan's results that are made of them."""
-    begins = {b.var: b.outer for b in scan.carries}
+    """The moved equations for all trips at once, and the scan's results that are made of them; sums begin under these names."""
     consts = {b.var: b.outer for b in scan.consts}
     added: dict[Var, Atom] = {}  # a sum over the trips is left to the end
     for eqn in moved:
@@ -101,7 +107,7 @@ def _behind(
         ]
 
     operands = [consts.get(var) or stack_of[var] for var in read]
-    sums = [begins[b.var] for b in behind if b.role == "carry"]
+    sums = [b.outer for b in behind if b.role == "carry"]
     eqns, source = Equations(), moved[0].source_info
     results = eqns.call(of_all, [*operands, *sums], source)  # type: ignore[list-item]
     for result, b in zip(results, behind, strict=True):

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, replace_eqn, resized
 from autopar.ir.build import Equations, flat_function
@@ -23,6 +22,7 @@ from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.ordered import PRODUCTS, Counts, Lies, Ordering, Rows, Transfer, on_one_part
+from autopar.ir.split.strategy import apart, together
 
 
 def sort_in_parts(jaxpr: Jaxpr, num_devices: int, count: int = 1) -> Jaxpr:
@@ -222,16 +222,8 @@ def _program(eqn: JaxprEqn, transfer: Transfer, count: int) -> Jaxpr:
     into = transfer.parts or ()
 
     def program(*operands: jax.Array) -> list[jax.Array]:
-        parts = [x if d is None else _apart(x, d, count) for x, d in zip(operands, into, strict=True)]
+        parts = [x if d is None else apart(x, d, count) for x, d in zip(operands, into, strict=True)]
         made = jax.vmap(lambda *part: on_one_part(eqn, *part), into, [d or 0 for d in transfer.made])(*parts)
-        return [x if d is None else _together(x, d) for x, d in zip(made, transfer.made, strict=True)]
+        return [x if d is None else together(x, d) for x, d in zip(made, transfer.made, strict=True)]
 
     return flat_function(program, *(atom.aval for atom in eqn.invars))
-
-
-def _apart(x: jax.Array, dim: int, count: int) -> jax.Array:
-    return jnp.reshape(x, (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]))
-
-
-def _together(x: jax.Array, dim: int) -> jax.Array:
-    return jnp.reshape(x, (*x.shape[:dim], -1, *x.shape[dim + 2 :]))

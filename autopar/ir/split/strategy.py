@@ -166,28 +166,36 @@ def has_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units
 # From one placement to another.
 
 
+def apart(x: jax.Array, dim: int, count: int) -> jax.Array:
+    """A dim as two: so many equal blocks, and what is in each."""
+    return jnp.reshape(x, (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]))
+
+
+def together(x: jax.Array, dim: int) -> jax.Array:
+    """A dim and the one behind it as one."""
+    return jnp.reshape(x, (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
+
+
 def shard_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: int, size: int = 1) -> jax.Array:
     """What of a whole value the shard has that has `size` of so many equal units, from the first on."""
     dim, blocks = placement.dim, placement.blocks
-    before, behind, rows = whole.shape[:dim], whole.shape[dim + 1 :], whole.shape[dim] // blocks
     if blocks > 1:
-        whole, dim = jnp.reshape(whole, (*before, blocks, rows, *behind)), dim + 1
-    begin, length = first * (rows // units), size * (rows // units)
+        whole, dim = apart(whole, dim, blocks), dim + 1
+    unit = whole.shape[dim] // units
+    begin, length = first * unit, size * unit
     if isinstance(begin, int):
-        part = jax.lax.slice_in_dim(whole, begin, begin + length, axis=dim)
+        own = jax.lax.slice_in_dim(whole, begin, begin + length, axis=dim)
     else:
-        part = jax.lax.dynamic_slice_in_dim(whole, begin, length, dim)
-    return part if blocks == 1 else jnp.reshape(part, (*before, blocks * length, *behind))
+        own = jax.lax.dynamic_slice_in_dim(whole, begin, length, dim)
+    return own if blocks == 1 else together(own, dim - 1)
 
 
-def join_shards(parts: Sequence[jax.Array], placement: Split) -> jax.Array:
+def join_shards(shards: Sequence[jax.Array], placement: Split) -> jax.Array:
     """The whole value, of all shards in order."""
     dim, blocks = placement.dim, placement.blocks
     if blocks == 1:
-        return jax.lax.concatenate(parts, dim)
-    shape, rows = parts[0].shape, sum(x.shape[dim] for x in parts)
-    apart = [jnp.reshape(x, (*shape[:dim], blocks, x.shape[dim] // blocks, *shape[dim + 1 :])) for x in parts]
-    return jnp.reshape(jax.lax.concatenate(apart, dim + 1), (*shape[:dim], rows, *shape[dim + 1 :]))
+        return jax.lax.concatenate(shards, dim)
+    return together(jax.lax.concatenate([apart(x, dim, blocks) for x in shards], dim + 1), dim)
 
 
 @functools.cache

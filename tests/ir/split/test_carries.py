@@ -29,6 +29,8 @@ CARRIES = {
     "a product": (lambda c, x: ((c[0] * x, c[1]), None), [None]),
     "a sum that is stacked": (lambda c, x: ((c[0] + x, c[1]), c[0]), [None]),
     "a sum that is added to itself": (lambda c, x: ((c[0] + c[0], c[1]), None), [None]),
+    "a sum beside what is no sum": (lambda c, x: ((c[0] + x * c[1], jnp.sin(c[1] + x)), None), [True, None]),
+    "a sum that another reads": (lambda c, x: ((c[0] + x, jnp.sin(c[0] + c[1])), None), [None, None]),
     "changed about": (lambda c, x: ((c[1], c[0] + x), None), [None, None]),
 }
 

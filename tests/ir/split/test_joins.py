@@ -28,8 +28,8 @@ def balance_loss(params: Tree, batch: Tree) -> jax.Array:
     return squares(params, batch).mean() + (share * p.mean(0)).sum()
 
 
-def layers_loss(params: Tree, batch: Tree, by_scan: bool, again: bool) -> jax.Array:
-    """Two layers, which balance their experts each by itself."""
+def layers_loss(params: Tree, batch: Tree, how: str, again: bool) -> jax.Array:
+    """Two layers, which balance their experts each by itself: one by one, in a scan, or in one that adds this up."""
 
     def layer(x, w):
         p = jax.nn.softmax(x @ w)
@@ -40,13 +40,21 @@ def layers_loss(params: Tree, batch: Tree, by_scan: bool, again: bool) -> jax.Ar
     layer = jax.checkpoint(layer) if again else layer
     kernels = jnp.stack([params["w1"], -params["w1"].T])
     x, balance = batch["x"], 0.0
-    if by_scan:
-        x, each = jax.lax.scan(layer, x, kernels)
-        balance = each.sum()
-    else:
-        for w in kernels:
-            x, each = layer(x, w)
-            balance += each
+
+    def adding(carry, w):
+        x, each = layer(carry[0], w)
+        return (x, carry[1] + each), None
+
+    match how:
+        case "scan":
+            x, each = jax.lax.scan(layer, x, kernels)
+            balance = each.sum()
+        case "scan that adds":
+            (x, balance), _ = jax.lax.scan(adding, (x, balance), kernels)
+        case _:
+            for w in kernels:
+                x, each = layer(x, w)
+                balance += each
     return (x**2).mean() + balance
 
 
@@ -146,14 +154,17 @@ def test_forward_passes_that_wait_in_the_middle_are_refused():
         split_at_joins(program.jaxpr, 2, batch)
 
 
-@pytest.mark.parametrize("by_scan, again", [(False, True), (True, False), (True, True)])
-def test_layers_that_run_again_or_in_a_loop(by_scan, again):
-    program, batch = trace_case(Case(sgd(lambda params, batch: layers_loss(params, batch, by_scan, again))))
+HOW = [("loop", True), ("scan", False), ("scan", True), ("scan that adds", False), ("scan that adds", True)]
+
+
+@pytest.mark.parametrize("how, again", HOW)
+def test_layers_that_run_again_or_in_a_loop(how, again):
+    program, batch = trace_case(Case(sgd(lambda params, batch: layers_loss(params, batch, how, again))))
     jaxpr, split = split_at_joins(program.jaxpr, 2, batch)
     check_program(jaxpr)
     check_phases(jaxpr)(split)
     assert split.between
-    case = Case(sgd(lambda params, batch: layers_loss(params, batch, by_scan, again)))
+    case = Case(sgd(lambda params, batch: layers_loss(params, batch, how, again)))
     run = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
     found = program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
     assert_same(found, full_batch(case))

@@ -1,0 +1,90 @@
+"""Bytes alive at each instruction of small programs, counted by hand."""
+
+import jax
+import jax.numpy as jnp
+
+from autopar import Cluster
+from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.held import held_values
+from autopar.intra_op.liveness import Waiting, fullest_moments, measure_liveness
+from autopar.intra_op.lower import lower
+from autopar.ir.trace.trace import trace_step
+from autopar.mesh import logical_mesh
+
+N = 16
+SQUARE = N * N * 4
+
+
+def lowered(step, *shapes):
+    """A step on one device, and what of it takes memory."""
+    program = trace_step(step, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
+    return lower(program.jaxpr, graph, [0] * len(graph.nodes)), graph.mesh, held_values(graph)
+
+
+def products(x, w):
+    return ((x @ w) @ w) @ w
+
+
+def test_a_value_lives_from_its_maker_to_its_last_reader():
+    (peak,) = fullest_moments(*lowered(products, (N, N), (N, N)))
+    assert list(peak.curve) == [3 * SQUARE, 4 * SQUARE, 4 * SQUARE]
+    assert (peak.peak_bytes, peak.argument_bytes, peak.moment) == (4 * SQUARE, 2 * SQUARE, 1)
+    assert sorted(alive.num_bytes for alive in peak.alive) == [SQUARE] * 4
+
+
+def test_a_donated_argument_lives_to_its_last_reader():
+    body, mesh, stored = lowered(products, (N, N), (N, N))
+    assert list(measure_liveness(body, mesh, stored, [True, False]).curve) == [3 * SQUARE, 3 * SQUARE, 3 * SQUARE]
+
+
+def test_what_is_made_again_takes_no_memory_but_what_it_is_made_of_does():
+    def step(x, w):
+        h = x @ w
+        return jnp.maximum(h, 0.0) @ w + jnp.minimum(h, 0.0)
+
+    body, mesh, stored = lowered(step, (N, N), (N, N))
+    assert measure_liveness(body, mesh, stored).peak_bytes == 5 * SQUARE  # arguments, `h`, a product, the sum
+
+
+def test_moments_behind_the_first_are_those_of_other_parts():
+    def there_and_back(x, w):
+        return jax.lax.dot_general(x @ w, w, (((1,), (1,)), ((), ())))
+
+    def step(x, w, v):
+        return there_and_back(there_and_back(x, w) @ x, v)
+
+    body, mesh, stored = lowered(step, (N, N), (N, 3 * N), (N, 2 * N))
+    most, other = fullest_moments(body, mesh, stored, count=2)
+    assert (most.peak_bytes, other.peak_bytes) == (6 * SQUARE + 4 * SQUARE, 6 * SQUARE + 3 * SQUARE)
+    assert most.moment < other.moment
+
+
+def test_a_loop_adds_what_its_body_needs_and_its_stacks_are_there_from_the_beginning():
+    def step(x, w):
+        def trip(x, _):
+            x = (x @ w) @ w
+            return x, x
+
+        return jax.lax.scan(trip, x, None, length=3)
+
+    body, mesh, stored = lowered(step, (N, N), (N, N))
+    peak = measure_liveness(body, mesh, stored)
+    given, results, inside = 2 * SQUARE, 4 * SQUARE, 2 * SQUARE
+    assert peak.peak_bytes == given + results + inside
+    assert len({alive.body for alive in peak.alive}) == 2
+
+
+def test_what_waits_is_there_for_each_microbatch_in_flight():
+    def step(x, w):
+        h = x @ w
+        kept = h @ w
+        return ((kept @ w) @ w) @ kept
+
+    body, mesh, stored = lowered(step, (N, N), (N, N))
+    kept = body.instructions[1].makes[0][0]
+    (one,) = fullest_moments(body, mesh, stored)
+    (three,) = fullest_moments(body, mesh, stored, waiting=Waiting(in_flight=3, kept=frozenset([kept])))
+    assert three.peak_bytes == one.peak_bytes + 2 * SQUARE
+    (less,) = fullest_moments(body, mesh, stored, waiting=Waiting(elsewhere=frozenset([kept])))
+    assert less.peak_bytes == one.peak_bytes - SQUARE
