@@ -237,22 +237,27 @@ def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
     return found * shared_by if found and per_device else found
 
 
-def batch_of(row: Cells, tokens: int, replicas: int | None) -> int:
+def batch_of(row: Cells, tokens: int, replicas: int) -> int:
     """Samples of a step, of so many tokens each; batches in tokens are rounded to what the replicas can share.
+
+    So is every batch where a rate is published: the time is then that of so many samples, whatever the batch was.
 
     Raises:
         ValueError: The cell says nothing.
     """
-    batch, text = needed(row, "global_batch", kilo=_kilo(text_of(row, "global_batch"))), text_of(row, "global_batch")
-    replicas = replicas or 1
-    if re.search(r"(/|\bper|each)\s*(gpu|device|chip|replica|rank)", text, re.IGNORECASE):
-        return batch * replicas
+    text = text_of(row, "global_batch")
+    batch = needed(row, "global_batch", kilo=_kilo(text))
+    together = replicas * (count_of(row, "microbatch") or 1)
+    has_rate = not text_of(row, "seconds_per_step") and number_of(row, "tokens_per_s_per_gpu") is not None
     sequences = re.match(rf"(\d[\d,]*)\s*(?:seq\w*|samples?)?\s*(?:[x×*]|of)\s*{tokens}\b", text)
-    if sequences:
-        return int(sequences[1].replace(",", ""))
-    if not says(row, r"\d\s*tok|tokens", "global_batch") and batch < FEWEST_TOKENS:
-        return batch
-    return max(1, round(batch / tokens / replicas)) * replicas
+    if re.search(r"(/|\bper|each)\s*(gpu|device|chip|replica|rank)", text, re.IGNORECASE):
+        batch *= replicas
+    elif sequences:
+        batch = int(sequences[1].replace(",", ""))
+    elif re.search(r"\d\s*tok|tokens", text, re.IGNORECASE) or batch >= FEWEST_TOKENS:
+        batch = max(1, round(batch / tokens / replicas)) * replicas
+    rounded = round(batch / together) * together
+    return rounded if has_rate and batch > together else batch
 
 
 def _kilo(text: str) -> int:

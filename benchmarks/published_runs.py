@@ -205,11 +205,7 @@ def _run(row: Cells, line: int) -> Run:
     layers, width = needed(row, "layers"), needed(row, "hidden")
     tokens, devices = needed(row, "seq", kilo=1024), needed(row, "gpus")
     degrees = [degree_of(row, name) or 1 for name in ("tp", "pp", "cp")]
-    replicas = degree_of(row, "dp") or max(1, devices // math.prod(degrees))
-    batch = batch_of(row, tokens, replicas)
-    together = replicas * (count_of(row, "microbatch") or 1)
-    if batch % together and batch > together and _has_rate(row):
-        batch = round(batch / together) * together  # the time is that of so many tokens, whatever the batch was
+    batch = batch_of(row, tokens, degree_of(row, "dp") or max(1, devices // math.prod(degrees)))
     heads = stated("heads", count_of(row, "heads"), max(1, width // 128))
     size = count_of(row, "head_size") or head_size_of(lower)
     size = 0 if size * heads == width else size
@@ -339,9 +335,7 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
         stated = degree_of(row, "dp") or data
         if rest or stated != data or not data:
             continue
-        if heads % tensor and len(tensors) > 1:
-            continue
-        if devices // pipeline % experts and len(pipelines) > 1:
+        if (heads % tensor and len(tensors) > 1) or (devices // pipeline % experts and len(pipelines) > 1):
             continue
         if pipeline <= layers and (batch % data == 0 or len(tensors) == len(pipelines) == 1):
             found.append((tensor, pipeline, data, context))
@@ -355,10 +349,6 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
 def _is_split(row: Cells) -> bool:
     """Whether what is run says that devices have other samples and nothing else: its tensors are not split further."""
     return says(row, "fsdp|sdp|^3", "zero") or says(row, JAX + r"|\bFSDP|\bDDP\b|Composer|fairscale", "framework")
-
-
-def _has_rate(row: Cells) -> bool:
-    return not text_of(row, "seconds_per_step") and number_of(row, "tokens_per_s_per_gpu") is not None
 
 
 def _dense(run: Run) -> Dense:
