@@ -34,7 +34,8 @@ def kind_of(name: str) -> str | None:
 def with_sizes(row: Cells) -> tuple[Cells, tuple[str, ...]]:
     """A row with the sizes of the architecture that it names, and the names of the columns that were filled."""
     name = re.sub(r"\s*[()\[\],]\s*", " ", text_of(row, "model")).strip()
-    known = next((row for pattern, row in _architectures() if pattern.search(name)), None)
+    names = name, _OTHER_WORDS.sub("", name)
+    known = next((row for text in names for pattern, row in _architectures() if pattern.search(text)), None)
     if known is None or any((number_of(row, side) or float(known[side])) != float(known[side]) for side in _DEPTH):
         return row, ()
     # With other heads, it has other heads of keys too.
@@ -47,3 +48,4 @@ def with_sizes(row: Cells) -> tuple[Cells, tuple[str, ...]]:
 
 
 _DEPTH = ("layers", "hidden")
+_OTHER_WORDS = re.compile(r"[-_ ]*\b(moe|dense|base|instruct|it|pretrain(ing)?|sft|llm)\b", re.IGNORECASE)

@@ -19,14 +19,19 @@ FEWEST_TOKENS = 1 << 17
 _NOTHING = re.compile(
     r"(not (stated|given|known|published|specified)|unknown|n/?a\b|nan\b|tbd\b|see |\?|[-–—.]+$)", re.IGNORECASE
 )
-_NUMBER = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([km]\b)?", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d[\d_]*(?:[.,]\d+)?(?:e[+-]?\d+)?)\s*([km]\b)?", re.IGNORECASE)
+_POWER = re.compile(r"(\d+)\s*(?:\^|\*\*)\s*(\d+)")
+_PRODUCT = re.compile(
+    r"(\d+)\s*(?:(?:node|host|server|machine)s?\s*(?:[x×*]|of|with)|[x×*])\s*(\d+)(?:\s*[x×]?\s*[a-z][-\w]*)*",
+    re.IGNORECASE,
+)
 _DTYPES = (
     (r"fp4|float4|e2m1", "float4"),
     (r"fp8|float8|f8|e4m3", "float8"),
     (r"int8|i8", "int8"),
     (r"bf16|bfloat", "bfloat16"),
     (r"fp16|float16|f16|half", "float16"),
-    (r"fp32|float32|f32|tf32|single", "float32"),
+    (r"fp32|float32|f32|tf32|single|^32\b", "float32"),
 )
 
 
@@ -39,20 +44,29 @@ def text_of(row: Cells, name: str) -> str:
 def number_of(row: Cells, name: str, kilo: int = 1000) -> float | None:
     """The number in a cell."""
     text = text_of(row, name)
-    product = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", text)
+    product, power = _PRODUCT.fullmatch(text), _POWER.match(text)
+    if power:
+        return float(int(power[1]) ** int(power[2]))
     if product:
         return float(int(product[1]) * int(product[2]))
     found = _NUMBER.search(text)
     if not found or re.match(r"-\s*\d", text):
         return None
     times = {"k": kilo, "m": kilo**2}.get((found[2] or "").lower(), 1)
-    return float(re.sub("[,_]", "", found[1])) * times
+    # A comma before three digits parts thousands, else what follows is less than one.
+    digits = re.sub(r",(?=\d{3})|_", "", found[1]).replace(",", ".")
+    return float(digits) * times
 
 
 def count_of(row: Cells, name: str, kilo: int = 1000) -> int | None:
     """The whole number in a cell, of 1 or more."""
     found = number_of(row, name, kilo)
     return int(found) if found is not None and found >= 1 and found == int(found) else None
+
+
+def degree_of(row: Cells, name: str) -> int | None:
+    """A number of parts, 1 where the cell says that there are none."""
+    return 1 if re.match(r"(no|none|off|disabled|false)\b", text_of(row, name), re.IGNORECASE) else count_of(row, name)
 
 
 def needed(row: Cells, name: str, kilo: int = 1000) -> int:
@@ -68,11 +82,24 @@ def needed(row: Cells, name: str, kilo: int = 1000) -> int:
 
 
 def seconds_of(row: Cells, name: str) -> float | None:
-    """Seconds, of milliseconds too."""
-    found = number_of(row, name)
+    """Seconds, of milliseconds or minutes too, or of steps in a second."""
+    found, text = number_of(row, name), text_of(row, name)
     if not found:
         return None
-    return found / 1000 if re.search(r"\d\s*ms\b", text_of(row, name)) else found
+    if re.search(r"\d\s*(it|iter|iteration|step|batche)s?\s*(/|per)\s*s", text):
+        return 1 / found
+    minutes = re.search(r"\d\s*m(?:in(?:ute)?s?)?\b\s*(?:(\d+(?:\.\d+)?)\s*s)?|\d\s*m(\d+(?:\.\d+)?)\s*s", text)
+    if minutes:
+        return 60 * found + float(minutes[1] or minutes[2] or 0)
+    return found / 1000 if re.search(r"\d\s*m(illi)?s", text) else found
+
+
+def gib_of(row: Cells, name: str) -> float | None:
+    """Memory in GiB; as people write it GB are that too. A part of a device's says nothing here."""
+    found, text = number_of(row, name), text_of(row, name)
+    if not found or "%" in text:
+        return None
+    return found / 1024 if re.search(r"\d\s*mi?b", text, re.IGNORECASE) else found
 
 
 def dtype_of(row: Cells) -> str | None:
@@ -84,16 +111,18 @@ def dtype_of(row: Cells) -> str | None:
 def recompute_of(row: Cells) -> str | None:
     """What the backward pass makes again: none, selective (attention), full, or all but products."""
     lower = text_of(row, "recompute").lower()
-    if re.match(r"none|no\b|off\b|false|0$", lower):
+    if re.match(r"none|no?\b|not (used|on)|off\b|false|disabled|without|w/o|everything_saveable|✗|0$", lower):
         return "none"
     if recomputed_part(row) < 1:
         return "full"
-    if re.match(r"selective|attention|attn|core", lower):
+    if re.match(r"selective|sac\b|(recompute )?(attention|attn|core|layer_?norm|moe_act|mla_up)", lower):
         return "selective"
     if "dot" in lower or lower == "minimal":  # so MaxText calls it
         return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
     if re.match(
-        r"full|yes|true|on\b|all|every|layer|uniform|block|1$|(activation |gradient )?checkpoint|remat|ac\b", lower
+        r"full|y(es)?\b|true|on\b|enabled|✓|all|every|(per[ -])?(layer|block)|uniform|nothing_saveable|1$"
+        r"|(activation |gradient )?checkpoint|remat|ac\b",
+        lower,
     ):
         return "full"
     return None
@@ -117,8 +146,8 @@ def recomputed_part(row: Cells) -> float:
     return 1.0
 
 
-def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int]:
-    """Stage of ZeRO, and over how many replicas the state is split.
+def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int] | None:
+    """Stage of ZeRO, and over how many replicas the state is split; None where the cell's words are none of those known here.
 
     Where the cell is empty the framework's name says it: FSDP splits everything, NeMo's and Megatron-Bridge's recipes have the
     distributed optimizer on.
@@ -129,22 +158,23 @@ def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int]:
     lower = text_of(row, "zero").lower() or _usual_zero(row)
     if "offload" in lower:
         raise ValueError("its state is on the host")
-    fsdp = re.search(r"f?sdp([12]\b)?[ =(]*(\d+)?", lower)
+    fsdp = re.search(r"f?sdp([12]\b)?[ =(]*(?:\d+\s*x\s*(?=\d))?(\d+)?", lower)
     stage = re.match(r"(?:zero|stage|deepspeed|[\s_-])*([0-9])\b", lower) or re.search(r"zero[\s_-]*([0-9])\b", lower)
     group = re.search(r"(?:\bover|\bwithin|\bamong|\bgroups? of|\bsize|=)\s*(\d+)", lower)
     is_hybrid = re.search(r"hsdp|hybrid|zero\+\+|(within|per|inside|in) (a |an |each |one )?(node|host)", lower)
     shards = max(1, min(int(group[1]) if group else per_host if is_hybrid else data, data))
-    if lower.startswith(("distributed optimizer", "optimizer")):
-        return 1, shards
     if stage:
         if int(stage[1]) > 3:
             raise ValueError(f"there is no ZeRO-{stage[1]}")
         return int(stage[1]), shards if int(stage[1]) else 1
-    if fsdp or re.search(r"full.?shard|fully.?shard|hybrid.?shard|zero\+\+", lower):
+    if re.search(r"shard_grad_op|\bp?_?os ?\+ ?g$", lower):
+        return 2, shards
+    if fsdp or re.search(r"full(y)?.?shard|hybrid.?shard|zero\+\+|\bp?_?os ?\+ ?g ?\+ ?p$", lower):
         return 3, max(1, min(int((fsdp and fsdp[2]) or shards), data))
-    if lower and not re.match(r"no|off|false|ddp|dp\b|data", lower):
-        raise ValueError("zero is none that is known here")
-    return 0, 1
+    is_on = lower in ("yes", "on", "true") and says(row, "Megatron|NeMo", "framework")
+    if is_on or re.search(r"opt|^p?_?os$", lower):
+        return 1, shards
+    return (0, 1) if re.match(r"$|no|off|false|ddp|dp\b|data|replica", lower) else None
 
 
 def _usual_zero(row: Cells) -> str:
@@ -164,17 +194,16 @@ def attention_of(row: Cells) -> int | None:
     text = text_of(row, "attention")
     if not text:
         return None
-    if re.search(r"unfused|eager|naive|plain|vanilla|math|no flash|none", text, re.IGNORECASE):
+    if re.search(r"unfused|eager|naive|plain|vanilla|math|no flash|none|softmax", text, re.IGNORECASE):
         return 0
-    if not re.search(
-        r"flash|fused|sdpa|cudnn|splash|pallas|triton|xformers|efficient|ring|\bTE\b|\bfa\d", text, re.IGNORECASE
-    ):
-        return 0
-    if re.search(r"(flash(attention)?[ -]?|fa)v?[34]\b|\bTE\b|cudnn|pallas|splash", text, re.IGNORECASE):
+    third = r"(flash[-_ ]?(att(entio)?n)?|fa)[-_ ]?v?[34]\b|\bTE\b|transformer ?engine|cudnn|pallas|splash|aiter|\bCK\b"
+    if re.search(third, text, re.IGNORECASE):
         return 3
-    newer = r"flash(attention)?[ -]?v?2|\bfa2|sdpa|\bv2\b"
+    newer = r"(flash[-_ ]?(att(entio)?n)?|\bfa)[-_ ]?v?2|sdpa|\bv2\b|flex"
     if re.search(newer, text, re.IGNORECASE):
         return 2
+    if not re.search(r"flash|fused|xformers|efficient|triton|ring|\bfa\d", text, re.IGNORECASE):
+        return usual_attention(row) if re.match(r"yes|on\b|true|mla", text, re.IGNORECASE) else 0
     is_first = re.search(r"flash(attention)?[ -]?v?1|triton", text, re.IGNORECASE) or says(row, "Composer", "framework")
     return 1 if is_first else library_attention(row)
 
@@ -208,17 +237,33 @@ def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
     return found * shared_by if found and per_device else found
 
 
-def batch_of(row: Cells, tokens: int, replicas: int | None) -> int:
+def batch_of(row: Cells, tokens: int, replicas: int) -> int:
     """Samples of a step, of so many tokens each; batches in tokens are rounded to what the replicas can share.
+
+    So is every batch where a rate is published: the time is then that of so many samples, whatever the batch was.
 
     Raises:
         ValueError: The cell says nothing.
     """
-    batch = needed(row, "global_batch")
-    if not says(row, "token", "global_batch") and batch < FEWEST_TOKENS:
-        return batch
-    replicas = replicas or 1
-    return max(1, round(batch / tokens / replicas)) * replicas
+    text = text_of(row, "global_batch")
+    batch = needed(row, "global_batch", kilo=_kilo(text))
+    together = replicas * (count_of(row, "microbatch") or 1)
+    has_rate = not text_of(row, "seconds_per_step") and number_of(row, "tokens_per_s_per_gpu") is not None
+    sequences = re.match(rf"(\d[\d,]*)\s*(?:seq\w*|samples?)?\s*(?:[x×*]|of)\s*{tokens}\b", text)
+    if re.search(r"(/|\bper|each)\s*(gpu|device|chip|replica|rank)", text, re.IGNORECASE):
+        batch *= replicas
+    elif sequences:
+        batch = int(sequences[1].replace(",", ""))
+    elif re.search(r"\d\s*tok|tokens", text, re.IGNORECASE) or batch >= FEWEST_TOKENS:
+        batch = max(1, round(batch / tokens / replicas)) * replicas
+    rounded = round(batch / together) * together
+    return rounded if has_rate and batch > together else batch
+
+
+def _kilo(text: str) -> int:
+    """Batches of "4M" tokens are of 4 x 2^20, as those of "4.2M" are of millions."""
+    whole = re.match(r"(0\.5|1|2|4|8|16|32|64)\s*M\b", text)
+    return 1024 if whole else 1000
 
 
 def decoder_of(row: Cells) -> int | None:

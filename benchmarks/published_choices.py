@@ -77,10 +77,10 @@ def alternatives(run: Run) -> Iterator[Run]:
     named = {name: values for name, values in run.unstated if name not in _SIZES}
     found: list[Run] = []
     for values in itertools.product(*named.values()):
-        taken = _with_experts(_with(run, dict(zip(named, values, strict=True))))
-        taken = replace(taken, **{name: value for name, value in usual_pipeline(taken).items() if name in named})
-        if taken.batch % (taken.data * taken.microbatch) == 0 and taken not in found:
-            found.append(taken)
+        for taken in _with_experts(_with(run, dict(zip(named, values, strict=True)))):
+            taken = replace(taken, **{name: value for name, value in usual_pipeline(taken).items() if name in named})
+            if taken.batch % (taken.data * taken.microbatch) == 0 and taken not in found:
+                found.append(taken)
     yield from found
 
 
@@ -96,9 +96,14 @@ def _with(run: Run, chosen: dict[str, Any]) -> Run:
     return replace(taken, chunks=1) if pipeline == 1 else taken
 
 
-def _with_experts(run: Run) -> Run:
-    """Dealt out to as many devices of a stage as can have equally many, where the row does not say to how many."""
+def _with_experts(run: Run) -> Iterator[Run]:
+    """Where the row does not say to how many devices experts are dealt out: to as many of a stage as can have equally many.
+
+    Who splits the state over all may as well gather all experts.
+    """
     if run.experts is None or ("experts", (None,)) not in run.unstated:
-        return run
-    parallel = math.gcd(run.experts.number, run.devices // run.pipeline)
-    return replace(run, experts=replace(run.experts, parallel=parallel))
+        yield run
+        return
+    most = math.gcd(run.experts.number, run.devices // run.pipeline)
+    for parallel in dict.fromkeys((most, 1) if run.zero == 3 else (most,)):
+        yield replace(run, experts=replace(run.experts, parallel=parallel))

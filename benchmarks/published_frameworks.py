@@ -21,7 +21,7 @@ EAGER = 2.3
 HOST_SECONDS = 1e-5
 """To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
 that only small kernels wait for it."""
-PROFILED = 5.8
+PROFILED = 5.2
 """Of a launch with PyTorch's profiler, which records shapes, memory and the Python stack of each; fitted to one source."""
 OVERLAPPED = 0.75
 """Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
@@ -91,12 +91,12 @@ def stage_layers(run: Run) -> list[int]:
 
     Megatron's stages are equal. DeepSpeed's are too, or embedding and head count as a layer each where the sum then divides
     (`--pp-partition-method type:transformer|embedding`); else the last one has the rest. nanotron counts the head by its
-    parameters, and a stage ends before the layer with which it would have more than its part of the sum.
+    parameters, and a stage ends with the layer by which it has more than its part of the sum (`build_model`).
     """
     count, most = run.pipeline, math.ceil(run.layers / run.pipeline)
     if "nanotron" in run.framework:
         weight = run.vocabulary * run.width / (4 * run.width**2 + 3 * run.width * run.hidden)
-        ends = [min(run.layers, int((run.layers + weight) * (k + 1) / count + 1e-9)) for k in range(count - 1)]
+        ends = [min(run.layers, int((run.layers + weight) * (k + 1) / count) + 1) for k in range(count - 1)]
         borders = [0, *ends, run.layers]
         return [b - a for a, b in zip(borders, borders[1:], strict=False)]
     if run.layers % count == 0:

@@ -133,6 +133,8 @@ def model_of(run: Run) -> Model:
 
 
 _RENTED = (
+    (r"\bdgx-?1\b", "v100-16"),
+    (r"\bdgx-?2h?\b", "v100-32"),
     (r"\bp3dn|\bndv2", "v100-32"),
     (r"\bp3\b", "v100-16"),
     (r"\bp4de|\ba2-ultra", "a100-80"),
@@ -143,7 +145,7 @@ _RENTED = (
     (r"\bg5\b", "a10g"),
     (r"\bg6\b", "l4"),
 )
-"""Instances of clouds by the devices in them (Amazon EC2 and Google Compute Engine, accelerated computing)."""
+"""Servers, and instances of clouds, by the devices in them (NVIDIA DGX; Amazon EC2 and Google Compute Engine)."""
 _MOST_WORDS = 12
 _PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "HDR100": 100, "EDR": 100, "FDR": 56}
 """Gb/s of a port of InfiniBand by its generation."""

@@ -44,6 +44,9 @@ for performance)."""
 FUSED = ("Megatron", "NeMo")
 """Frameworks whose gated activation is one kernel, which keeps what enters it (Megatron-LM's `bias_swiglu_fusion`), and whose
 products of 8 bits keep their operands as they multiply them (Transformer Engine)."""
+SPLIT_LOSS, SPLIT_LOSS_BYTES = "torchtitan", 16
+"""Who computes a loss over a split vocabulary with PyTorch's distributed tensors, and what that holds of each logit: four
+tensors in 32 bits, as its gradient is made (`torch.distributed.tensor.parallel.loss`)."""
 PYTORCH = (*MEGATRON, "PyTorch", "DeepSpeed", "torchtitan")
 
 
@@ -121,6 +124,9 @@ def state_bytes(run: Run) -> float:
     """Bytes of one parameter with its gradient and its optimizer."""
     if run.dtype == "float32":
         weight, gradient, optimizer = 4, 4, 8
+    elif "torchtitan" in run.framework and run.pipeline > 1:
+        # What is added up over microbatches, unsplit, has the width that it is reduced in (FSDP2's `to_accumulated_grad`).
+        weight, gradient, optimizer = 2, 4, 12
     elif not _is_of(run, MEGATRON):
         weight, gradient, optimizer = 2, 2, 12
     elif run.dtype == "float16":
@@ -156,10 +162,17 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again
-    in_layer, at_ends = (h.working_bytes if run.whole else h.eager_bytes for h in (layer, ends))
+    in_layer = layer.working_bytes if run.whole else layer.eager_bytes
     if stage < run.pipeline - 1:
         return waiting + in_layer + gathered
-    return waiting + max(in_layer, ends.kept_bytes + at_ends) + gathered
+    return waiting + max(in_layer, ends_bytes(run, tokens, ends)) + gathered
+
+
+def ends_bytes(run: Run, tokens: int, ends: Held) -> float:
+    """What embedding and loss keep of so many tokens and work with."""
+    if SPLIT_LOSS in run.framework and run.tensor > 1:
+        return tokens * (2 * run.width + SPLIT_LOSS_BYTES * run.vocabulary / run.tensor)
+    return ends.kept_bytes + (ends.working_bytes if run.whole else ends.eager_bytes)
 
 
 def eager_bytes(run: Run, tokens: int) -> float:

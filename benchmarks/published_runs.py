@@ -24,7 +24,9 @@ from published_cells import (
     batch_of,
     count_of,
     decoder_of,
+    degree_of,
     dtype_of,
+    gib_of,
     microbatch_of,
     needed,
     number_of,
@@ -202,8 +204,8 @@ def _run(row: Cells, line: int) -> Run:
 
     layers, width = needed(row, "layers"), needed(row, "hidden")
     tokens, devices = needed(row, "seq", kilo=1024), needed(row, "gpus")
-    degrees = [count_of(row, name) or 1 for name in ("tp", "pp", "cp")]
-    batch = batch_of(row, tokens, count_of(row, "dp") or max(1, devices // math.prod(degrees)))
+    degrees = [degree_of(row, name) or 1 for name in ("tp", "pp", "cp")]
+    batch = batch_of(row, tokens, degree_of(row, "dp") or max(1, devices // math.prod(degrees)))
     heads = stated("heads", count_of(row, "heads"), max(1, width // 128))
     size = count_of(row, "head_size") or head_size_of(lower)
     size = 0 if size * heads == width else size
@@ -240,7 +242,7 @@ def _run(row: Cells, line: int) -> Run:
     microbatch = stated("microbatch", microbatch_of(row, per_replica, devices // data // pipeline), *several)
     if per_replica % microbatch:
         raise ValueError("the batch does not divide")
-    zero, shards = zero_of(row, data * context, count_of(row, "gpus_per_node") or 8)
+    zero, shards = stated("zero", zero_of(row, data * context, count_of(row, "gpus_per_node") or 8), (0, 1))
     # torchtitan's stages keep what they have gathered, and gradients, until the last microbatch (`reshard_after_forward`).
     is_kept = zero == 3 and pipeline > 1 and says(row, "torchtitan", "framework")
     zero = 1 if is_kept else zero
@@ -248,7 +250,7 @@ def _run(row: Cells, line: int) -> Run:
         zero, shards = 2, data  # its solver prefers reduce-scatter (`prefer_reduce_scatter` of Alpa's suites)
     if (is_jax or says(row, r"Alpa \(intra", "framework")) and not text_of(row, "zero"):
         zero, shards = stated("zero", None, 3), data * context  # MaxText's `ici_fsdp_parallelism` is whatever is left
-    chunks = count_of(row, "vpp") if pipeline > 1 else 1
+    chunks = degree_of(row, "vpp") if pipeline > 1 else 1
     several = tuple(n for n in range(1, layers // pipeline + 1) if layers // pipeline % n == 0)
     # Megatron-LM sends between stages behind products only where they are interleaved (`overlap_p2p_comm`).
     interleaved = says(row, r"interleav|overlap.*\bPP\b", "vpp", "schedule") and len(several) > 1
@@ -297,7 +299,7 @@ def _run(row: Cells, line: int) -> Run:
         is_profiled=says(row, "profiler", "quality"),
         schedule=text_of(row, "schedule"),
         seconds=None,
-        memory_gib=number_of(row, "mem_gib"),
+        memory_gib=gib_of(row, "mem_gib"),
         size=size,
         causal=not (is_encoder(lower) or has_decoder(lower)),
         decoder=decoder,
@@ -308,7 +310,7 @@ def _run(row: Cells, line: int) -> Run:
     if mesh is not None and run.recompute == "full":
         raise ValueError("a sharded convolutional net that is computed again")
     if has_experts(row):
-        parallel = count_of(row, "ep")
+        parallel = degree_of(row, "ep")
         if parallel and devices // pipeline % parallel:
             raise ValueError("the experts' degree does not divide a stage's devices")
         experts = experts_of(row, _dense(run), parallel or 1)
@@ -322,22 +324,22 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
     Raises:
         ValueError: They do not multiply to the devices.
     """
-    context = count_of(row, "cp") or 1
+    context, experts = degree_of(row, "cp") or 1, degree_of(row, "ep") or 1
     within = [n for n in (1, 2, 4, 8) if n <= (count_of(row, "gpus_per_node") or 8)]
-    tensors = [count_of(row, "tp")] if count_of(row, "tp") else within
-    pipelines = [count_of(row, "pp")] if count_of(row, "pp") else [1] if _is_split(row) else [1, 2, 4, 8, 16]
+    one, other = degree_of(row, "tp"), degree_of(row, "pp")
+    tensors = [one] if one else within
+    pipelines = [other] if other else [1] if _is_split(row) else [1, 2, 4, 8, 16]
     found = []
     for tensor, pipeline in itertools.product(tensors, pipelines):
-        assert tensor and pipeline
         data, rest = divmod(devices, tensor * pipeline * context)
-        stated = count_of(row, "dp") or data
+        stated = degree_of(row, "dp") or data
         if rest or stated != data or not data:
             continue
-        if heads % tensor and len(tensors) > 1:
+        if (heads % tensor and len(tensors) > 1) or (devices // pipeline % experts and len(pipelines) > 1):
             continue
         if pipeline <= layers and (batch % data == 0 or len(tensors) == len(pipelines) == 1):
             found.append((tensor, pipeline, data, context))
-    if not found and (count_of(row, "pp") or 1) > layers:
+    if not found and (degree_of(row, "pp") or 1) > layers:
         raise ValueError("there are more stages than layers")
     if not found:
         raise ValueError("the degrees do not multiply to the devices")
@@ -377,7 +379,7 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
 
 _HARDWARE = r"hardware|incl. recompute|\bHFU\b"
 _EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
-_COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
+_COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow|llm\.c"
 
 
 def _overlaps(row: Cells) -> bool:

@@ -164,7 +164,8 @@ def test_order_of_plans_of_a_vocabulary_that_is_not_padded(runs):
         ("Megatron-LM", 24, 4, [6, 6, 6, 6]),
         ("Megatron-DeepSpeed", 82, 12, [6, *[7] * 10, 6]),  # as its authors say: two layers' room for both embeddings
         ("Megatron-DeepSpeed", 78, 12, [*[7] * 11, 1]),  # as its authors say: 1 on the last
-        ("nanotron", 24, 4, [6, 7, 6, 5]),
+        ("nanotron", 24, 4, [7, 7, 6, 4]),
+        ("nanotron", 24, 8, [4, 3, 3, 4, 3, 3, 4, 0]),  # as logs of it tell: 4.7 GiB on the first
         ("JAX", 32, 1, [32]),
     ],
 )

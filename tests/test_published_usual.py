@@ -12,8 +12,10 @@ from published_cells import recomputed_part, zero_of  # noqa: E402
 from published_choices import alternatives, settle  # noqa: E402
 from published_frameworks import expert_launches  # noqa: E402
 from published_machines import _network_rate, machine_of, model_of  # noqa: E402
+from published_memory import ends_bytes, state_bytes  # noqa: E402
 from published_steps import Prediction, data_seconds, params_of, predict  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
+from published_work import Work  # noqa: E402
 
 from autopar.cost.kernels import Product  # noqa: E402
 
@@ -207,3 +209,22 @@ def test_fp16_on_ampere_came_before_fused_attention(read):
         ("bf16", "V100"),
     ]
     assert predict(read(attention="", precision="fp16", gpu_type="A100")).seconds > 0
+
+
+def test_stages_of_torchtitan_keep_gradients_in_the_width_they_are_reduced_in(read):
+    """Weights and gradients whole, of 2 and 4 bytes, and the rest split; alone, everything is."""
+    cells = {"layers": "8", "zero": "3", "framework": "torchtitan"}
+    assert state_bytes(read(**cells, pp="2", dp="4")) == 2 + 4 + 12 / 4
+    assert state_bytes(read(**cells, pp="1", dp="8")) == (2 + 2 + 12) / 8
+
+
+def test_a_loss_over_a_split_vocabulary_is_made_of_four_tensors_of_its_logits(read):
+    """In torchtitan; elsewhere it holds what the plan of embedding and loss says."""
+    ends = Work({}, {}, kept_bytes=1, working_bytes=2, eager_bytes=4)
+    cells = {"tp": "2", "dp": "4", "zero": "1"}
+    assert ends_bytes(read(**cells, framework="torchtitan"), 512, ends) == 512 * (2 * 256 + 16 * 1000 / 2)
+    assert (
+        ends_bytes(read(framework="torchtitan"), 512, ends)
+        == ends_bytes(read(**cells, framework="NeMo"), 512, ends)
+        == 5
+    )

@@ -1,0 +1,89 @@
+"""Cells of published runs as strangers write them: numbers, units and words that say the same in other ways."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
+
+from published_cells import (  # noqa: E402
+    attention_of,
+    batch_of,
+    degree_of,
+    gib_of,
+    number_of,
+    recompute_of,
+    seconds_of,
+    zero_of,
+)
+from published_choices import alternatives  # noqa: E402
+from published_table import read_row  # noqa: E402, F401
+
+
+def test_counts_of_servers_and_powers():
+    numbers = {"16 nodes x 8": 128, "8 nodes of 8 GPUs": 64, "32 x 8 H100": 256, "64 of 72": 64, "2^22 tokens": 1 << 22,
+               "12,5": 12.5, "1,234": 1234, "31737 (30341)": 31737}  # fmt: skip
+    assert {text: number_of({"x": text}, "x") for text in numbers} == numbers
+    assert [degree_of({"tp": text}, "tp") for text in ("none", "no", "TP8", "")] == [1, 1, 8, None]
+
+
+def test_times_and_memory_in_other_units():
+    times = {"0.5 it/s": 2, "2m10s": 130, "1.5 min": 90, "320 milliseconds": 0.32, "3.1 s/it": 3.1, "135ms": 0.135}
+    assert {text: seconds_of({"s": text}, "s") for text in times} == times
+    memory = {"35196 MiB": 35196 / 1024, "63.2 GB": 63.2, "80 %": None}
+    assert {text: gib_of({"m": text}, "m") for text in memory} == memory
+
+
+def test_batches_of_tokens_sequences_and_devices():
+    batches = {"1,024": 1024, "4M tokens": 2048, "4.2M tokens": 2048, "2^21 tokens": 1024, "16 per GPU": 128, "64 x 2048": 64,
+               "512 sequences of 2048": 512}  # fmt: skip
+    assert {text: batch_of({"global_batch": text}, 2048, 8) for text in batches} == batches
+
+
+def test_words_of_recomputation():
+    again = {"disabled": "none", "N": "none", "without": "none", "everything_saveable": "none", "y": "full", "enabled": "full",
+             "per-layer": "full", "nothing_saveable": "full", "SAC": "selective", "core_attn": "selective",
+             "layernorm": "selective"}  # fmt: skip
+    assert {text: recompute_of({"recompute": text}) for text in again} == again
+
+
+def test_words_of_split_state():
+    zeros = {"dist-opt": (1, 64), "P_os": (1, 64), "use_distributed_optimizer": (1, 64), "SHARD_GRAD_OP": (2, 64),
+             "os+g": (2, 64), "HSDP 2x32": (3, 32), "FSDP 16 x DP 4": (3, 16), "replicated": (0, 1), "magic": None}  # fmt: skip
+    assert {text: zero_of({"zero": text}, 64) for text in zeros} == zeros
+
+
+def test_words_of_attention():
+    kernels = {"FlexAttention": 2, "FA-2": 2, "flash_attention_2": 2, "flash-attention-3": 3, "Transformer Engine": 3, "CK": 3,
+               "fused softmax": 0, "dot_product": 0}  # fmt: skip
+    assert {text: attention_of({"attention": text, "gpu_type": "H100"}) for text in kernels} == kernels
+
+
+def test_what_is_not_understood_is_open(read):
+    assert dict(read(zero="magic").unstated) == {"zero": ((0, 1),)}
+
+
+def test_a_rate_is_that_of_any_batch(read):
+    """A batch that its replicas cannot share is taken for one that they can, where tokens per second are published."""
+    rate = {"seconds_per_step": "", "tokens_per_s_per_gpu": "5000", "global_batch": "20", "recompute": "full"}
+    run = read(**rate)
+    assert run.batch in (16, 24) and run.seconds == pytest.approx(run.batch * 512 / 5000 / 8)
+    assert "does not divide" in read(**rate | {"seconds_per_step": "1.5"}).reason
+
+
+def test_words_beside_the_name_of_an_architecture(read):
+    sizes = {"layers": "", "hidden": "", "heads": "", "ffn": "", "vocab": "", "ep": "8"}
+    assert read(model="Qwen3 MoE 30B", **sizes).experts.number == 128
+
+
+def test_experts_may_be_gathered_instead_of_dealt_out(read):
+    cells = {"model": "OLMoE, 8 experts", "params_B": "0.01"}
+    degrees = {zero: {run.experts.parallel for run in alternatives(read(**cells, zero=zero))} for zero in ("1", "3")}
+    assert degrees == {"1": {8}, "3": {1, 8}}
+
+
+def test_experts_are_dealt_out_within_a_stage(read):
+    """Layouts whose stages have too few devices for the experts' degree are none."""
+    open_cells = {"dp": "", "pp": "", "tp": "", "zero": "1", "framework": "Megatron-LM"}
+    assert {run.pipeline for run in alternatives(read(model="MoE, 8 experts", ep="8", **open_cells))} == {1}
