@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -120,6 +120,7 @@ class Parts:
         policy: What a layer keeps for its gradients; None: all.
         small: Changes of the sizes for a CPU.
         full: And for GPUs.
+        leaves: Parameters of what is between two norms.
     """
 
     attend: Callable[..., jax.Array] = plain_attention
@@ -128,7 +129,7 @@ class Parts:
     policy: Any = None
     small: Sizes = SMALL
     full: Sizes = FULL
-    leaves: tuple[str, ...] = field(default=("up", "down"))
+    leaves: tuple[str, ...] = ("up", "down")
 
     def make(self, small: bool) -> Made:
         """The step, and the types of its state and batch."""
