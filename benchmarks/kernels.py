@@ -5,9 +5,10 @@
 In:     the steps of `kernel_steps.py`; the file, which holds what was found before, so that the work can be done in slices
         of so many CPU seconds. What is compiled for a GPU needs `pip install 'autopar[verify]'`; else it is left out.
 Out:    a table. Equal: the largest difference of a leaf of state and loss to plain `jax.jit`, as a part of its largest number,
-        after one step on 8 virtual CPU devices, with the kernels interpreted (cuDNN's is plain attention there). Compiled: XLA's peak over the predicted one,
-        and whether collectives move the bytes that were planned. Kernels: those in the compiled programs, and the part of
-        the whole that one of them works on; of interpreted ones, and of products, there are none.
+        after one step on 8 virtual CPU devices, with the kernels interpreted (cuDNN's is plain attention there). Compiled:
+        XLA's peak over the predicted one, and whether collectives move the bytes that were planned. Kernels: those in the
+        compiled programs, and the part of the whole that one of them works on; of interpreted ones, and of products, there
+        are none.
 """
 
 from __future__ import annotations
