@@ -162,7 +162,7 @@ class Tuning:
     """Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
 
     made_of: int = 8
-    """What is made of more values than these by operations that compilers fuse is held in memory, and not made again."""
+    """What is made of more values than these by operations that compilers fuse goes through memory in the prices of kernels."""
     made_of_bytes: float = 1.25
     """Times the bytes of a value: so large may be what it is made of if each kernel that reads it makes it again."""
     slow_flops: float = 16.0

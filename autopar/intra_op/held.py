@@ -5,9 +5,9 @@ Out:    the values that are held; what reads another reads what that is made of 
 Method: compilers put elementwise operations, slices and the like into the kernels that read them, into each of several
         where these then move fewer bytes: n kernels that read a value of S bytes move S (n + 1) and the A bytes that it is
         made of, or n A if each makes it again. That nothing waits in memory for the later of them is no reason for XLA.
-        So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, if it
-        is made of many values, or if so fewer bytes are moved. What is scattered into zeros to be added to a value is
-        scattered into that.
+        So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, or if
+        so fewer bytes are moved: of how many arrays it is made does not matter to a kernel, of how large ones does. What is
+        scattered into zeros to be added to a value is scattered into that.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _find_held(graph: Graph) -> set[Var]:
             count, leaves = readers.get(var, 0), _leaves(node, made_of)
             once, size = sum(leaves.values()), num_bytes(var)
             is_less = once + (count + 1) * size < count * once
-            if count > 1 and (is_less or len(leaves) > TUNING.made_of or _is_slow(node)):
+            if count > 1 and (is_less or _is_slow(node)):
                 held.add(var)
             else:
                 made_of[var] = leaves

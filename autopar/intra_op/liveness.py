@@ -13,7 +13,7 @@ Method: a copy lives from the instruction that makes it to its last reader. Inpu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -138,7 +138,8 @@ def fullest_moments(
     arguments = sum(local_bytes(var, sharding, mesh) for var, sharding in body.inputs)
     curve: list[int] = []
     pinned = _pinned(body, donated)
-    peaks = _peaks(body, mesh, stored, pinned, count, curve, waiting=waiting, in_place=in_place, over=over)
+    given = waiting == ONE_PROGRAM  # the tasks of a stage do not hand on what they have turned
+    peaks = _peaks(body, mesh, stored, pinned, count, curve, waiting=waiting, in_place=in_place, over=over, given=given)
     return tuple(dataclasses.replace(peak, argument_bytes=arguments, curve=curve) for peak in peaks)
 
 
@@ -186,13 +187,14 @@ def _peaks(
     waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
     over: float = 0.0,
+    given: bool = False,
 ) -> list[Liveness]:
     """The `count` fullest moments, each of a part of the body, fullest first.
 
     What is alive at each instruction is added to `curve`. Copies in `free` are counted by the caller, those `in_place` lie in
-    inputs. Moments behind the first have more than `over` bytes.
+    inputs. Moments behind the first have more than `over` bytes. `given`: inputs lie as they were given.
     """
-    made = _versions(body, pinned, stored)
+    made = _versions(body, pinned, stored, given)
     times = made.times(body, waiting)
     size = [
         number * local_bytes(*copy, mesh)
@@ -266,11 +268,12 @@ class _Versions:
                 yield Alive(copy, num_bytes, number, body, moment)
 
 
-def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | None) -> _Versions:
+def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | None, given: bool = False) -> _Versions:
     """When each copy is made and read last; who reads what takes no memory reads what that is made of.
 
-    What is scattered into zeros that its reader adds to something is only then no array of its own when the reader takes it
-    in the sharding in which it was made. `stored` None: all take memory but the results of barriers, which are the operands.
+    With `given` inputs lie as they were given: one that is read turned is there twice from then on. What is scattered into
+    zeros that its reader adds to something is only then no array of its own when the reader takes it in the sharding in which
+    it was made. `stored` None: all take memory but the results of barriers, which are the operands.
     """
     count = len(body.instructions)
     copies, starts = list(body.inputs), [-1] * len(body.inputs)
@@ -279,10 +282,20 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
     made_of: list[tuple[int, ...]] = [(k,) for k in range(len(copies))]
     results = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
     moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in copies_read(i)}
+    turned: dict[int, int] = {}
     for position, instruction in enumerate(body.instructions):
         read = tuple(dict.fromkeys(number for copy in copies_read(instruction) for number in made_of[current[copy]]))
+        for number in _turned_inputs(instruction, current, starts) if given else ():
+            if number not in turned:
+                turned[number] = len(copies)
+                copies.append(copies[number])
+                made_of.append((turned[number],))
+                starts.append(position)
+                ends.append(-1)
         for number in read:
             ends[number] = max(position, ends[number])
+            if number in turned:
+                ends[turned[number]] = position
         passed = _passed_on(instruction) if stored is None else {}
         for copy in copies_made(instruction):
             is_there = stored is None or not isinstance(instruction, Compute) or copy[0] in stored or copy in results
@@ -297,6 +310,14 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
     for result in dict.fromkeys((a, s) for a, s in body.outputs if not isinstance(a, Literal)):
         ends[current[result]] = count
     return _Versions(copies, starts, ends, [number in made for number, made in enumerate(made_of)])
+
+
+def _turned_inputs(instruction: Instruction, current: Mapping[Copy, int], starts: Sequence[int]) -> list[int]:
+    """The inputs that an instruction reads with their dims in another order."""
+    if not isinstance(instruction, Compute):
+        return []
+    read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.turned]
+    return [current[v, s] for v, s in read if not isinstance(v, Literal) and starts[current[v, s]] < 0]
 
 
 def _passed_on(instruction: Instruction) -> dict[Copy, Copy]:

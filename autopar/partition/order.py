@@ -47,13 +47,10 @@ def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
     awaited = [array for array in earlier if array is not None and array.size and not on_host(jax.typeof(array))]
     if not awaited or operand.size == 0 or on_host(jax.typeof(operand)):
         return operand
-    if len(awaited) == 1:
-        sign = never(*awaited)
-    else:
-        # A number of its own: XLA for GPUs tries all tilings of a kernel for each operation that could be part of it. And
-        # made of arrays that are there: it would make an element of a sum again for that number, and leave the sum for later.
-        signs = map(never, map(lax.optimization_barrier, awaited))
-        sign = lax.optimization_barrier(functools.reduce(jnp.logical_or, signs))
+    # A number of its own: kernels that look into an array to know that it is there hold it until they run. And of several it
+    # is made of arrays that are there: XLA would make an element of a sum again for it, and leave the sum for later.
+    signs = map(never, map(lax.optimization_barrier, awaited) if len(awaited) > 1 else awaited)
+    sign = lax.optimization_barrier(functools.reduce(jnp.logical_or, signs))
     # The other is made of the operand itself: zeros of its shape XLA for GPUs would make in one kernel with those to which
     # something far behind adds, and hold them until then.
     return jnp.where(sign, ~operand if operand.dtype == bool else -operand, operand)

@@ -31,7 +31,7 @@ class Checked:
         collectives: Of the compiled program.
         compute_seconds: Of its kernels in one run; XLA has not tuned them.
         exposed_seconds: In which they wait for collectives.
-        kernels: Executions of kernels that are not XLA's own, by name.
+        kernels: Executions of kernels that are not XLA's own, by name and first result.
     """
 
     name: str

@@ -66,7 +66,8 @@ class Followed:
 
     Attributes:
         collectives: In order, with their executions.
-        kernels: Executions of each kernel that is no code of XLA's own, by the name it is called by.
+        kernels: Executions of each kernel that is no code of XLA's own, by the name it is called by and its first result, of
+            which it tells how much of it one device computes: `__cudnn$fmhaSoftmax bf16[4,256,8,64]`.
         compute_seconds: Of all kernels.
         exposed_seconds: In which kernels wait for collectives.
     """
@@ -134,7 +135,7 @@ class _Follower:
         if hlo.opcode in _FREE or hlo.opcode.endswith("-done"):
             return 0.0
         if hlo.opcode == "custom-call":
-            self.seen.kernels[hlo.target] += times
+            self.seen.kernels[f"{hlo.target} {_array_text(hlo.type)}".rstrip()] += times
         operands = [self.type_of.get(name, "") for name in hlo.operands]
         seconds = kernel_seconds(hlo, operands, self.device)
         self.seen.compute_seconds += times * seconds
@@ -172,6 +173,12 @@ class _Follower:
         kind = kind_of(hlo.opcode)
         assert kind is not None
         return collective_seconds(kind, self._bytes(hlo), self._axes(hlo), self.mesh)
+
+
+def _array_text(kind: str) -> str:
+    """The first array of a type; "" where it has none."""
+    name = dtype_of(kind)
+    return f"{name}[{','.join(map(str, dims_of(kind)))}]" if name else ""
 
 
 def _begins(hlo: Hlo) -> bool:

@@ -42,6 +42,13 @@ def added_once(x, w):
     return (jnp.tanh(total) @ w) * total
 
 
+def normalized_twice(x, w):
+    """Of two arrays and eight rows of numbers: how many they are does not matter to a kernel."""
+    sums = [(h, *(jnp.sum(f(h), 0) for f in (jnp.abs, jnp.square, jnp.cos, jnp.sin))) for h in (x @ w, w @ x)]
+    total = sum((h - a) * b + c * d for h, a, b, c, d in sums)
+    return (jnp.tanh(total) @ w) * total
+
+
 def sliced(x, w):
     rest = (x @ w)[:-1]
     return (jnp.exp(rest) @ w) * rest
@@ -60,6 +67,7 @@ def turned(x, w):
         (masked, ["dot_general", "select_n", "dot_general", "select_n"]),
         (added, ["dot_general", "transpose", *["dot_general"] * 3, "add", "tanh", "dot_general", "mul"]),
         (added_once, ["dot_general", "dot_general", "tanh", "dot_general", "mul"]),
+        (normalized_twice, [*["dot_general"] * 2, *["reduce_sum"] * 8, "tanh", "dot_general", "mul"]),
         (sliced, ["dot_general", "exp", "dot_general", "mul"]),
         (turned, ["dot_general", "max", "dot_general", "mul"]),
     ],
@@ -81,6 +89,26 @@ def test_what_a_value_is_made_of_waits_for_its_readers():
     body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
     peak = measure_liveness(body, graph.mesh, held_values(graph)).peak_bytes
     assert peak == 5 * SQUARE + 4 * N
+
+
+@pytest.mark.parametrize("lies, size", [("HWIO", 3), ("OHWI", 3), ("OIHW", 3), ("HWIO", 1), ("OIHW", 1)])
+def test_a_kernel_that_is_read_turned_is_there_twice(lies, size):
+    """From the first convolution on, to its last reader: kernels for GPUs read output channels, window, input channels."""
+    sizes = {"H": size, "W": size, "I": 8, "O": 16}
+
+    def step(x, w):
+        numbers = ("NHWC", lies, "NHWC")
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+        return y, jnp.tanh(w)
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 8, 8, 8), [sizes[name] for name in lies])]
+    program = trace_step(step, types)
+    graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
+    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    found = measure_liveness(body, graph.mesh, held_values(graph))
+    kernel, image = 4 * 8 * 16 * size**2, 4 * 4 * 8 * 8 * 8
+    turned = 0 if lies == "OHWI" or (lies, size) == ("OIHW", 1) else kernel
+    assert list(found.curve) == [image + kernel + turned + 2 * image, image + 2 * kernel + turned + 2 * image]
 
 
 def scattered(x, at, y):

@@ -57,7 +57,7 @@ def test_collectives(seen):
         ("reduce-scatter", ("x",), 4000, 3, True),
     ]
     assert seen.bytes_of == {"all-reduce": 4000, "all-gather": 48000, "reduce-scatter": 12000}
-    assert seen.kernels == {"mine": 1}
+    assert seen.kernels == {"mine f32[1000]": 1}
 
 
 def test_seconds(seen):

@@ -3,7 +3,9 @@
 In:     its forward and backward primitives: query, key, value, bias, lengths, and in the backward pass what the forward kept.
 Out:    `btnh,bsnh,bsnv->btnv`: batch b and heads n are split, positions t and s and the dims of a head whole.
 Method: with fewer heads of keys than of queries each serves g of them: a dim of query heads is `(n g)`. Gradients of what
-        lacks a factor (of a bias for all samples, of the one head of keys that all queries share) are sums over it.
+        lacks a factor (of a bias for all samples, of the one head of keys that all queries share) are sums over it. Where
+        several sequences are packed into a sample, what the forward pass keeps is of all sequences, one behind the other from
+        the first sample on: only heads are split. Keys in pages are a pool of pages p of s positions: every device has all.
 """
 
 from __future__ import annotations
@@ -27,24 +29,28 @@ def attention(eqn: JaxprEqn) -> ShardingRule:
     """Operands are q, k, v, bias, lengths of q and k, offsets of q and k, page tables; those not used have no elements."""
     is_backward = eqn.primitive.name.startswith(_BACKWARD)
     shapes = [tuple(atom.aval.shape) for atom in eqn.invars]
-    reason = _not_split(eqn, shapes)
+    reason = _not_split(eqn)
     if reason is not None:
         warn(whole_kernel_warning(f"the kernel `{eqn.primitive}` at {source_line(eqn)}", reason, eqn))
         return replicated_rule(eqn)
     heads_first = eqn.params["layout"] == 1
     sizes = _sizes(shapes, heads_first)
+    is_packed, is_paged = len(shapes[6]) > 1, len(shapes[8]) > 1
+    pages = shapes[8][2] if is_paged else 1
 
-    def array(position: Factor, head: Dim, width: Factor) -> Term:
+    def array(first: Factor, position: Factor, head: Dim, width: Factor) -> Term:
         middle = (head, (position,)) if heads_first else ((position,), head)
-        return (("b",), *middle, (width,))
+        return ((first,), *middle, (width,))
 
-    query_heads = ("n", "g")
-    query, out = array("t", query_heads, "h"), array("t", query_heads, "v")
-    key, value = array("s", ("n",), "h"), array("s", ("n",), "v")
+    query_heads, pool = ("n", "g"), "p" if is_paged else "b"
+    query, out = array("b", "t", query_heads, "h"), array("b", "t", query_heads, "v")
+    key, value = array(pool, "s", ("n",), "h"), array(pool, "s", ("n",), "v")
     bias = _bias(shapes[3], query_heads) or _unused(shapes[3], 3, sizes)
-    rest = [(("b",),) if shape[0] else _unused(shape, k, sizes) for k, shape in enumerate(shapes[4:10], 4)]
+    rest = [_of_samples(shape, k, sizes) for k, shape in enumerate(shapes[4:10], 4)]
     operands: list[Term] = [query, key, value, bias, *rest]
-    statistics: Term = (("b",), query_heads, ("t",))
+    statistics: Term = (("r" if is_packed else "b",), query_heads, ("t",))
+    if is_packed:
+        sizes["r"] = shapes[0][0] * (shapes[6][1] - 1)
     if is_backward:
         operands += [statistics, out, out]
         results = [query, key, value, bias][: len(eqn.outvars)]
@@ -53,29 +59,26 @@ def attention(eqn: JaxprEqn) -> ShardingRule:
     terms = drop_units([*operands, *results], sizes)
     sizes = {factor: size for factor, size in sizes.items() if size != 1}
     results = terms[len(operands) :]
-    lost = [f for f in ("b", "n", "g") if f in sizes and not all(any(f in dim for dim in term) for term in results)]
+    split = [f for f in (("n", "g") if is_packed else ("b", "n", "g")) if f in sizes]
+    lost = [f for f in split if not all(any(f in dim for dim in term) for term in results)]
     partial = is_backward and all(may_be_partial(var.aval.dtype) for var in eqn.outvars)
-    whole = [f for f in sizes if f not in ("b", "n", "g")]
+    whole = [f for f in sizes if f not in split]
     return ShardingRule(
         tuple(terms[: len(operands)]),
         tuple(results),
         sizes,
         summed=tuple(lost) if partial else (),
         whole=tuple(whole if partial else [*whole, *lost]),
-        flops=_flops(eqn, sizes, is_backward),
+        flops=_flops(eqn, sizes, is_backward) * pages,
     )
 
 
-def _not_split(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]]) -> str | None:
+def _not_split(eqn: JaxprEqn) -> str | None:
     """Why it is computed whole; None: it is not."""
     if eqn.params["dropout_rate"] > 0:
         return "its dropout counts heads from the first of the whole batch"
     if getattr(eqn.params["mask_type"], "name", "") == "ALIBI":
         return "its slopes count heads from the first of all"
-    if any(len(shape) > 1 for shape in shapes[6:8]):
-        return "it packs several sequences into one"
-    if any(len(shape) > 1 for shape in shapes[8:10]):
-        return "its keys lie in pages"
     return None
 
 
@@ -83,7 +86,8 @@ def _sizes(shapes: Sequence[tuple[int, ...]], heads_first: bool) -> dict[Factor,
     (batch, *query, width), (_, *key, _), value = shapes[0], shapes[1], shapes[2]
     (heads, positions), (key_heads, key_positions) = (each if heads_first else each[::-1] for each in (query, key))
     groups = heads // key_heads
-    return {"b": batch, "n": key_heads, "g": groups, "t": positions, "s": key_positions, "h": width, "v": value[-1]}
+    found = {"b": batch, "n": key_heads, "g": groups, "t": positions, "s": key_positions, "h": width, "v": value[-1]}
+    return found | ({"p": shapes[1][0]} if len(shapes[8]) > 1 else {})
 
 
 def _bias(shape: tuple[int, ...], heads: Dim) -> Term:
@@ -91,6 +95,14 @@ def _bias(shape: tuple[int, ...], heads: Dim) -> Term:
     if len(shape) != 4:
         return ()
     return (("b",) if shape[0] > 1 else (), heads if shape[1] > 1 else (), ("t",), ("s",))
+
+
+def _of_samples(shape: tuple[int, ...], number: int, sizes: dict[Factor, int]) -> Term:
+    """Lengths, offsets or pages of each sample, of several sequences or pages if there are such; or none."""
+    if not shape[0]:
+        return _unused(shape, number, sizes)
+    rest = _unused(shape[1:], number, sizes)
+    return (("b",), *rest)
 
 
 def _unused(shape: tuple[int, ...], number: int, sizes: dict[Factor, int]) -> Term:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
     used = factors_of(lhs, rhs, out)
     products = math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
     dtype = eqn.outvars[0].aval.dtype
-    return rule_of(
+    rule = rule_of(
         eqn,
         [lhs, rhs],
         [out],
@@ -68,6 +69,18 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
         flops=(8.0 if jnp.issubdtype(dtype, jnp.complexfloating) else 2.0) * products,
         local=_local_convolution,
     )
+    return replace(rule, turned=(1,) if _is_turned(eqn) else ())
+
+
+def _is_turned(eqn: JaxprEqn) -> bool:
+    """Whether a kernel is turned first: cuDNN reads output channels, window, input channels. Not in a gradient by the kernel,
+    where what stands in its place is the gradient of the result: it covers more positions than the result does there."""
+    _, rhs_spec, out_spec = eqn.params["dimension_numbers"]
+    shape, out_shape = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    if math.prod(shape[d] for d in rhs_spec[2:]) > math.prod(out_shape[d] for d in out_spec[2:]):
+        return False
+    wanted = [d for d in (rhs_spec[0], *rhs_spec[2:], rhs_spec[1]) if shape[d] > 1]
+    return wanted != sorted(wanted)
 
 
 def _spatial(eqn: JaxprEqn, fresh: Iterator[Factor]) -> list[WindowFactors]:

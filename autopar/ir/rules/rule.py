@@ -85,6 +85,7 @@ class ShardingRule:
         flops: Of the whole operation, on one device.
         local: Per-device program; None where binding the primitive to local operands is it.
         once: It calls into the host: one device runs it and hands its results to all.
+        turned: Operands that kernels want with their dims in another order: an array that lies as it was given is copied.
     """
 
     operands: tuple[Term, ...]
@@ -100,6 +101,7 @@ class ShardingRule:
     flops: float = 0.0
     local: LocalProgram | None = None
     once: bool = False
+    turned: tuple[int, ...] = ()
 
     def splittable(self) -> tuple[Factor, ...]:
         """Factors that may be split over mesh axes, in order of appearance: not whole, and leading wherever they stand."""

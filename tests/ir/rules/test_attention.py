@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.interpreters import mlir
 
 import autopar
@@ -20,8 +21,11 @@ from tests.ir.rules.harness import check_equation, flat_eqns, gradient_of
 NAMES = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 
 
-def in_plain_jax(q, k, v, bias, q_lengths, kv_lengths, *, scale, mask_type, **_):
+def in_plain_jax(q, k, v, bias, q_lengths, kv_lengths, *others, scale, mask_type, **_):
     """What the forward kernel computes: the result, and the logarithms of the softmax's denominators."""
+    q_offsets, kv_offsets, k_pages, v_pages = others
+    if k_pages.size:
+        k, v = (x[pages[:, 0, :, 0]].reshape(len(q), -1, *x.shape[2:]) for x, pages in ((k, k_pages), (v, v_pages)))
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(each.astype(jnp.float32), groups, axis=2) for each in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * scale
@@ -30,20 +34,25 @@ def in_plain_jax(q, k, v, bias, q_lengths, kv_lengths, *, scale, mask_type, **_)
     t, s = jnp.arange(scores.shape[2])[:, None], jnp.arange(scores.shape[3])
     if "CAUSAL" in mask_type.name:
         seen &= s <= t
-    if kv_lengths.size:
+    if q_offsets.size:
+        begins = ((q_offsets, t[:, 0]), (kv_offsets, s))
+        q_of, kv_of = ((each[:, None, 1:] <= at[:, None]).sum(-1) for each, at in begins)
+        seen &= (q_of[:, :, None] == kv_of[:, None, :])[:, None]
+    elif kv_lengths.size:
         seen &= s < kv_lengths[:, None, None, None]
     scores = jnp.where(seen, scores, -1e9)
     out = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores), v)
-    return out.astype(q.dtype), jax.nn.logsumexp(scores, axis=-1)
+    kept = jax.nn.logsumexp(scores, axis=-1)
+    return out.astype(q.dtype), jnp.repeat(kept, q_offsets.shape[1] - 1, axis=0) if q_offsets.size else kept
 
 
-def forward(q, k, v, bias, q_lengths, kv_lengths, *_, is_training, **params):
-    return in_plain_jax(q, k, v, bias, q_lengths, kv_lengths, **params)[: 2 if is_training else 1]
+def forward(*operands, is_training, **params):
+    return in_plain_jax(*operands, **params)[: 2 if is_training else 1]
 
 
-def backward(q, k, v, bias, q_lengths, kv_lengths, *others, **params):
-    *_, gradient = others
-    fun = lambda *arrays: in_plain_jax(*arrays, q_lengths, kv_lengths, **params)[0]  # noqa: E731
+def backward(q, k, v, bias, *others, **params):
+    *lengths, _, _, gradient = others
+    fun = lambda *arrays: in_plain_jax(*arrays, *lengths, **params)[0]  # noqa: E731
     return jax.vjp(fun, q, k, v, bias)[1](gradient)[: 4 if bias.size else 3]
 
 
@@ -63,9 +72,12 @@ def attend(query, key, value, bias=None, lengths=None, is_causal=True, **options
 def kernels(heads, key_heads, *others, **options):
     shapes = (8, 16, heads, 8), (8, 16, key_heads, 8), (8, 16, key_heads, 8)
     arrays = [jnp.ones(shape, jnp.float16) for shape in shapes]
-    with with_cudnn_of((9, 0)):
-        eqns = flat_eqns(gradient_of(functools.partial(attend, **options)), *arrays, *others)
-    return [eqn for eqn in eqns if eqn.primitive.name in NAMES]
+    return flat_kernels(gradient_of(functools.partial(attend, **options)), *arrays, *others)
+
+
+def flat_kernels(fun, *arrays):
+    with with_cudnn_of((9, 10)):
+        return [eqn for eqn in flat_eqns(fun, *arrays) if eqn.primitive.name in NAMES]
 
 
 def bias_of(*shape):
@@ -106,6 +118,33 @@ def test_variants_split_by_batch_and_heads_too(options):
     """Lengths are of each sample, and so may masks be."""
     both = kernels(8, 4, **options)
     assert [" ".join(rule_for(eqn).splittable()) for eqn in both] == ["b n", "b n"]
+
+
+TWO = jnp.tile(jnp.array([[7, 9]], jnp.int32), (8, 1))
+BEGINS = jnp.tile(jnp.array([[0, 7, 16]], jnp.int32), (8, 1))
+
+
+def test_packed_sequences_are_split_by_heads():
+    """What the forward kernel keeps is of all sequences in a row, whichever sample they are in: samples stay together."""
+    packed = {"q_seqlen": TWO, "kv_seqlen": TWO, "q_offsets": BEGINS, "kv_offsets": BEGINS}
+    fun = gradient_of(lambda *qkv: cudnn.dot_product_attention(*qkv, mask_type=cudnn.MaskType.PADDING, **packed))
+    shapes = (8, 16, 8, 8), (8, 16, 4, 8), (8, 16, 4, 8)
+    both = flat_kernels(fun, *(jnp.ones(shape, jnp.float16) for shape in shapes))
+    assert [" ".join(rule_for(eqn).splittable()) for eqn in both] == ["n", "n"]
+    for eqn in both:
+        assert check_equation(eqn, limit=5) > 1
+
+
+def test_keys_in_pages_are_split_by_samples_and_heads():
+    """Of 24 pages with 4 positions each sample reads 3, wherever they lie."""
+    pages = jnp.asarray(np.random.default_rng(0).permutation(24).reshape(8, 1, 3, 1), jnp.int32)
+    lengths = jnp.full((8,), 12, jnp.int32)
+    fun = lambda q, k, v: cudnn.paged_attention(q, k, v, lengths, lengths, pages, pages)  # noqa: E731
+    shapes = (8, 12, 4, 8), (24, 4, 4, 8), (24, 4, 4, 8)
+    (eqn,) = flat_kernels(fun, *(jnp.ones(shape, jnp.float16) for shape in shapes))
+    assert " ".join(rule_for(eqn).splittable()) == "b n"
+    assert rule_for(eqn).flops == 2 * 2 * 8 * 4 * 12 * 12 * 8
+    assert check_equation(eqn, limit=5) > 1
 
 
 def test_gradients_are_sums_over_what_they_lack():

@@ -1,0 +1,199 @@
+"""Steps with kernels, 8-bit floats, experts and offloading, under every method: planned, equal to jit, compiled for 8 H100.
+
+    python benchmarks/kernels.py [kernels.json] [--seconds 240] [--steps flash,...] [--methods auto,...] [--target h100]
+
+In:     the steps of `kernel_steps.py`; the file, which holds what was found before, so that the work can be done in slices
+        of so many CPU seconds. What is compiled for a GPU needs `pip install 'autopar[verify]'`; else it is left out.
+Out:    a table. Equal: the largest difference of a leaf of state and loss to plain `jax.jit`, as a part of its largest number,
+        after one step on 8 virtual CPU devices, with the kernels interpreted (cuDNN's is plain attention there). Compiled:
+        XLA's peak over the predicted one, and whether collectives move the bytes that were planned. Kernels: those in the
+        compiled programs, and the part of the whole that one of them works on; of interpreted ones, and of products, there
+        are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import Made
+from kernel_steps import STEPS
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar._jax import all_equations, with_cudnn_of
+from autopar.errors import AutoparError
+from autopar.verify.targets import find_target
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "auto": autopar.Auto,
+    "ZeRO-3": lambda: autopar.DataParallel(zero=3),
+    "3D": lambda: autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=2),
+    "2 stages": lambda: autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+}
+KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+CLOSE = 1e-5
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Fill the file, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--seconds", type=float, default=240.0, help="CPU seconds after which nothing further is begun")
+    parser.add_argument("--steps", default="", help="those whose names contain one of these words")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--target", default="h100")
+    parser.add_argument("--again", action="store_true", help="do what the file holds already again")
+    chosen = parser.parse_args()
+    found: dict[str, Row] = json.loads(chosen.file.read_text()) if chosen.file and chosen.file.exists() else {}
+    can_compile = _is_there(chosen.target)
+    words = chosen.steps.split(",")
+    for step in (name for name in STEPS if any(word in name for word in words)):
+        for method in chosen.methods.split(","):
+            key = f"{step}; {method}"
+            if time.process_time() < chosen.seconds and (chosen.again or key not in found):
+                found[key] = row(STEPS[step], METHODS[method], chosen.target if can_compile else None)
+                if chosen.file:
+                    chosen.file.write_text(json.dumps(found, indent=1) + "\n")
+    rows = [f"{step}; {method}" for step in STEPS for method in METHODS]
+    Console(width=170).print(table({key: found[key] for key in rows if key in found}, chosen.target))
+
+
+def _is_there(target: str) -> bool:
+    try:
+        find_target(target, autopar.Cluster.of(f"8 {target}"))
+    except AutoparError as error:
+        print(error)
+        return False
+    return True
+
+
+def row(make: Callable[[bool], Made], method: Callable[[], Any], target: str | None) -> Row:
+    """What is found of a step under a method; what fails is told in its place."""
+    found: Row = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, part in (("equal", equal), ("compiled", compiled)):
+            try:
+                if name == "equal" or target is not None:
+                    found[name] = part(make, method(), target or "")
+            except Exception as error:
+                found[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+    told = [str(w.message).splitlines()[0] for w in caught]
+    return found | {"whole": sorted({line for line in told if "computed whole" in line})}
+
+
+def equal(make: Callable[[bool], Made], method: Any, target: str) -> Row:
+    """One step on virtual devices, through autopar and through `jax.jit`."""
+    step, *types = make(True)
+    arguments = jax.tree_util.tree_map_with_path(_example, tuple(types))
+    wanted = jax.jit(step)(*arguments)
+    cluster = autopar.Cluster.local(jax.devices("cpu")[:8])
+    got = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=())(*arguments)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    return {"difference": max(_difference(np.asarray(a), np.asarray(b)) for a, b in pairs)}
+
+
+def _example(path: Any, leaf: Any) -> Any:
+    """Small numbers; scales and histories of largest numbers begin with one."""
+    random = np.random.default_rng(math.prod(leaf.shape))
+    name = jax.tree_util.keystr(path)
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return random.integers(0, 64, leaf.shape).astype(leaf.dtype)
+    if re.search("scale|history", name):
+        return np.ones(leaf.shape, leaf.dtype)
+    return (0.1 * random.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
+
+
+def _difference(got: Any, wanted: Any) -> float:
+    got, wanted = got.astype(np.float64), wanted.astype(np.float64)
+    return float(abs(got - wanted).max() / max(abs(wanted).max(), 1e-6))
+
+
+def compiled(make: Callable[[bool], Made], method: Any, target: str) -> Row:
+    """The plan for 8 such devices, compiled."""
+    step, *types = make(False)
+    cluster = autopar.Cluster.of(f"8 {target}")
+    plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(*types)
+    checked = plan.verify(target)
+    with with_cudnn_of((9, 10)):
+        whole = _kernel_elements(step, types)
+    own = [name for program in checked.programs for name in program.kernels if "[" in name]
+    return {
+        "plan": str(plan.mesh) if plan.is_one_program else f"{len(plan.stages)} stages",
+        "predicted": list(checked.predicted_bytes),
+        "compiled": list(checked.compiled_bytes),
+        "planned": _total(checked.programs, "planned"),
+        "emitted": _total(checked.programs, "emitted"),
+        "kernels": sorted({name.split()[0] for name in own}),
+        "part": max(map(_elements, own)) / whole if own and whole else None,
+    }
+
+
+def _total(programs: Any, side: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for program in programs:
+        for kind, count in getattr(program, side).items():
+            found[kind] = found.get(kind, 0) + program.runs * count
+    return found
+
+
+def _kernel_elements(step: Callable[..., Any], types: Any) -> int:
+    """Of the first result of the largest kernel."""
+    eqns = all_equations(jax.make_jaxpr(step)(*types).jaxpr)
+    return max((eqn.outvars[0].aval.size for eqn in eqns if eqn.primitive.name in KERNELS), default=0)
+
+
+def _elements(kernel: str) -> int:
+    return math.prod(int(n) for n in kernel[kernel.index("[") + 1 : kernel.index("]")].split(",") if n)
+
+
+def table(found: dict[str, Row], target: str) -> Table:
+    """All rows."""
+    made = Table(title=f"Steps with kernels on 8 CPU devices, and for 8 {target}", title_justify="left", box=None)
+    for k, heading in enumerate(("step; method", "equal", "plan", "XLA over predicted", "bytes", "kernels", "a part")):
+        made.add_column(heading, justify="right" if k in (1, 3, 6) else "left", no_wrap=k != 5)
+    for key, row in found.items():
+        made.add_row(key, _equal_text(row.get("equal", {})), *_compiled_texts(row.get("compiled"), row["whole"]))
+    return made
+
+
+def _equal_text(cell: Row) -> str:
+    if "error" in cell:
+        return "FAILS: " + cell["error"][:40]
+    return f"{cell['difference']:.0e}" + ("" if cell["difference"] <= CLOSE else " DIFFERENT")
+
+
+def _compiled_texts(cell: Row | None, whole: list[str]) -> tuple[str, ...]:
+    if cell is None or "error" in cell:
+        return ("not compiled" if cell is None else "FAILS: " + cell["error"][:60], "", "", "", "")
+    ratios = [b / a for a, b in zip(cell["predicted"], cell["compiled"], strict=True)]
+    part = cell["part"]
+    return (
+        cell["plan"],
+        ", ".join(f"{ratio:.3f}" for ratio in ratios),
+        "equal" if cell["planned"] == cell["emitted"] else "DIFFERENT",
+        ", ".join(cell["kernels"]),
+        "WHOLE" if whole else "" if part is None else f"1/{1 / part:.0f}",
+    )
+
+
+if __name__ == "__main__":
+    main()
