@@ -66,7 +66,7 @@ def places(of, devices):
     return jax.sharding.Mesh(np.array(devices[: of.num_devices]).reshape(of.shape), of.axis_names)
 
 
-@pytest.mark.parametrize("source_mesh, target_mesh", itertools.product([mesh(4), mesh(2, 2)], repeat=2))
+@pytest.mark.parametrize("source_mesh, target_mesh", list(itertools.product([mesh(4), mesh(2, 2)], repeat=2)))
 def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh, target_mesh):
     """The sender's program may take its memory over."""
     copied = Sharding.replicated(2)

@@ -38,7 +38,7 @@ from autopar.ir.region import closed_bodies, region_of
 from autopar.ir.rules.grouped_product import COLUMNS_OF_GROUPS, GROUPS_OF_ROWS, MODULE, ROWS_OF_GROUPS, Tiles, multiply
 
 _NAMES = ("gmm", "tgmm")
-_CALLS = ("jit", "pjit", "closed_call")
+_CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
 Known = Mapping[Var, str]
 """How values that depend on nothing are made."""
 
