@@ -186,8 +186,7 @@ def read_runs(path: Path = DATA) -> tuple[list[Run], list[Left]]:
 
 def _run(row: Cells, line: int) -> Run:
     row, filled = with_sizes(row)
-    lower = text_of(row, "model").lower()
-    net = net_of(row)
+    lower, net = text_of(row, "model").lower(), net_of(row)
     row = as_layers(row, net) if net else row
     check_family(lower, net is not None)
     status = text_of(row, "status").lower()
