@@ -29,15 +29,16 @@ def test_counts_of_servers_and_powers():
 
 
 def test_times_and_memory_in_other_units():
-    times = {"0.5 it/s": 2, "2m10s": 130, "1.5 min": 90, "320 milliseconds": 0.32, "3.1 s/it": 3.1, "135ms": 0.135}
+    times = {"0.5 it/s": 2, "2m10s": 130, "1.5 min": 90, "320 milliseconds": 0.32, "3.1 s/it": 3.1, "135ms": 0.135,
+             "1.5 s/step": 1.5, "12.5 s (3 min to start)": 12.5, "2 steps per second": 0.5, "2 min": 120}  # fmt: skip
     assert {text: seconds_of({"s": text}, "s") for text in times} == times
-    memory = {"35196 MiB": 35196 / 1024, "63.2 GB": 63.2, "80 %": None}
+    memory = {"35196 MiB": 35196 / 1024, "63.2 GB": 63.2, "60 GB (61,440 MiB)": 60, "80 %": None}
     assert {text: gib_of({"m": text}, "m") for text in memory} == memory
 
 
 def test_batches_of_tokens_sequences_and_devices():
     batches = {"1,024": 1024, "4M tokens": 2048, "4.2M tokens": 2048, "2^21 tokens": 1024, "16 per GPU": 128, "64 x 2048": 64,
-               "512 sequences of 2048": 512}  # fmt: skip
+               "512 sequences of 2048": 512, "1024 (2M tokens)": 1024, "256 (4 per GPU)": 256, "4e6 tokens": 1952}  # fmt: skip
     assert {text: batch_of({"global_batch": text}, 2048, 8) for text in batches} == batches
 
 
