@@ -94,6 +94,20 @@ def seconds_of(row: Cells, name: str) -> float | None:
     return found / 1000 if re.search(r"\d\s*m(illi)?s", text) else found
 
 
+def rate_of(row: Cells, devices: int) -> float | None:
+    """Tokens per second of one device; where the cell says that they are all devices', of one of so many."""
+    found, text = number_of(row, "tokens_per_s_per_gpu"), text_of(row, "tokens_per_s_per_gpu")
+    return found / devices if found and re.search("total|aggregate|overall|cluster", text, re.IGNORECASE) else found
+
+
+def teraflops_of(row: Cells) -> float | None:
+    """TFLOP/s of one device, of PFLOP/s too; a part of the peak says nothing here."""
+    found, text = number_of(row, "tflops_per_gpu"), text_of(row, "tflops_per_gpu")
+    if not found or re.match(r"\D*[\d.,]+\s*%", text):
+        return None
+    return found * (1000 if re.match(r"\D*[\d.,]+\s*P", text, re.IGNORECASE) else 1)
+
+
 def gib_of(row: Cells, name: str) -> float | None:
     """Memory in GiB; as people write it GB are that too. A part of a device's says nothing here."""
     found, text = number_of(row, name), text_of(row, name)

@@ -13,8 +13,10 @@ from published_cells import (  # noqa: E402
     degree_of,
     gib_of,
     number_of,
+    rate_of,
     recompute_of,
     seconds_of,
+    teraflops_of,
     zero_of,
 )
 from published_choices import alternatives  # noqa: E402
@@ -34,6 +36,13 @@ def test_times_and_memory_in_other_units():
     assert {text: seconds_of({"s": text}, "s") for text in times} == times
     memory = {"35196 MiB": 35196 / 1024, "63.2 GB": 63.2, "60 GB (61,440 MiB)": 60, "80 %": None}
     assert {text: gib_of({"m": text}, "m") for text in memory} == memory
+
+
+def test_rates_of_all_devices_and_of_more_than_tera():
+    rates = {"65,000 total": 8125, "8.1k": 8100, "8100 tok/s/GPU": 8100}
+    assert {text: rate_of({"tokens_per_s_per_gpu": text}, 8) for text in rates} == rates
+    flops = {"180 TFLOPS": 180, "1.2 PFLOP/s": 1200, "44 % MFU": None, "489 (49 %)": 489}
+    assert {text: teraflops_of({"tflops_per_gpu": text}) for text in flops} == flops
 
 
 def test_batches_of_tokens_sequences_and_devices():
