@@ -97,3 +97,13 @@ def test_experts_are_dealt_out_within_a_stage(read):
     """Layouts whose stages have too few devices for the experts' degree are none."""
     open_cells = {"dp": "", "pp": "", "tp": "", "zero": "1", "framework": "Megatron-LM"}
     assert {run.pipeline for run in alternatives(read(model="MoE, 8 experts", ep="8", **open_cells))} == {1}
+
+
+@pytest.mark.parametrize(
+    "model, layers, width, gated",
+    [("Llama 3.0 8B", 32, 4096, True), ("llama v2 70b", 80, 8192, True), ("GPT3-20B", 44, 6144, False),
+     ("Nemotron-22B", 40, 6144, False), ("OLMo 2 32B", 64, 5120, True), ("phi-4", 40, 5120, True)],
+)  # fmt: skip
+def test_more_names_of_architectures(read, model, layers, width, gated):
+    run = read(model=model, layers="", hidden="", heads="", ffn="", vocab="")
+    assert (run.layers, run.width, run.gated) == (layers, width, gated)
