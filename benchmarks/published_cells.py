@@ -86,12 +86,26 @@ def seconds_of(row: Cells, name: str) -> float | None:
     found, text = number_of(row, name), text_of(row, name)
     if not found:
         return None
-    if re.search(r"\d\s*(it|iter|iteration|step|batche)s?\s*(/|per)\s*s", text):
+    if re.match(r"\D*[\d.,]+\s*(it|iter|iteration|step|batche?)s?\s*(/|per)\s*s(ec|\b)", text):
         return 1 / found
-    minutes = re.search(r"\d\s*m(?:in(?:ute)?s?)?\b\s*(?:(\d+(?:\.\d+)?)\s*s)?|\d\s*m(\d+(?:\.\d+)?)\s*s", text)
+    minutes = re.match(r"\D*[\d.,]+\s*m(?:in(?:ute)?s?)?\s*(?:(\d+(?:\.\d+)?)\s*s|\b)", text)
     if minutes:
-        return 60 * found + float(minutes[1] or minutes[2] or 0)
+        return 60 * found + float(minutes[1] or 0)
     return found / 1000 if re.search(r"\d\s*m(illi)?s", text) else found
+
+
+def rate_of(row: Cells, devices: int) -> float | None:
+    """Tokens per second of one device; where the cell says that they are all devices', of one of so many."""
+    found, text = number_of(row, "tokens_per_s_per_gpu"), text_of(row, "tokens_per_s_per_gpu")
+    return found / devices if found and re.search("total|aggregate|overall|cluster", text, re.IGNORECASE) else found
+
+
+def teraflops_of(row: Cells) -> float | None:
+    """TFLOP/s of one device, of PFLOP/s too; a part of the peak says nothing here."""
+    found, text = number_of(row, "tflops_per_gpu"), text_of(row, "tflops_per_gpu")
+    if not found or re.match(r"\D*[\d.,]+\s*%", text):
+        return None
+    return found * (1000 if re.match(r"\D*[\d.,]+\s*P", text, re.IGNORECASE) else 1)
 
 
 def gib_of(row: Cells, name: str) -> float | None:
@@ -99,7 +113,7 @@ def gib_of(row: Cells, name: str) -> float | None:
     found, text = number_of(row, name), text_of(row, name)
     if not found or "%" in text:
         return None
-    return found / 1024 if re.search(r"\d\s*mi?b", text, re.IGNORECASE) else found
+    return found / 1024 if re.match(r"\D*[\d.,]+\s*mi?b", text, re.IGNORECASE) else found
 
 
 def dtype_of(row: Cells) -> str | None:
@@ -250,11 +264,12 @@ def batch_of(row: Cells, tokens: int, replicas: int) -> int:
     together = replicas * (count_of(row, "microbatch") or 1)
     has_rate = not text_of(row, "seconds_per_step") and number_of(row, "tokens_per_s_per_gpu") is not None
     sequences = re.match(rf"(\d[\d,]*)\s*(?:seq\w*|samples?)?\s*(?:[x×*]|of)\s*{tokens}\b", text)
-    if re.search(r"(/|\bper|each)\s*(gpu|device|chip|replica|rank)", text, re.IGNORECASE):
+    first = r"\D*[\d.,]+(?:e\d+)?\s*[km]?\s*"  # of what stands behind it in brackets nothing is read
+    if re.match(first + r"(seq\w*|samples?)?\s*(/|per|on each)\s*(gpu|device|chip|replica|rank)", text, re.IGNORECASE):
         batch *= replicas
     elif sequences:
         batch = int(sequences[1].replace(",", ""))
-    elif re.search(r"\d\s*tok|tokens", text, re.IGNORECASE) or batch >= FEWEST_TOKENS:
+    elif re.match(first + "tok", text, re.IGNORECASE) or batch >= FEWEST_TOKENS:
         batch = max(1, round(batch / tokens / replicas)) * replicas
     rounded = round(batch / together) * together
     return rounded if has_rate and batch > together else batch

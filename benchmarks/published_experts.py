@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from published_cells import Cells, count_of, needed, number_of, says, text_of
+from published_cells import Cells, count_of, needed, number_of, says, teraflops_of, text_of
 
 _NAMES = r"moe|expert|mixtral|\dx\d+(\.\d+)?b|[-_ ]a\d+(\.\d+)?b|deepseek[-_ ]?v[23]|gpt[-_ ]?oss|kimi"
 _IN_GSHARD = 2
@@ -95,7 +95,7 @@ def experts_of(row: Cells, dense: Dense, parallel: int) -> Experts:
 def _active(row: Cells, dense: Dense) -> float:
     if count_of(row, "experts_active"):
         return needed(row, "experts_active")
-    rate, tokens = number_of(row, "tflops_per_gpu"), number_of(row, "tokens_per_s_per_gpu")
+    rate, tokens = teraflops_of(row), number_of(row, "tokens_per_s_per_gpu")
     if rate and tokens:
         per_token = rate * 1e12 / tokens - dense.scores_flops
     else:

@@ -21,8 +21,8 @@ _PAIRS = r"\b(flan[-_ ]?|m|by)?t5|\bul2|bart\b|encoder-decoder|seq2seq|nllb|mari
 _ENCODERS = r"bert|electra|\bvit|deit|\bdino|\bclip|siglip|encoder"
 _IMAGES = r"\bvit|deit|\bdino|siglip"
 _GATED = (
-    r"llama|qwen|mistral|mixtral|gemma|deepseek|\byi[-_ ]|palm|glm|internlm|baichuan|olmo|gpt[-_ ]?oss|phi-?3|smollm|grok|"
-    r"kimi|dbrx|glu|flan|\bmt5|t5[-_ .]?v?1[._]1"
+    r"llama|qwen|mistral|mixtral|gemma|deepseek|\byi[-_ ]|palm|glm|internlm|baichuan|olmo|gpt[-_ ]?oss|phi[-_ ]?[34]|smollm|"
+    r"grok|kimi|dbrx|glu|flan|\bmt5|t5[-_ .]?v?1[._]1"
 )
 _PLAIN = r"gpt|bert|bart|mpt|\bopt|bloom|megatron|pythia|falcon|nemotron|\bvit|deit|gshard|switch|\bmoe"
 _HEAD_SIZES = ((r"qwen[-_ ]?3", 128), (r"gpt[-_ ]?oss", 64), (r"gemma[-_ ]?\d?[-_ ]?(2|7|9)b", 256))

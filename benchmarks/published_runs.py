@@ -29,11 +29,12 @@ from published_cells import (
     gib_of,
     microbatch_of,
     needed,
-    number_of,
+    rate_of,
     recompute_of,
     recomputed_part,
     says,
     seconds_of,
+    teraflops_of,
     text_of,
     usual_attention,
     zero_of,
@@ -186,8 +187,7 @@ def read_runs(path: Path = DATA) -> tuple[list[Run], list[Left]]:
 
 def _run(row: Cells, line: int) -> Run:
     row, filled = with_sizes(row)
-    lower = text_of(row, "model").lower()
-    net = net_of(row)
+    lower, net = text_of(row, "model").lower(), net_of(row)
     row = as_layers(row, net) if net else row
     check_family(lower, net is not None)
     status = text_of(row, "status").lower()
@@ -217,8 +217,7 @@ def _run(row: Cells, line: int) -> Run:
     gated = is_gated(lower, row)
     hidden = stated("hidden", count_of(row, "ffn"), 4 * width if not gated else 256 * math.ceil(width * 8 / 3 / 256))
     vocabulary = stated("vocabulary", is_sized[0], 1000 if sees_images(lower) else 50304)
-    is_jax = says(row, JAX, "framework")
-    decoder = 0
+    is_jax, decoder = says(row, JAX, "framework"), 0
     if has_decoder(lower):
         # T5 predicts 114 tokens of 512 (Raffel et al., 2020, sec. 3.1.4).
         decoder = stated("decoder", decoder_of(row), max(1, tokens * 114 // 512))
@@ -366,7 +365,7 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
     seconds = seconds_of(row, "seconds_per_step") or seconds_of(row, "seconds_derived")
     if seconds:
         return {"seconds": seconds}
-    rate, flops = number_of(row, "tokens_per_s_per_gpu"), number_of(row, "tflops_per_gpu")
+    rate, flops = rate_of(row, run.devices), teraflops_of(row)
     if rate:
         return {"seconds": run.batch * (run.tokens + run.decoder) / rate / run.devices}
     if not flops or run.net:  # of the FLOPs of a net, people count what they like

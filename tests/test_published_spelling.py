@@ -13,8 +13,10 @@ from published_cells import (  # noqa: E402
     degree_of,
     gib_of,
     number_of,
+    rate_of,
     recompute_of,
     seconds_of,
+    teraflops_of,
     zero_of,
 )
 from published_choices import alternatives  # noqa: E402
@@ -29,15 +31,23 @@ def test_counts_of_servers_and_powers():
 
 
 def test_times_and_memory_in_other_units():
-    times = {"0.5 it/s": 2, "2m10s": 130, "1.5 min": 90, "320 milliseconds": 0.32, "3.1 s/it": 3.1, "135ms": 0.135}
+    times = {"0.5 it/s": 2, "2m10s": 130, "1.5 min": 90, "320 milliseconds": 0.32, "3.1 s/it": 3.1, "135ms": 0.135,
+             "1.5 s/step": 1.5, "12.5 s (3 min to start)": 12.5, "2 steps per second": 0.5, "2 min": 120}  # fmt: skip
     assert {text: seconds_of({"s": text}, "s") for text in times} == times
-    memory = {"35196 MiB": 35196 / 1024, "63.2 GB": 63.2, "80 %": None}
+    memory = {"35196 MiB": 35196 / 1024, "63.2 GB": 63.2, "60 GB (61,440 MiB)": 60, "80 %": None}
     assert {text: gib_of({"m": text}, "m") for text in memory} == memory
+
+
+def test_rates_of_all_devices_and_of_more_than_tera():
+    rates = {"65,000 total": 8125, "8.1k": 8100, "8100 tok/s/GPU": 8100}
+    assert {text: rate_of({"tokens_per_s_per_gpu": text}, 8) for text in rates} == rates
+    flops = {"180 TFLOPS": 180, "1.2 PFLOP/s": 1200, "44 % MFU": None, "489 (49 %)": 489}
+    assert {text: teraflops_of({"tflops_per_gpu": text}) for text in flops} == flops
 
 
 def test_batches_of_tokens_sequences_and_devices():
     batches = {"1,024": 1024, "4M tokens": 2048, "4.2M tokens": 2048, "2^21 tokens": 1024, "16 per GPU": 128, "64 x 2048": 64,
-               "512 sequences of 2048": 512}  # fmt: skip
+               "512 sequences of 2048": 512, "1024 (2M tokens)": 1024, "256 (4 per GPU)": 256, "4e6 tokens": 1952}  # fmt: skip
     assert {text: batch_of({"global_batch": text}, 2048, 8) for text in batches} == batches
 
 
@@ -87,3 +97,13 @@ def test_experts_are_dealt_out_within_a_stage(read):
     """Layouts whose stages have too few devices for the experts' degree are none."""
     open_cells = {"dp": "", "pp": "", "tp": "", "zero": "1", "framework": "Megatron-LM"}
     assert {run.pipeline for run in alternatives(read(model="MoE, 8 experts", ep="8", **open_cells))} == {1}
+
+
+@pytest.mark.parametrize(
+    "model, layers, width, gated",
+    [("Llama 3.0 8B", 32, 4096, True), ("llama v2 70b", 80, 8192, True), ("GPT3-20B", 44, 6144, False),
+     ("Nemotron-22B", 40, 6144, False), ("OLMo 2 32B", 64, 5120, True), ("phi-4", 40, 5120, True)],
+)  # fmt: skip
+def test_more_names_of_architectures(read, model, layers, width, gated):
+    run = read(model=model, layers="", hidden="", heads="", ffn="", vocab="")
+    assert (run.layers, run.width, run.gated) == (layers, width, gated)

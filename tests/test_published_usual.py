@@ -110,7 +110,8 @@ def test_who_has_the_same_part_of_the_state_adds_it_up(read):
 
 def test_batches_in_tokens_are_whole_samples_of_every_replica(read):
     cells = {"seq": "2048", "gpus": "64", "dp": "64", "microbatch": ""}
-    assert read(**cells, global_batch="4M tokens").batch == 31 * 64
+    assert read(**cells, global_batch="4.0M tokens").batch == 31 * 64
+    assert read(**cells, global_batch="4M tokens").batch == 2048  # people mean 2^22
     assert read(**cells, global_batch="4194304").batch == 2048
     assert read(**cells, global_batch="2048").batch == 2048
 
