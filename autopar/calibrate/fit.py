@@ -125,10 +125,9 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
         others = [s for s in samples if s.case.dtype == dtype]
         flops = [_flops(s.case) / s.seconds for s in others]
 
-        def at_rate(rate: float, dtype: str = dtype) -> Device:
-            return dataclasses.replace(found, peak_flops={dtype: rate})
+        def error(rate: float, dtype: str = dtype, others: Sequence[Sample] = others) -> float:
+            return _error(dataclasses.replace(found, peak_flops={dtype: rate}), others)
 
-        error = lambda rate, others=others, at_rate=at_rate: _error(at_rate(rate), others)  # noqa: E731
         peak[dtype] = _closest(error, [(min(flops) / 2, max(flops) * 4)])[0]
     return dataclasses.replace(found, peak_flops=peak)
 

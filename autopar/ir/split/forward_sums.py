@@ -64,8 +64,9 @@ def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
         elif any(a in so_far for a in read):
             so_far.update(eqn.outvars)
     behind = [b for b in (*scan.carries, *scan.ys) if isinstance(b.value, Var) and b.value in made]
-    stays = [eqn for eqn in body.eqns if eqn not in moved and not any(begins.get(a) in behind for a in inputs_of(eqn))]
-    if not moved or any(a in made for eqn in stays for a in inputs_of(eqn)):
+    gone = {var for var, b in begins.items() if b in behind}
+    stays = [eqn for eqn in body.eqns if eqn not in moved and (eqn.effects or not gone.issuperset(eqn.outvars))]
+    if not moved or any(a in made or a in gone for eqn in stays for a in inputs_of(eqn)):
         return [scan.eqn]
     stack_of: dict[Var, Atom] = {b.var: b.outer for b in scan.xs if b.outer is not None}
     stack_of |= {b.value: b.result for b in scan.ys if isinstance(b.value, Var) and b.result and b.value not in made}

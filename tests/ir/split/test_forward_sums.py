@@ -70,11 +70,15 @@ def test_a_sum_over_the_trips_ends_behind_the_scan():
     assert not region_of(after).carries and len(region_of(after).ys) == 2
 
 
-def test_a_sum_over_the_trips_that_has_two_terms_stays_in_the_scan():
+@pytest.mark.parametrize("how", ["has two terms", "passes a barrier beside others"])
+def test_a_sum_over_the_trips_stays_in_the_scan_if_it(how):
     def step(x, kernels):
         def head(total, kernel):
+            if how != "has two terms":
+                total, kernel = jax.lax.optimization_barrier((total, kernel))
             h = jnp.tanh(x @ kernel)
-            return total + h.sum(0) + h.sum(0) * jnp.cos(h).sum(0), None
+            total = total + h.sum(0) if how == "has two terms" else total
+            return total + h.sum(0) * jnp.cos(h).sum(0), None
 
         return jax.lax.scan(head, jnp.ones(WIDTH), kernels)[0]
 
