@@ -59,6 +59,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: the collector, which `drop_programs` asks for after every module, need not walk it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     """Between modules, programs and whatever else a module has cached are dropped: else a process grows to gigabytes."""

@@ -10,18 +10,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
 import sys
 import tempfile
 import time
-import traceback
 
 import jax
 import numpy as np
 
 import autopar
+from tests.cells import Judged, add_arguments, run_cells
 from tests.models.case import Case
-from tests.sweep import QUICK, SLOW, Outcome, check_faithful, largest_error, reference, use_virtual_devices
+from tests.sweep import (
+    QUICK,
+    SLOW,
+    Outcome,
+    check_faithful,
+    equal,
+    failed,
+    largest_error,
+    reference,
+    use_virtual_devices,
+)
 
 SUBMESHES: dict[str, tuple[int, ...]] = {
     "2": (4, 4),
@@ -80,6 +91,7 @@ def main() -> int:
     parser.add_argument("--microbatches", default=",".join(map(str, MICROBATCHES)))
     parser.add_argument("--sample", type=int, default=0, help="so many cells, drawn at random; default: all")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
+    add_arguments(parser)
     chosen = parser.parse_args()
     # Schedules share most of their programs: XLA compiles each once.
     compiled = tempfile.TemporaryDirectory(prefix="autopar-sweep-")
@@ -87,42 +99,30 @@ def main() -> int:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     cells = [
-        (name, stages, schedule, int(count))
+        (name, stages, schedule, count)
         for name in (chosen.models.split(",") if chosen.models else CASES)
         for stages in chosen.stages.split(",")
-        for schedule in chosen.schedules.split(",")
         for count in chosen.microbatches.split(",")
+        for schedule in chosen.schedules.split(",")
     ]
     if chosen.sample:
         drawn = random.Random(chosen.seed).sample(range(len(cells)), min(chosen.sample, len(cells)))
         cells = [cells[k] for k in sorted(drawn)]
-    failures, cases = 0, {}
-    for name, stages, schedule, count in cells:
-        if name not in cases:
-            cases = {name: CASES[name]()}
-        failures += not _report(cases[name], stages, schedule, count)
-    print(f"{failures} failures")
-    return 1 if failures else 0
+    case_of = functools.lru_cache(1)(lambda name: CASES[name]())
+    return run_cells(cells, lambda cell: _judge(case_of(cell[0]), *cell[1:]), chosen, "tests.pipeline_sweep")
 
 
-def _report(case: Case, stages: str, schedule: str, num_microbatches: int) -> bool:
+def _judge(case: Case, stages: str, schedule: str, num_microbatches: str) -> Judged:
     try:
-        outcome = check_pipeline(case, stages, schedule, num_microbatches)
-        text, good = (
-            f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s",
-            True,
-        )
+        return equal(check_pipeline(case, stages, schedule, int(num_microbatches)))
     except autopar.errors.MicrobatchError as error:
-        text, good = f"n/a    {case.refused or error}", bool(case.refused)
+        return Judged(bool(case.refused), f"n/a    {case.refused or error}")
     except autopar.errors.BatchError as error:
-        text, good = f"n/a    {error.summary}", case.fixed_batch
+        return Judged(case.fixed_batch, f"n/a    {error.summary}")
     except autopar.errors.PipelineError as error:
-        text, good = f"n/a    {error.summary}", error.summary == TOO_FEW
+        return Judged(error.summary == TOO_FEW, f"n/a    {error.summary}")
     except Exception as error:
-        traceback.print_exc()
-        text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False
-    print(f"{case.name:28} {stages:8} {schedule:12} x{num_microbatches:<3} {text}", flush=True)
-    return good
+        return failed(error)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.cells import Cell, Judged, add_arguments, run_cells
 from tests.models.case import Case
 from tests.random_programs import EPSILON, Arithmetic, Program, draw_program
-from tests.sweep import check_faithful, compile_case, use_virtual_devices
+from tests.sweep import check_faithful, compile_case, failed, use_virtual_devices
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 GROUP = 5
@@ -137,20 +138,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--count", type=int, default=1000, help="how many")
+    add_arguments(parser)
     chosen = parser.parse_args()
-    wrong = 0
-    for start in range(chosen.first, chosen.first + chosen.count, GROUP):
-        numbers = list(range(start, min(start + GROUP, chosen.first + chosen.count)))
-        began = time.process_time()
-        try:
-            found = check_group(numbers)
-        except Exception as error:
-            found = [f"{type(error).__name__}: {str(error)[:500]}"]
-        wrong += len(found)
-        print(f"{numbers[0]:5d}: {time.process_time() - began:5.1f} s", *found, sep="\n    ", flush=True)
-        jax.clear_caches()
-    print(f"{chosen.count} random programs from {chosen.first} on, {wrong} wrong")
-    return 1 if wrong else 0
+    end = chosen.first + chosen.count
+    cells = [(f"random {start}-{min(start + GROUP, end) - 1}",) for start in range(chosen.first, end, GROUP)]
+    return run_cells(cells, _judge, chosen, "tests.random_sweep")
+
+
+def _judge(cell: Cell) -> Judged:
+    first, last = map(int, cell[0].removeprefix("random ").split("-"))
+    began = time.process_time()
+    try:
+        found = check_group(range(first, last + 1))
+    except Exception as error:
+        return failed(error)
+    return Judged(not found, "\n    ".join([f"{time.process_time() - began:5.1f} s", *found]))
 
 
 if __name__ == "__main__":

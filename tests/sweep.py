@@ -9,6 +9,7 @@ Method: leaf by leaf, relative to each leaf's scale; and the collectives in the 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import in_microbatches, restrict_plan
 from autopar.search.request import Request
+from tests.cells import Judged, add_arguments, run_cells
 from tests.conftest import XLA_FLAGS
 from tests.draw import draw_choices
 from tests.models.case import Case
@@ -219,36 +221,41 @@ def main() -> int:
     parser.add_argument("--meshes", default=",".join(MESHES))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--microbatches", default="1", help="comma-separated numbers of microbatches")
+    add_arguments(parser)
     chosen = parser.parse_args()
-    failures = 0
-    for name in chosen.models.split(",") if chosen.models else CASES:
-        case = CASES[name]()
-        for mesh in chosen.meshes.split(","):
-            for method in chosen.methods.split(","):
-                if method.startswith("zero") and len(MESHES[mesh]) > 1:
-                    continue
-                for count in map(int, chosen.microbatches.split(",")):
-                    failures += not _report(case, mesh, method, count)
-    print(f"{failures} failures")
-    return 1 if failures else 0
+    cells = [
+        (name, mesh, method, count)
+        for name in (chosen.models.split(",") if chosen.models else CASES)
+        for mesh in chosen.meshes.split(",")
+        for method in chosen.methods.split(",")
+        for count in chosen.microbatches.split(",")
+        if not (method.startswith("zero") and len(MESHES[mesh]) > 1)
+    ]
+    case_of = functools.lru_cache(1)(lambda name: CASES[name]())
+    return run_cells(cells, lambda cell: _judge(case_of(cell[0]), *cell[1:]), chosen, "tests.sweep")
 
 
-def _report(case: Case, mesh: str, method: str, num_microbatches: int) -> bool:
+def _judge(case: Case, mesh: str, method: str, num_microbatches: str) -> Judged:
     try:
-        outcome = check_case(case, MESHES[mesh], method, num_microbatches)
-        text, good = (
-            f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s",
-            True,
-        )
+        return equal(check_case(case, MESHES[mesh], method, int(num_microbatches)))
     except autopar.errors.MicrobatchError as error:
-        text, good = f"n/a    {case.refused or error}", bool(case.refused)
+        return Judged(bool(case.refused), f"n/a    {case.refused or error}")
     except autopar.errors.BatchError as error:
-        text, good = f"n/a    {error.summary}", True
+        return Judged(True, f"n/a    {error.summary}")
     except Exception as error:
-        traceback.print_exc()
-        text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False
-    print(f"{case.name:28} {mesh:6} {method:8} x{num_microbatches:<3} {text}", flush=True)
-    return good
+        return failed(error)
+
+
+def equal(outcome: Outcome) -> Judged:
+    """What is said of a cell that equals jit."""
+    found = f"{outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s"
+    return Judged(True, f"ok     {found}")
+
+
+def failed(error: Exception) -> Judged:
+    """What is said of a cell that does not, or raises what it should not."""
+    traceback.print_exception(error)
+    return Judged(False, f"FAILED {type(error).__name__}: {str(error)[:300]}")
 
 
 if __name__ == "__main__":

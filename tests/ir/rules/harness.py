@@ -5,16 +5,16 @@ Out:    nothing, or an AssertionError that names the primitive, the rule and the
 Method: `run_equation` under `shard_map` on 8 virtual devices, against the primitive on one. Operands come in as the
         strategy asks; one that is asked for as a partial sum comes in as random parts with that sum. Half of them come
         in whole and are sliced there, and so are results, as programs do it: XLA joins such slices with an operation's
-        own. Many strategies of one equation are compiled as one program, for compiling is what these tests spend their
-        time on.
+        own. All strategies of all equations of a function are compiled as one program, for compiling is what these tests
+        spend their time on.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from autopar._jax import DropVar, JaxprEqn, Literal, Var, bind_eqn, open_jaxpr
+from autopar._jax import DropVar, Jaxpr, JaxprEqn, Literal, Var, bind_eqn, open_jaxpr
 from autopar.cost.steps import Slice
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.rules import ShardingRule, rule_for
@@ -85,7 +86,7 @@ def check_function(
     only: Collection[str] | None = None,
     limit: int = 10,
 ) -> int:
-    """Check every equation of `fun` at the values it has there; see `check_equation`.
+    """Check every equation of `fun` at the values it has there; see `check_equations`.
 
     Args:
         fun: `gradient_of(f)` to check the gradient's too.
@@ -101,14 +102,29 @@ def check_function(
     rng = np.random.default_rng(seed)
     arrays = [_random(_array(arg), rng) if isinstance(arg, tuple) else jnp.asarray(arg) for arg in args]
     flat, consts = _flat(fun, arrays)
-    value_of: dict[Var, Any] = dict(zip(flat.invars, (*jax.tree.leaves(arrays), *consts), strict=True))
-    checked = 0
-    for eqn in flat.eqns:
-        operands = [atom.val if isinstance(atom, Literal) else value_of[atom] for atom in eqn.invars]
-        if list_of(eqn.primitive.name) != "STRUCTURED" and (only is None or eqn.primitive.name in only):
-            checked += check_equation(eqn, seed, mesh_shape, operands=operands, limit=limit)
-        value_of.update(zip(eqn.outvars, bind_eqn(eqn, *operands), strict=True))
-    return checked
+    eqns = [
+        eqn
+        for eqn in flat.eqns
+        if list_of(eqn.primitive.name) != "STRUCTURED" and (only is None or eqn.primitive.name in only)
+    ]
+    operands = _operands_of(eqns, flat, [*jax.tree.leaves(arrays), *consts])
+    return check_equations(eqns, seed, mesh_shape, operands=operands, limit=limit)
+
+
+def _operands_of(eqns: Sequence[JaxprEqn], flat: Jaxpr, arguments: Sequence[Any]) -> list[list[Any]]:
+    """What each of these equations takes when the program has these arguments."""
+
+    def run(*arguments: Any) -> list[list[Any]]:
+        value_of: dict[Var, Any] = dict(zip(flat.invars, arguments, strict=True))
+
+        def read(eqn: JaxprEqn) -> list[Any]:
+            return [atom.val if isinstance(atom, Literal) else value_of[atom] for atom in eqn.invars]
+
+        for eqn in flat.eqns:
+            value_of.update(zip(eqn.outvars, bind_eqn(eqn, *read(eqn)), strict=True))
+        return [read(eqn) for eqn in eqns]
+
+    return jax.jit(run)(*arguments)
 
 
 def check_equation(
@@ -119,21 +135,60 @@ def check_equation(
     operands: Sequence[Any] | None = None,
     limit: int = 10,
 ) -> int:
-    """Check strategies of one equation: all, or `limit` of them at random.
+    """`check_equations` of one, whose operands may be given."""
+    return check_equations([eqn], seed, mesh_shape, operands=None if operands is None else [operands], limit=limit)
+
+
+def check_equations(
+    eqns: Sequence[JaxprEqn],
+    seed: int = 0,
+    mesh_shape: tuple[int, ...] = (2, 4),
+    *,
+    operands: Sequence[Sequence[Any]] | None = None,
+    limit: int = 10,
+) -> int:
+    """Check strategies of each of some equations: all, or `limit` of them at random.
 
     Args:
-        eqn: The equation.
-        seed: Of operands, parts of partial sums, and the choice of strategies.
+        eqns: The equations, of whose operands none is taken from another's results.
+        seed: Of operands, parts of partial sums, and the choice of strategies; for each equation anew.
         mesh_shape: Of the 8 devices; axes are x, y, z.
         operands: Their values; random if not given.
-        limit: How many strategies.
+        limit: How many strategies of each.
 
     Returns:
         How many strategies were checked.
     """
-    rng = np.random.default_rng(seed)
     axis_sizes = dict(zip("xyz", mesh_shape, strict=False))
-    mesh = Mesh(np.array(jax.devices()).reshape(mesh_shape), tuple(axis_sizes))
+    values = [None] * len(eqns) if operands is None else operands
+    checks = [_draw_check(eqn, seed, axis_sizes, given, limit) for eqn, given in zip(eqns, values, strict=True)]
+    alone = jax.jit(lambda values: [bind_eqn(eqn, *each) for eqn, each in zip(eqns, values, strict=True)])
+    expected = alone([check.operands for check in checks])
+    actual = _on_devices(checks, Mesh(np.array(jax.devices()).reshape(mesh_shape), tuple(axis_sizes)))
+    for check, wanted, found in zip(checks, expected, actual, strict=True):
+        for strategy, results in zip(check.strategies, found, strict=True):
+            problem = _first_difference(check.eqn, results, wanted)
+            assert not problem, f"{check.rule}, {strategy} on {mesh_shape}: {problem}\n{check.eqn}"
+    return sum(len(check.strategies) for check in checks)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Strategies of one equation: the operands' parts for each, how these enter, and how its results leave."""
+
+    eqn: JaxprEqn
+    rule: ShardingRule
+    strategies: list[Strategy]
+    operands: list[np.ndarray]
+    parts: list[list[np.ndarray]]
+    entering: list[list[Sharding]]
+    leaving: list[list[Sharding]]
+
+
+def _draw_check(
+    eqn: JaxprEqn, seed: int, axis_sizes: dict[str, int], operands: Sequence[Any] | None, limit: int
+) -> _Check:
+    rng = np.random.default_rng(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rule = rule_for(eqn)
@@ -144,19 +199,26 @@ def check_equation(
     if operands is None:
         operands = [atom.val if isinstance(atom, Literal) else _random(atom.aval, rng) for atom in eqn.invars]
     operands = [np.asarray(operand) for operand in operands]
-    expected = jax.jit(functools.partial(bind_eqn, eqn))(*operands)
     parts = [
         [_parts(value, sharding, axis_sizes, rng) for value, sharding in zip(operands, each.operands, strict=True)]
         for each in strategies
     ]
-    actual = _on_devices(eqn, rule, strategies, mesh, parts, rng)
-    for strategy, results in zip(strategies, actual, strict=True):
-        for var, result, wanted in zip(eqn.outvars, results, expected, strict=True):
-            if isinstance(var, DropVar):
-                continue  # what a kernel leaves where nothing reads it may be anything
-            problem = _difference(np.asarray(result), np.asarray(wanted), _tolerance(eqn))
-            assert not problem, f"{rule}, {strategy} on {mesh_shape}: {problem}\n{eqn}"
-    return len(strategies)
+    entering = [[_whole_or_not(s, rng) for s in each.operands] for each in strategies]
+    leaving = [
+        [_split_further(s, v.aval.shape, axis_sizes, rng) for s, v in zip(each.results, eqn.outvars, strict=True)]
+        for each in strategies
+    ]
+    return _Check(eqn, rule, strategies, operands, parts, entering, leaving)
+
+
+def _first_difference(eqn: JaxprEqn, results: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """What is wrong with the first result that differs; empty if none does."""
+    for var, ours, theirs in zip(eqn.outvars, results, wanted, strict=True):
+        # What a kernel leaves where nothing reads it may be anything.
+        problem = not isinstance(var, DropVar) and _difference(np.asarray(ours), np.asarray(theirs), _tolerance(eqn))
+        if problem:
+            return problem
+    return ""
 
 
 def _check_shapes(eqn: JaxprEqn, rule: ShardingRule) -> None:
@@ -166,39 +228,33 @@ def _check_shapes(eqn: JaxprEqn, rule: ShardingRule) -> None:
         assert not longer, f"{eqn.primitive} {rule}: an array {var.aval.shape} has a term of lengths {lengths}"
 
 
-def _on_devices(
-    eqn: JaxprEqn,
-    rule: ShardingRule,
-    strategies: Sequence[Strategy],
-    mesh: Mesh,
-    parts: Sequence[Sequence[Any]],
-    rng: np.random.Generator,
-) -> list[list[Any]]:
-    """Results of each strategy, whole."""
-    entering = [[_whole_or_not(s, rng) for s in each.operands] for each in strategies]
-    leaving = [
-        [_split_further(s, v.aval.shape, mesh.shape, rng) for s, v in zip(each.results, eqn.outvars, strict=True)]
-        for each in strategies
-    ]
+def _on_devices(checks: Sequence[_Check], mesh: Mesh) -> list[list[list[jax.Array]]]:
+    """Results of each strategy of each equation, whole."""
 
-    def program(parts: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-        outcome = []
-        for strategy, operands, have, want in zip(strategies, parts, entering, leaving, strict=True):
-            local = [
-                _sliced(operand[0], before, after, mesh.shape)
-                for operand, before, after in zip(operands, have, strategy.operands, strict=True)
-            ]
-            results = run_equation(eqn, rule, strategy, mesh.shape, local)
-            whole = [lax.psum(r, s.partial) if s.partial else r for r, s in zip(results, strategy.results, strict=True)]
-            outcome.append(
-                [_sliced(r, s, w, mesh.shape) for r, s, w in zip(whole, strategy.results, want, strict=True)]
-            )
-        return outcome
+    def program(parts: Sequence[Sequence[Sequence[jax.Array]]]) -> list[list[list[jax.Array]]]:
+        return [
+            [_run_strategy(check, k, operands, mesh.shape) for k, operands in enumerate(each)]
+            for check, each in zip(checks, parts, strict=True)
+        ]
 
-    in_specs = [[PartitionSpec(s.partial or None, *_spec(s)) for s in have] for have in entering]
-    out_specs = [[PartitionSpec(*_spec(s)) for s in want] for want in leaving]
+    in_specs = [[[P(s.partial or None, *_spec(s)) for s in have] for have in check.entering] for check in checks]
+    out_specs = [[[P(*_spec(s)) for s in want] for want in check.leaving] for check in checks]
     mapped = jax.shard_map(program, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped)(parts)
+    return jax.jit(mapped)([check.parts for check in checks])
+
+
+def _run_strategy(
+    check: _Check, number: int, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int]
+) -> list[jax.Array]:
+    """On one device: its parts of the results as they leave, from its parts of the operands as they enter."""
+    strategy, have, want = check.strategies[number], check.entering[number], check.leaving[number]
+    local = [
+        _sliced(operand[0], before, after, axis_sizes)
+        for operand, before, after in zip(operands, have, strategy.operands, strict=True)
+    ]
+    results = run_equation(check.eqn, check.rule, strategy, axis_sizes, local)
+    whole = [lax.psum(r, s.partial) if s.partial else r for r, s in zip(results, strategy.results, strict=True)]
+    return [_sliced(r, s, w, axis_sizes) for r, s, w in zip(whole, strategy.results, want, strict=True)]
 
 
 def _whole_or_not(sharding: Sharding, rng: np.random.Generator) -> Sharding:

@@ -55,7 +55,7 @@ COMPLEX = jnp.ones((4, 8), jnp.complex64)
         (lambda x: x.astype(jnp.uint8), [INTEGERS], "ab->ab", ((0,),)),
         (lambda x: x.astype(jnp.int32), [BYTES], "ab->ab", ()),
         (lambda x: x.astype(jnp.float32), [FLAGS], "ab->ab", ()),
-        (lambda x: jax.device_put(x, jax.devices()[0]), [(4, 8)], "ab->ab", ((0,),)),
+        (lambda x: jax.device_put(x, jax.memory.Space.Host), [(4, 8)], "ab->ab", ((0,),)),
     ],
 )
 def test_rule(fun, args, rule, linear):

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from jax import lax
 
 from autopar.ir.rules import rule_for
-from tests.ir.rules.harness import MESH_SHAPES, check_equation, check_function, eqn_of, gradient_of, only_eqn
+from tests.ir.rules.harness import (
+    MESH_SHAPES,
+    check_equation,
+    check_equations,
+    check_function,
+    eqn_of,
+    gradient_of,
+    only_eqn,
+)
 from tests.ir.rules.indices import MODES, indexed
 
 IDS = jnp.array([[0, 15, 3, 2], [7, 7, 8, 1]])
@@ -71,9 +79,9 @@ def test_dynamic_slice(fun, args, rule):
     assert str(rule_for(eqn_of("dynamic_slice", fun, *args))) == rule
 
 
-@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("mode", MODES)
 def test_lookup_out_of_range(mode):
-    """The vocabulary split, and the gradient, in every mode."""
+    """The vocabulary split, and the gradient, in every mode; none given is the last one."""
     fun = gradient_of(lambda t: t.at[WILD].get(mode=mode))
     assert check_function(fun, (8, 8), mesh_shape=(2, 4), only={"gather", "scatter-add"}, limit=16) == 32
 
@@ -116,15 +124,24 @@ _ROW = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), s
 _TOKENS = jnp.zeros((8, 8, 1), jnp.int32)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
+ANY_GATHER = st.tuples(
     indexed(),
     st.sampled_from(MODES),
     st.sampled_from(["float32", "bfloat16", "int32", "bool", "complex64"]),
     st.sampled_from([None, 0, 7]),
-    st.sampled_from(MESH_SHAPES),
 )
-def test_any_gather(case, mode, dtype, fill, mesh_shape):
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.lists(ANY_GATHER, min_size=4, max_size=4), st.sampled_from(MESH_SHAPES))
+def test_any_gather(drawn, mesh_shape):
+    """Four drawn together."""
+    eqns, operands = zip(*(gather_of(*each) for each in drawn), strict=True)
+    assert check_equations(eqns, mesh_shape=mesh_shape, operands=operands, limit=6) >= len(drawn)
+
+
+def gather_of(case, mode, dtype, fill):
+    """The equation, and random operands."""
     table = np.random.default_rng(case.indices.size).integers(-5, 5, case.table).astype(jnp.dtype(dtype))
     fill = bool(fill) if dtype == "bool" and fill is not None else fill
 
@@ -133,7 +150,7 @@ def test_any_gather(case, mode, dtype, fill, mesh_shape):
 
     eqn = only_eqn(read, jnp.asarray(table), jnp.asarray(case.indices))
     assert eqn.outvars[0].aval.shape == case.slices
-    assert check_equation(eqn, mesh_shape=mesh_shape, operands=[table, case.indices], limit=6) > 0
+    return eqn, [table, case.indices]
 
 
 @pytest.mark.parametrize("mesh_shape, mode, k", list(zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True)))

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from jax import lax
 
 from autopar.ir.rules import rule_for
-from tests.ir.rules.harness import MESH_SHAPES, check_equation, check_function, eqn_of, gradient_of, only_eqn
+from tests.ir.rules.harness import (
+    MESH_SHAPES,
+    check_equations,
+    check_function,
+    eqn_of,
+    flat_eqns,
+    gradient_of,
+    only_eqn,
+)
 from tests.ir.rules.indices import MODES, indexed
 
 IDS = jnp.array([[0, 15, 3, 2], [7, 7, 8, 1]])
@@ -68,14 +76,23 @@ def test_rule(primitive, fun, args, rule, linear):
 WRITES = {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 
 
-@pytest.mark.parametrize("mode", [None, *MODES])
-@pytest.mark.parametrize("mesh_shape", MESH_SHAPES)
-def test_updates_out_of_range(mesh_shape, mode):
+def _every_write(mode):
     def fun(t, u):
         at = t.at[WILD]
         return [getattr(at, name)(u, mode=mode) for name in ("set", "add", "subtract", "mul", "min", "max")]
 
-    assert check_function(fun, (8, 4), (8, 4), mesh_shape=mesh_shape, only=WRITES, limit=8) >= 17
+    return fun
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mesh_shape", MESH_SHAPES)
+def test_updates_out_of_range(mesh_shape, mode):
+    assert check_function(_every_write(mode), (8, 4), (8, 4), mesh_shape=mesh_shape, only=WRITES, limit=8) >= 17
+
+
+def test_no_mode_is_one_of_these():
+    filled, none = (flat_eqns(_every_write(mode), (8, 4), (8, 4)) for mode in ("fill", None))
+    assert [(e.primitive, e.params.get("mode")) for e in filled] == [(e.primitive, e.params.get("mode")) for e in none]
 
 
 FUNCTIONS = {
@@ -117,15 +134,24 @@ SCATTERS = {
 }
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
+ANY_SCATTER = st.tuples(
     indexed(),
     st.sampled_from(MODES),
     st.sampled_from(["float32", "int32", "uint8", "complex64"]),
     st.sampled_from(sorted(SCATTERS)),
-    st.sampled_from(MESH_SHAPES),
 )
-def test_any_scatter(case, mode, dtype, kind, mesh_shape):
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.lists(ANY_SCATTER, min_size=4, max_size=4), st.sampled_from(MESH_SHAPES))
+def test_any_scatter(drawn, mesh_shape):
+    """Four drawn together."""
+    eqns, operands = zip(*(scatter_of(*each) for each in drawn), strict=True)
+    assert check_equations(eqns, mesh_shape=mesh_shape, operands=operands, limit=6) >= len(drawn)
+
+
+def scatter_of(case, mode, dtype, kind):
+    """The equation, and random operands."""
     if dtype == "complex64" and kind in ("min", "max"):
         dtype = "float32"
     rng = np.random.default_rng(case.indices.size)
@@ -135,8 +161,7 @@ def test_any_scatter(case, mode, dtype, kind, mesh_shape):
         return SCATTERS[kind](table, indices, updates, case.scatter_numbers(), mode=mode)
 
     operands = [table, case.indices, updates]
-    eqn = only_eqn(write, *map(jnp.asarray, operands))
-    assert check_equation(eqn, mesh_shape=mesh_shape, operands=operands, limit=6) > 0
+    return only_eqn(write, *map(jnp.asarray, operands)), operands
 
 
 @pytest.mark.parametrize("mesh_shape, mode, k", list(zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True)))
