@@ -18,6 +18,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar._jax import Literal, Var, on_host
 from autopar.intra_op.sharded import (
     Body,
@@ -272,8 +274,9 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
     """When each copy is made and read last; who reads what takes no memory reads what that is made of.
 
     With `given` inputs lie as they were given: one that is read turned is there twice from then on. What is scattered into
-    zeros that its reader adds to something is only then no array of its own when the reader takes it in the sharding in which
-    it was made. `stored` None: all take memory but the results of barriers, which are the operands.
+    zeros of the shape of a value that was cut off at zero is there from then on: compilers make both zeros at once. What is
+    scattered into zeros that its reader adds to something is only then no array of its own when the reader takes it in the
+    sharding in which it was made. `stored` None: all take memory but the results of barriers, which are the operands.
     """
     count = len(body.instructions)
     copies, starts = list(body.inputs), [-1] * len(body.inputs)
@@ -305,7 +308,7 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
             made_of.append(made_of[current[passed[copy]]] if copy in passed else own)
             current[copy] = len(copies)
             copies.append(copy)
-            starts.append(position)
+            starts.append(_zeros_at(instruction, body, current, starts, position) if given else position)
             ends.append(-1)
     for result in dict.fromkeys((a, s) for a, s in body.outputs if not isinstance(a, Literal)):
         ends[current[result]] = count
@@ -318,6 +321,19 @@ def _turned_inputs(instruction: Instruction, current: Mapping[Copy, int], starts
         return []
     read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.turned]
     return [current[v, s] for v, s in read if not isinstance(v, Literal) and starts[current[v, s]] < 0]
+
+
+def _zeros_at(
+    instruction: Instruction, body: Body, current: Mapping[Copy, int], starts: Sequence[int], position: int
+) -> int:
+    """Where the zeros are made that the result of the instruction at a position begins as: there, or earlier."""
+    if not isinstance(instruction, Compute) or instruction.rule.zeros_like is None:
+        return position
+    k = instruction.rule.zeros_like
+    start = starts[current[instruction.eqn.invars[k], instruction.strategy.operands[k]]]
+    maker = body.instructions[start] if start >= 0 else None
+    constants = [a.val for a in maker.eqn.invars if isinstance(a, Literal)] if isinstance(maker, Compute) else []
+    return start if any(not np.any(constant) for constant in constants) else position
 
 
 def _passed_on(instruction: Instruction) -> dict[Copy, Copy]:

@@ -139,3 +139,21 @@ def _choice(node, sharding):
     """The choice by which a node's value, or its result, is split so; the first, where there is none."""
     given = [strategy.results[0] for strategy in node.strategies] or list(node.shardings)
     return given.index(sharding) if sharding in given else 0
+
+
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_zeros_that_a_gradient_is_scattered_into_are_made_with_those_of_the_forward_pass(least):
+    """Max pooling behind what is cut off at zero: compilers make zeros of that shape once, and hold them."""
+
+    def loss(x, w):
+        image = jnp.maximum(x @ w, least)
+        pooled = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID")
+        return jnp.sum(jnp.tanh(pooled) ** 2)
+
+    program, graph = planned(jax.grad(loss))
+    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    found = measure_liveness(body, graph.mesh, held_values(graph))
+    names = [i.eqn.primitive.name for i in body.instructions]
+    before, scattered = names.index("reduce_window_max"), names.index("select_and_scatter_add")
+    grown = [(found.curve[k] - found.curve[k - 1]) / SQUARE for k in (names.index("max"), scattered)]
+    assert before < scattered and grown == ([2, -0.25] if least == 0 else [1, 0.75])  # a quarter is pooled

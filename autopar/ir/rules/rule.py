@@ -86,6 +86,7 @@ class ShardingRule:
         local: Per-device program; None where binding the primitive to local operands is it.
         once: It calls into the host: one device runs it and hands its results to all.
         turned: Operands that kernels want with their dims in another order: an array that lies as it was given is copied.
+        zeros_like: The operand of whose shape the zeros are that the result begins as; None: it does not.
     """
 
     operands: tuple[Term, ...]
@@ -102,6 +103,7 @@ class ShardingRule:
     local: LocalProgram | None = None
     once: bool = False
     turned: tuple[int, ...] = ()
+    zeros_like: int | None = None
 
     def splittable(self) -> tuple[Factor, ...]:
         """Factors that may be split over mesh axes, in order of appearance: not whole, and leading wherever they stand."""

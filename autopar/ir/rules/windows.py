@@ -76,7 +76,8 @@ def select_and_move(eqn: JaxprEqn) -> ShardingRule:
     """
     shape, first = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
     places = first if eqn.primitive.name == "select_and_scatter_add" else eqn.outvars[0].aval.shape
-    return _selection(eqn, _window_factors(eqn, shape, places), moved=0, operand=1)
+    rule = _selection(eqn, _window_factors(eqn, shape, places), moved=0, operand=1)
+    return dataclasses.replace(rule, zeros_like=1 if eqn.primitive.name == "select_and_scatter_add" else None)
 
 
 @register(*find_primitives("select_and_scatter"))
