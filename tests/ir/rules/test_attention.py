@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 import autopar
 from autopar._jax import find_primitives, with_cudnn_of
 from autopar.ir.rules import rule_for
-from tests.ir.rules.harness import check_equations, flat_eqns, gradient_of
+from tests.ir.rules.harness import check_equation, check_equations, flat_eqns, gradient_of
 
 NAMES = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 
