@@ -217,13 +217,13 @@ class _Finder:
     def is_read_turned(self, node: Node, atom: Atom) -> bool:
         """Whether a kernel goes through an array in another order of dims than that in which it lies.
 
-        Elementwise work writes what it makes as its reader wants it; what a product makes or the program is given lies as it
-        does.
+        Elementwise work writes what it makes as its reader wants it, and compilers let a product make the turned matrix, from
+        its operands the other way round; other kernels do not, and what a program is given lies as it does.
         """
         if not self.fused[node.index] or atom not in self.turned:
             return False
         maker = self.made_by.get(self.origin(atom))
-        return maker is None or not self.fused[maker.index]
+        return maker is None or not (self.fused[maker.index] or maker.name == "dot_general")
 
     def all_traffic(self) -> dict[int, Traffic]:
         paid: set[tuple[int, Var]] = set()
