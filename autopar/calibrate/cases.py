@@ -112,9 +112,10 @@ def _rows(is_cpu: bool) -> Iterator[Case]:
         ("norm", norm, (Pass(size), Pass(size), Pass(3 * size))),
         ("softmax", softmax, (Pass(size), Pass(size), Pass(3 * size))),
         ("gelu", activation, (Pass(3 * size),)),
-        ("transpose", transpose, (Pass(3 * size),)),
+        ("transpose", transpose, (Pass(3 * size, turned_bytes=size),)),
     ):
-        yield Case("pass", f"{name} of [{rows}, {width}] float32", ((rows, width),) * 2, "float32", turn, kernels)
+        kind = "transpose" if name == "transpose" else "pass"
+        yield Case(kind, f"{name} of [{rows}, {width}] float32", ((rows, width),) * 2, "float32", turn, kernels)
 
 
 def _products(is_cpu: bool) -> Iterator[Case]:

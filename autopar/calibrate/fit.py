@@ -204,6 +204,7 @@ _FITS: tuple[tuple[str, Callable[[Device, Sequence[Sample]], Device]], ...] = (
     ("product", _fit_products),
     ("launch", _fit_launch),
     ("turned", functools.partial(_fit_share, name="turned", least=0.1, most=4.0)),
+    ("transpose", functools.partial(_fit_share, name="turning", least=1.0, most=100.0)),
     ("convolution", functools.partial(_fit_share, name="convolution", least=0.01, most=4.0)),
     ("attention", functools.partial(_fit_share, name="fused", least=0.01, most=1.0)),
     ("layer", functools.partial(_fit_share, name="passes", least=0.5, most=20.0)),

@@ -70,12 +70,14 @@ class Pass:
     """Elementwise work and sums: bytes that go through; `launches` kernels, or parts of one.
 
     What models do is counted as if compilers made one kernel of all that stands together; `on` what it works tells which of
-    the device's numbers says how much more they do. What is measured by itself is counted as it is.
+    the device's numbers says how much more they do. What is measured by itself is counted as it is. Of the bytes,
+    `turned_bytes` are of arrays that lie in another order of dims than that in which they are read.
     """
 
     num_bytes: float
     launches: float = 1.0
     on: Literal["samples", "parameters", "alone"] = "alone"
+    turned_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +94,17 @@ Kernel = Product | FusedProducts | Pass | HostCopy
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
     """Time of a kernel, its launch included."""
     reached = device.achieved
-    moving = kernel.num_bytes / (device.memory_bytes_per_second * reached.memory)
+    rate = device.memory_bytes_per_second * reached.memory
+    moving = kernel.num_bytes / rate
     match kernel:
         case Product():
             return reached.launch_seconds + max(product_seconds(kernel, device), moving)
         case FusedProducts(flops, _, dtypes):
-            rate = device.product_flops_per_second(dtypes) * reached.fused
-            return reached.launch_seconds + flops / rate + moving
-        case Pass(_, launches, on):
+            return reached.launch_seconds + flops / (device.product_flops_per_second(dtypes) * reached.fused) + moving
+        case Pass(_, launches, on, turned_bytes):
             times = {"samples": reached.passes, "parameters": reached.update_passes, "alone": 1.0}[on]
-            return times * (reached.launch_seconds * launches + moving)
+            picking = (reached.turning - 1) * turned_bytes / rate
+            return times * (reached.launch_seconds * launches + moving + picking)
         case HostCopy(num_bytes):
             return reached.launch_seconds + num_bytes / device.host_bytes_per_second
 

@@ -36,7 +36,8 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
         return HostCopy(sum(sizes[: len(eqn.invars)]))
     num_bytes = sum(count * sizes[at] for count, at in zip(traffic.counts, traffic.touched, strict=True) if count)
     if not is_contraction(node.rule) or is_indexing(node):
-        return Pass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters")
+        turned_bytes = sum(traffic.counts[k] * sizes[traffic.touched[k]] for k in traffic.turned)
+        return Pass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
     flops = node.rule.flops * split_fraction(strategy, mesh.axis_sizes)
     dtypes = tuple(
         np.dtype(atom.aval.dtype).name for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number)

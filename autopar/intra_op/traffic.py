@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
+from autopar._jax import Atom, JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.sharded import Compute
 from autopar.ir.rules.replicated import KERNELS
@@ -42,12 +42,14 @@ class Traffic:
         touched: For each of these, an index of another operand or result whose bytes count instead; its own where none.
         launches: Kernels that it launches.
         on_samples: Whether anything it reads or makes is of samples, as far as is known; else it works on parameters.
+        turned: The operands that lie in memory in another order of dims than that in which they are read.
     """
 
     counts: tuple[float, ...]
     touched: tuple[int, ...]
     launches: float
     on_samples: bool
+    turned: tuple[int, ...] = ()
 
 
 def find_traffic(graph: Graph) -> dict[int, Traffic]:
@@ -115,6 +117,7 @@ class _Finder:
         self.ops = [node for node in graph.nodes if node.kind == "op"]
         self.batch = graph.batch
         self.root: dict[Var, Var] = {}
+        self.turned: set[Var] = set()
         self.floating: set[Var] = set()
         self.level: dict[Var, int] = {}
         self.level_of: dict[int, int | None] = {}
@@ -146,6 +149,8 @@ class _Finder:
             self.level_of[node.index] = None
             if is_view(eqn):
                 self.root[eqn.outvars[0]] = read[0]
+                if _turns(eqn) or eqn.invars[0] in self.turned:
+                    self.turned.add(eqn.outvars[0])
                 continue
             level = max((self.level.get(var, 0) for var in solid), default=0)
             fused = self.fused[node.index]
@@ -209,6 +214,17 @@ class _Finder:
             index = self.parent[index]
         return index
 
+    def is_read_turned(self, node: Node, atom: Atom) -> bool:
+        """Whether a kernel goes through an array in another order of dims than that in which it lies.
+
+        Elementwise work writes what it makes as its reader wants it, and compilers let a product make the turned matrix, from
+        its operands the other way round; other kernels do not, and what a program is given lies as it does.
+        """
+        if not self.fused[node.index] or atom not in self.turned:
+            return False
+        maker = self.made_by.get(self.origin(atom))
+        return maker is None or not (self.fused[maker.index] or maker.name == "dot_general")
+
     def all_traffic(self) -> dict[int, Traffic]:
         paid: set[tuple[int, Var]] = set()
         launched: set[int] = set()
@@ -238,9 +254,18 @@ class _Finder:
                 launched.add(kernel)
                 launches = 1.0
             on_samples = not self.batch.of or any(map(self.batch.dims, (*eqn.invars, *eqn.outvars)))
-            traffic = Traffic(tuple(counts), tuple(touched), launches, on_samples)
+            turned = tuple(k for k, atom in enumerate(eqn.invars) if counts[k] and self.is_read_turned(node, atom))
+            traffic = Traffic(tuple(counts), tuple(touched), launches, on_samples, turned)
             found[node.index] = same.setdefault(traffic, traffic)
         return found
+
+
+def _turns(eqn: JaxprEqn) -> bool:
+    """Whether a view has its elements in another order: another of the dims longer than one is the last."""
+    if eqn.primitive.name != "transpose":
+        return False
+    long = [d for d in eqn.params["permutation"] if eqn.invars[0].aval.shape[d] > 1]
+    return bool(long) and long[-1] != max(long)
 
 
 def _is_larger(eqn: JaxprEqn) -> bool:

@@ -61,6 +61,8 @@ class Achieved:
         update_passes: The same of work on parameters alone, such as an optimizer's.
         turned: Rate of products whose first operand lies the other way round, what is summed over before its rows, as a part
             of that of others: gradients of weights are such. Libraries for GPUs read either way as fast, those for CPUs not.
+        turning: How many times as long a pass takes over an array that it reads in another order of dims than that in which
+            the array lies. Kernels of GPUs turn tiles in fast memory; loops on CPUs get one element of each line.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -84,10 +86,12 @@ class Achieved:
     passes: float = 1.0
     update_passes: float = 1.0
     turned: float = 1.0
+    turning: float = 1.0
 
     def __post_init__(self) -> None:
         shares = "product", "memory", "fused", "overlap"
-        positive = *shares[:3], "convolution", "narrow", "fresh_bytes_per_second", "passes", "update_passes", "turned"
+        factors = "convolution", "narrow", "passes", "update_passes", "turned", "turning"
+        positive = *shares[:3], *factors, "fresh_bytes_per_second"
         for name in (part.name for part in dataclasses.fields(self) if part.name != "tile"):
             least, most = None if name in positive else 0, 1.0 if name in shares else math.inf
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)

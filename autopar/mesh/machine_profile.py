@@ -217,7 +217,7 @@ def _measured(entry: Entry) -> Measured:
 _link_of = reader_of(Link, later=("torus",), infinite=("bytes_per_second",), groups=_parts, torus=_parts)
 _achieved = reader_of(
     Achieved,
-    later=("narrow", "kept_bytes", "passes", "update_passes", "turned"),
+    later=("narrow", "kept_bytes", "passes", "update_passes", "turned", "turning"),
     infinite=("fresh_bytes_per_second",),
     tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
 )

@@ -29,7 +29,9 @@ CPU = Device(
     memory_bytes_per_second=6e9,
     achieved=Achieved(launch_seconds=3e-6, cores=1, tile=(256, 256), tile_seconds=4e-6, balance=30.0, convolution=1.3),
 )
-XLA_ON_CPUS = dataclasses.replace(CPU, achieved=dataclasses.replace(CPU.achieved, passes=6.0, update_passes=2.5))
+XLA_ON_CPUS = dataclasses.replace(
+    CPU, achieved=dataclasses.replace(CPU.achieved, passes=6.0, update_passes=2.5, turning=12.0)
+)
 SHARED = Link(9e-6, 2.2e9, shared_memory=True)
 
 
@@ -51,6 +53,7 @@ def test_parameters_are_found_again(noise, near):
         assert found.device.achieved.launch_seconds == pytest.approx(3e-6, rel=0.15)
     assert found.device.achieved.passes == pytest.approx(6.0, rel=2 * near)
     assert found.device.achieved.update_passes == pytest.approx(2.5, rel=2 * near)
+    assert found.device.achieved.turning == pytest.approx(12.0, rel=2 * near)
     assert found.link.latency_seconds == pytest.approx(9e-6, rel=near)
     assert found.link.bytes_per_second == pytest.approx(2.2e9, rel=near)
     assert found.link.shared_memory

@@ -133,6 +133,14 @@ def test_compilers_that_fuse_less_go_through_memory_more_often():
     assert seconds == [2.0, 4.0, 6.0]
 
 
+def test_a_pass_over_what_lies_turned_takes_longer_where_loops_pick_it_up_one_by_one():
+    turned = Pass(3e9, 1.0, turned_bytes=1e9)
+    device = Device("d", memory_bytes_per_second=1e9, achieved=Achieved(launch_seconds=1.0, turning=5.0))
+    assert kernel_seconds(turned, device) == 8.0
+    assert kernel_seconds(Pass(3e9), device) == kernel_seconds(turned, Device("d", 1e12, 1e12, 1e9)) + 1.0 == 4.0
+    assert kernel_seconds(Pass(0.0), device) == 1.0
+
+
 def test_heads_of_128_fill_half_of_an_array_of_256():
     """Fused attention reaches half the part of the peak on TPUs whose arrays are twice as wide."""
     kernel = FusedProducts(1e15, 0.0, ("bfloat16", "bfloat16"))

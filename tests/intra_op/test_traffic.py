@@ -74,6 +74,31 @@ def test_passes(fun, args, arrays, kernels):
     assert launches == kernels
 
 
+@pytest.mark.parametrize(
+    "fun, args, arrays",
+    [
+        # What the program is given, or a kernel of its own makes, is read as it lies: one element of each line.
+        (lambda x: jnp.sin(x.T), (X,), 1),
+        (lambda x: jnp.sin(jnp.sort(x).T), (X,), 1),
+        (lambda x: jnp.sin(x.reshape(8, 8, WIDTH).transpose(0, 2, 1).reshape(8, -1)), (X,), 1),
+        # Elementwise work writes as its reader wants it, and products make what is read.
+        (lambda x, w: jnp.sin((x @ w).T), (X, W), 0),
+        (lambda x: jnp.sin(x).T * 2, (X,), 0),
+        # Lines stay together, or nothing moves; products read either way.
+        (lambda x: jnp.sin(x.reshape(8, 8, WIDTH).swapaxes(0, 1)), (X,), 0),
+        (lambda x: jnp.sin(x.reshape(ROWS, 1, WIDTH).transpose(0, 2, 1)), (X,), 0),
+        (lambda x: jnp.sin(x.reshape(WIDTH, ROWS)), (X,), 0),
+        (lambda x, w: x.T @ (x @ w), (X, W), 0),
+    ],
+)
+def test_arrays_that_lie_turned(fun, args, arrays):
+    graph = build_graph(trace_step(fun, args).jaxpr, MESH, {})
+    traffic = find_traffic(graph)
+    ops = [node for node in graph.nodes if node.kind == "op"]
+    kernels = [kernel_of(node, node.strategies[0], traffic[node.index], MESH) for node in ops]
+    assert sum(kernel.turned_bytes for kernel in kernels if isinstance(kernel, Pass)) == arrays * SIZE
+
+
 def test_indexing_touches_what_it_picks():
     table = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
     rows = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
