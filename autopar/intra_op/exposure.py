@@ -3,12 +3,13 @@
 In:     a sharded program and what is exposed of each of its collectives (`lanes.py`).
 Out:    `Exposure`: by kind of conversion, the part of its seconds that counts.
 Method: conversions of one kind (of samples or not; for the forward pass, the backward pass, the update or a result; as
-        often in a step; small ones, which are sent with others, or not) have the same room to hide in, such as gradients
-        behind the rest of the backward pass, or a layer's parameters behind the layer before. What a kind's collectives
-        show on the clock, those of all programs seen together, is taken for every conversion of that kind; what no program
-        has shown yet is taken to hide, but where samples wait for it. The price of a small one supposes others that are
-        sent with it: where it is sent alone, more than all of its price counts.
+        often in a step) have the same room to hide in, such as gradients behind the rest of the backward pass, or a
+        layer's parameters behind the layer before. What a kind's collectives show on the clock, those of all programs
+        seen together, is taken for every conversion of that kind; what no program has shown yet is taken to hide, but
+        where samples wait for it.
         With these parts as weights the choice problem is solved again (`shard.py`), until they are what its answer shows.
+        In the end the best program alone decides, of which small conversions are told apart: the price of one supposes
+        others that are sent with it; where it was sent alone, more than all of its price counts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from autopar.intra_op.sharded import Body, Fused, Move, move_bytes, sent_by
 from autopar.ir.work import num_bytes
 from autopar.mesh import LogicalMesh
 
+Seen = tuple[bool, Phase, float]
+"""Whether samples own the value or wait for it, the phase of its readers, executions in one step."""
 Kind = tuple[bool, Phase, float, bool]
-"""Whether samples own the value or wait for it, the phase of its readers, executions in one step, whether it is priced as one
-of several that are sent together."""
+"""The same, and whether the conversion is priced as one of several that are sent together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +38,44 @@ class Exposure:
 
     Attributes:
         least: The part that counts of what is hidden as well as can be: it slows down the kernels beside it.
-        seen: Of each kind what its conversions in all programs that were put on the clock are priced, and how many seconds of
-            them were exposed.
+        seen: Of each kind, small ones or not, the seconds of all programs that were put on the clock, and how many of them
+            were exposed.
         unseen: The part that counts where samples wait for a conversion of a kind that no program has shown.
+        sent: Of the kinds that one program has, the part of their prices that counts as that program sends them.
     """
 
     least: float
-    seen: Mapping[Kind, tuple[float, float]] = field(default_factory=dict)
+    seen: Mapping[Seen, tuple[float, float]] = field(default_factory=dict)
     unseen: float = 1.0
+    sent: Mapping[Kind, float] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> float:
         """The part for a kind of conversions."""
-        seconds, exposed = self.seen.get(kind, (0.0, 0.0))
+        if kind in self.sent:
+            return self.sent[kind]
+        seconds, exposed = self.seen.get(kind[:3], (0.0, 0.0))
         if not seconds:
             return self.unseen if kind[0] else self.least
-        return max(self.least, exposed / seconds)
+        return min(1.0, max(self.least, exposed / seconds))
 
     def after(self, shown: Sequence[Shown]) -> Exposure:
         """What is known once one more program was put on the clock."""
         seen = dict(self.seen)
         for one in shown:
             if one.kind is not None:
-                seconds, exposed = seen.get(one.kind, (0.0, 0.0))
-                seen[one.kind] = seconds + one.seconds, exposed + one.exposed_seconds
+                seconds, exposed = seen.get(one.kind[:3], (0.0, 0.0))
+                seen[one.kind[:3]] = seconds + one.seconds, exposed + one.exposed_seconds
         return Exposure(self.least, seen)
 
     def as_in(self, shown: Sequence[Shown]) -> Exposure:
         """The same, but of the kinds of conversions that one program has, what this one showed counts alone."""
-        own = Exposure(self.least).after(shown).seen
-        return Exposure(self.least, {**self.seen, **own})
+        own: dict[Kind, tuple[float, float]] = {}
+        for one in shown:
+            if one.kind is not None:
+                priced, exposed = own.get(one.kind, (0.0, 0.0))
+                own[one.kind] = priced + one.priced_seconds, exposed + one.exposed_seconds
+        parts = {kind: max(self.least, exposed / priced) for kind, (priced, exposed) in own.items() if priced}
+        return dataclasses.replace(self, sent=parts)
 
     def hopeful(self) -> Exposure:
         """The same, if all hides that no program has shown."""
@@ -73,17 +84,18 @@ class Exposure:
     def in_microbatches(self, before: int, after: int) -> Exposure:
         """What is known of a step in some number of microbatches, said of it in another one: what runs for each runs as much
         oftener. A guess, to begin with."""
-        seen: dict[Kind, tuple[float, float]] = {}
-        for (is_sample, phase, times, is_small), (seconds, exposed) in self.seen.items():
+        seen: dict[Seen, tuple[float, float]] = {}
+        for (is_sample, phase, times), (seconds, exposed) in self.seen.items():
             is_inside = times % before == 0 if before > 1 else phase in ("f", "b")
-            kind = is_sample, phase, times / before * after if is_inside else times, is_small
+            kind = is_sample, phase, times / before * after if is_inside else times
             known = seen.get(kind, (0.0, 0.0))
             seen[kind] = known[0] + seconds, known[1] + exposed
         return Exposure(self.least, seen)
 
     def seconds_of(self, shown: Sequence[Shown]) -> float:
         """What a program's collectives count, all together."""
-        return sum(one.seconds * (1.0 if one.kind is None else self.of(one.kind)) for one in shown)
+        counted = ((one.priced_seconds if one.kind in self.sent else one.seconds, one.kind) for one in shown)
+        return sum(seconds * (1.0 if kind is None else self.of(kind)) for seconds, kind in counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +104,15 @@ class Shown:
 
     Attributes:
         kind: Of the conversion.
-        seconds: What it is priced if all of it counts.
-        exposed_seconds: Of what it takes as it was emitted, with others or alone, those that nothing hides.
+        seconds: It takes, as it was emitted: of several that were sent together, its share.
+        exposed_seconds: Of these, those that nothing hides.
+        priced_seconds: What it is priced if all of it counts.
     """
 
     kind: Kind | None
     seconds: float
     exposed_seconds: float
+    priced_seconds: float = 0.0
 
 
 def kind_of(edge: Edge, small: float) -> Kind:
@@ -121,7 +135,7 @@ def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
     for (instruction, sent), seconds_exposed in zip(sent_by(body, graph.mesh), exposed, strict=True):
         seconds = sent.times * collective_seconds(sent.kind, sent.bytes, sent.axes, graph.mesh)
         if not isinstance(instruction, Move | Fused):
-            found.append(Shown(None, seconds, seconds_exposed))
+            found.append(Shown(None, seconds, seconds_exposed, seconds))
             continue
         moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
         for move in moves:
@@ -129,7 +143,7 @@ def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
             is_small = move.var not in samples and num_bytes(move.var) <= small
             kind = (move.var in samples, move.phase, float(sent.times), is_small)
             priced = sent.times * _priced(move, is_small, graph.mesh) if len(moves) > 1 or is_small else seconds
-            found.append(Shown(kind, priced, share * seconds_exposed))
+            found.append(Shown(kind, share * seconds, share * seconds_exposed, priced))
     return found
 
 

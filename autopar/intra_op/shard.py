@@ -134,6 +134,7 @@ class _Instance:
         class_of: Class of each node in the problems.
         prices: Of which problems are made.
         budget_search: What is learnt of its memory.
+        proves: Whether its solutions have bounds.
     """
 
     def __init__(self, setting: Setting, options: Options, donated: Sequence[bool], waiting: Waiting, gap: float):
@@ -149,6 +150,7 @@ class _Instance:
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
         self._solve_one: Solve = solve
+        self.proves = True
         self._memory_prices = Prices()
         self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
 
@@ -165,7 +167,7 @@ class _Instance:
                 starts.append(found.choices)
             return found
 
-        self._solve_one = by_axes
+        self._solve_one, self.proves = by_axes, False
 
     def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:
         """The problem, as what is known of exposure prices it, and its solution: of equal problems that of the first."""
@@ -295,31 +297,30 @@ def _explore(
 
 
 def _around(instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]]) -> Sharded:
-    """Solve as the best program itself shows conversions to be exposed, where other programs showed something else.
+    """Solve as the best program itself shows conversions to be exposed, then as it and what is found so show them.
 
-    What several programs showed, taken together, is true of none of them: by such prices the best may look slower than it is,
-    and what is a little different from it faster. Arguments as of `_follow_clock`; returns the fastest on the clock, priced as
-    it shows, and with the bound of the problem so priced.
-    """
+    What several programs showed is true of none: the best may look slower so than it is, and others faster. Arguments as of
+    `_follow_clock`; returns the fastest on the clock, priced as it shows where that leaves less open."""
+    shown = show(best.graph, best.body, best.exposed_seconds)
     for _ in range(TUNING.exposure_turns):
-        if last.exposure is None or not _misjudged(best):
+        is_settled = best.gap <= TUNING.rough_gap and not _misjudged(best)
+        if last.exposure is None or is_settled or not instance.proves:
             break
-        exposure = _shown(last).as_in(show(best.graph, best.body, best.exposed_seconds))
+        exposure = _shown(last).as_in(shown)
         problem, solution = instance.solve_under(exposure)
         if not solution.choices:
             break
         choices = instance.classes(best.choices)
         seconds = problem.cost(choices)
         priced = Solution(choices, seconds, seconds, "feasible", best.solution.solver).bounded(solution.bound)
-        if priced.gap < best.solution.gap:
-            best = dataclasses.replace(best, problem=problem, solution=priced, exposure=exposure)
+        other = dataclasses.replace(best, problem=problem, solution=priced, exposure=exposure)
+        best = min(best, other, key=lambda sharded: sharded.gap)
         if solution.choices in tried:
             break
         tried.append(solution.choices)
         last = instance.read_off(problem, solution, exposure)
-        if last.step_seconds >= best.step_seconds:
-            break
-        best = last
+        shown += show(last.graph, last.body, last.exposed_seconds)
+        best = min(best, last, key=lambda sharded: sharded.step_seconds)
     return best
 
 

@@ -37,13 +37,13 @@ def test_what_was_seen_of_a_kind_counts_for_all_of_it():
 
 @pytest.mark.parametrize("scanned", [False, True])
 def test_all_that_is_sent_is_shown_and_priced(scanned):
-    plan = plan_of(scanned, 3, 1e10, 0.8, width=2048)  # large ones, but for the loss: none is sent with others
+    plan = plan_of(scanned, 3, 1e10, 0.8)
     sharded = sharded_of(plan)
     shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
-    assert sum(one.seconds for one in shown) == pytest.approx(sharded.communication_seconds, rel=1e-3)
+    assert sum(one.seconds for one in shown) == pytest.approx(sharded.communication_seconds)
     assert sum(one.exposed_seconds for one in shown) == pytest.approx(sum(sharded.exposed_seconds))
     prices = Prices(sharded.graph, device(0.8), sharded.class_of, sharded.allowed.masks)
-    whole, half = prices.problem(), prices.problem(Exposure(0.5, {one.kind: (2.0, 1.0) for one in shown}))
+    whole, half = prices.problem(), prices.problem(Exposure(0.5, {one.kind[:3]: (2.0, 1.0) for one in shown}))
     for number in range(len(whole.costs)):
         assert (whole.costs[number] == half.costs[number]).all(), "kernels count in full"
     assert 0 < half.cost(sharded.solution.choices) < whole.cost(sharded.solution.choices)
@@ -57,7 +57,7 @@ def test_small_conversions_count_as_they_are_sent_in_the_end(scanned):
     shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
     assert all(one.kind[3] for one in shown if one.kind is not None and not one.kind[0])
     prices = Prices(sharded.graph, device(0.0), sharded.class_of, sharded.allowed.masks)
-    priced = prices.problem(Exposure(0.0).after(shown)).cost(sharded.solution.choices)
+    priced = prices.problem(Exposure(0.0).as_in(shown)).cost(sharded.solution.choices)
     assert priced == pytest.approx(sharded.step_seconds, rel=1e-3)
 
 
@@ -157,8 +157,7 @@ def test_experts_are_sent_tokens_as_often_as_by_hand():
 
 def test_what_is_known_is_said_of_another_number_of_microbatches():
     """What runs for each of them runs as much oftener, the update as often as before."""
-    inside = (True, "f", 24.0, False)
-    before = Exposure(0.1, {(True, "f", 12.0, False): (2.0, 1.0), GRADIENTS: (4.0, 1.0)})
-    assert before.in_microbatches(4, 8).seen == {inside: (2.0, 1.0), GRADIENTS: (4.0, 1.0)}
-    whole = Exposure(0.1, {SAMPLES: (2.0, 1.0), GRADIENTS: (4.0, 1.0)})
-    assert whole.in_microbatches(1, 8).seen == {(True, "f", 8.0, False): (2.0, 1.0), GRADIENTS: (4.0, 1.0)}
+    before, inside = Exposure(0.1, {(True, "f", 12.0): (2.0, 1.0), GRADIENTS[:3]: (4.0, 1.0)}), (True, "f", 24.0)
+    assert before.in_microbatches(4, 8).seen == {inside: (2.0, 1.0), GRADIENTS[:3]: (4.0, 1.0)}
+    whole = Exposure(0.1, {SAMPLES[:3]: (2.0, 1.0), GRADIENTS[:3]: (4.0, 1.0)})
+    assert whole.in_microbatches(1, 8).seen == {(True, "f", 8.0): (2.0, 1.0), GRADIENTS[:3]: (4.0, 1.0)}
