@@ -303,8 +303,8 @@ def _around(instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple
     `_follow_clock`; returns the fastest on the clock, priced as it shows where that leaves less open."""
     shown = show(best.graph, best.body, best.exposed_seconds)
     for _ in range(TUNING.exposure_turns):
-        is_settled = best.gap <= TUNING.rough_gap and not _misjudged(best)
-        if last.exposure is None or is_settled or not instance.proves:
+        off = max(best.gap, abs(1 - best.solution.objective / best.step_seconds))
+        if last.exposure is None or off <= TUNING.rough_gap or not instance.proves:
             break
         exposure = _shown(last).as_in(shown)
         problem, solution = instance.solve_under(exposure)
