@@ -72,7 +72,8 @@ class Tuning:
     """Times its seconds that a gather counts where a method of the papers means none: dear enough that it is taken only where
     nothing else is possible, as in models not written for the method."""
     fused_latency: float = 0.1
-    """Part of its latency that a small collective bears where others like it are ready too: about ten are sent as one."""
+    """Part of its latency that a small collective bears where others like it are ready too: about ten are sent as one, as
+    long as no program has shown how many are."""
 
     # The integer program
 

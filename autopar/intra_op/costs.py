@@ -4,12 +4,12 @@ In:     `Graph`, the device, which choices are allowed, which nodes are tied.
 Out:    `Problem`, one node per class of tied nodes.
 Method: an operation costs its kernel's time on one device's share (`kernels.py`), plus the reductions it does at once; an
         edge costs the cheapest reshard from the sharding given to the one wanted. Small values that no sample owns are
-        sent together (`fuse.py`) and bear a part of the latency each.
+        sent together (`fuse.py`) and bear a part of the latency each, until the clock has shown what they take
+        (`exposure.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,15 +19,15 @@ from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Kernel, Pass
 from autopar.cost.steps import reduced_itemsize
-from autopar.intra_op.exposure import Exposure, Kind, kind_of
-from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
+from autopar.intra_op.exposure import Exposure, Kind, is_sent_with_others, kind_of
+from autopar.intra_op.fuse import sent_together, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic
 from autopar.ir.rules.rule import num_elements
+from autopar.ir.work import num_bytes
 from autopar.mesh import Device, LogicalMesh
-from autopar.tuning import TUNING
 
 
 def build_problem(
@@ -77,6 +77,7 @@ class Prices:
                 if allowed is not None and node in allowed:
                     total = np.where(allowed[node], total, np.inf)
             self.costs.append(total)
+        self.small = small_bytes(graph.mesh)
         self.edges: dict[tuple[int, int], list[tuple[np.ndarray, dict[Kind, float]]]] = {}
         weights: dict[tuple[Any, ...], dict[Kind, float]] = {}
         first: dict[tuple[Any, ...], Edge] = {}
@@ -84,10 +85,9 @@ class Prices:
             u, v = class_of[edge.source], class_of[edge.target]
             lists = (id(edge.given), id(edge.wanted))
             key = (u, v, edge.shape, edge.itemsize, *lists, edge.communicates, edge.is_sample, edge.moves)
-            kind, weight_of = kind_of(edge), weights.setdefault(key, {})
+            kind, weight_of = kind_of(edge, self.small), weights.setdefault(key, {})
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
             first.setdefault(key, edge)
-        self.small = small_bytes(graph.mesh)
         self.copies_inner_dims = all(link.shared_memory for link in graph.mesh.links)
         self.matrices = graph.tables.conversions
         seconds: dict[tuple[Any, ...], np.ndarray | None] = {}  # of equal conversions; None: they take none
@@ -105,11 +105,10 @@ class Prices:
 
     def matrix(self, edge: Edge) -> np.ndarray:
         """What a conversion takes, by the choices at both ends of an edge."""
-        size = num_elements(edge.shape) * edge.itemsize
-        joins = not edge.is_sample and size <= self.small
+        joins = is_sent_with_others(edge, self.small)
         table = (edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), joins)
         if table not in self.matrices:
-            mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
+            mesh = sent_together(self.graph.mesh, num_bytes(edge.var)) if joins else self.graph.mesh
             self.matrices[table] = _matrix(edge.shape, edge.itemsize, edge.given, edge.wanted, mesh)
         matrix = self.matrices[table]
         if self.is_behind_transpose(edge):
@@ -178,13 +177,6 @@ def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:
     """What was priced of a graph before: the same however its nodes are tied and whatever is allowed."""
     # The device stays with what was priced for it, so that its id stays its own.
     return graph.priced.setdefault((what, id(device)), (device, {}))[1]
-
-
-def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
-    """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
-    share = max(TUNING.fused_latency, num_bytes / BUCKET_BYTES)
-    links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
-    return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
 def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: LogicalMesh) -> np.ndarray:

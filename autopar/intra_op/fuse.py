@@ -28,6 +28,7 @@ from autopar.intra_op.sharded import (
     move_bytes,
 )
 from autopar.mesh import LogicalMesh
+from autopar.tuning import TUNING
 
 SMALL_BYTES = 4 << 20
 """A collective up to this size may be packed with others on any mesh."""
@@ -48,6 +49,16 @@ def small_bytes(mesh: LogicalMesh) -> float:
     if all(link.shared_memory for _, link in links):
         return even / _COPIES
     return min(max(SMALL_BYTES, 9 * even), BUCKET_BYTES / 4)
+
+
+def sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
+    """The mesh as a small collective sees it before it is known with which others it is sent: it bears a part of the latency.
+
+    With which it is, the clock shows, and the part of its seconds that counts follows that (`exposure.py`).
+    """
+    share = max(TUNING.fused_latency, num_bytes / BUCKET_BYTES)
+    links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
+    return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
 def fuse_collectives(body: Body, mesh: LogicalMesh) -> Body:
