@@ -20,6 +20,7 @@ from autopar._jax.primitives import (
     find_primitives,
     high_primitive_jaxpr,
     key_primitive_implementation,
+    lowered_program,
     primitives,
     shardy_rule,
     with_cudnn_of,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 from jax._src import custom_partitioning_sharding_rule as _sdy_rule
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
+from jax._src.interpreters import mlir as _mlir
 from jax._src.random import prng as _prng
 from jax._src.random.core import random_gamma_p
 from jax.extend.core import Primitive, primitives
@@ -48,6 +50,28 @@ def find_primitives(*names: str) -> tuple[Primitive, ...]:
 def high_primitive_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
     """The program that a primitive of JAX's high-level kind (`call_hi_primitive`) stands for."""
     return trace(lambda *operands: eqn.primitive.to_lojax(*operands, **eqn.params), *(x.aval for x in eqn.invars))
+
+
+def lowered_program(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that JAX puts in the place of a primitive on every machine; None where that is no program of JAX's.
+
+    So are primitives lowered that are a function with derivatives or a batching of its own (`jax.interpreters.mlir.lower_fun`),
+    as those of other libraries are.
+    """
+    entry = _mlir._lowerings.get(eqn.primitive)
+    if entry is None or any(eqn.primitive in rules for rules in _mlir._platform_specific_lowerings.values()):
+        return None
+    rule = getattr(entry.rule, "__wrapped__", entry.rule)
+    if getattr(rule, "__qualname__", "") != "lower_fun.<locals>.f_lowered":
+        return None
+    of = inspect.getclosurevars(rule).nonlocals
+    fun, several = of["fun"], of["multiple_results"]
+
+    def program(*operands: Any) -> Any:
+        results = fun(*operands, **eqn.params)
+        return results if several else (results,)
+
+    return trace(program, *(x.aval for x in eqn.invars))
 
 
 def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:

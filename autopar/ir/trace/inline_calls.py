@@ -2,7 +2,8 @@
 
 In:     any jaxpr, the values of its constants, what stands for its arguments.
 Out:    flat equations in a `Block`. Inlined: `jit`, custom derivatives (they are not differentiated any more), `remat`,
-        `composite`, linear solves, random bits. Kept, with flat bodies and without constants inside: `scan`, `while`, `cond`.
+        `composite`, linear solves, random bits, primitives without a rule that JAX itself lowers as a program. Kept, with
+        flat bodies and without constants inside: `scan`, `while`, `cond`.
         Kept whole: Pallas, FFI, callbacks, `shard_map`, and what `autopar.sharding_rule` made one operation.
 Method: one walk. A differentiated `remat` is inlined behind an `optimization_barrier` on its inputs, as JAX's own
         lowering does, so that no compiler merges the recomputation with the first computation. Name stacks are joined
@@ -34,6 +35,7 @@ from autopar._jax import (
     high_primitive_jaxpr,
     is_key,
     key_data,
+    lowered_program,
     new_eqn,
     new_source_info,
     new_var,
@@ -48,6 +50,8 @@ from autopar._jax import (
 )
 from autopar.ir.region import Binding, closed_bodies, region_of
 from autopar.ir.rules.grouped_product import grouped_product_p
+from autopar.ir.rules.registry import has_rule
+from autopar.ir.rules.replicated import list_of
 from autopar.ir.source import caller_traceback
 from autopar.ir.trace.fold import fold
 from autopar.ir.trace.grouped_products import grouped_product, known_results
@@ -172,6 +176,10 @@ def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     known = fold(eqn, operands)
     if known is not None:
         return [known]
+    stands_for = None if has_rule(eqn.primitive) or list_of(name) is not None else lowered_program(eqn)
+    if stands_for is not None:
+        body, consts = open_jaxpr(stands_for)
+        return append_flat(walk.instead_of(eqn), body, consts, operands)
     return _keep(walk, eqn, operands)
 
 

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from autopar._jax import Var, eval_jaxpr, open_jaxpr, scan_counts
 from autopar.ir.trace.inline_calls import is_recomputed
+from autopar.ir.trace.trace import trace_step
 from tests.ir.traced import traced
 
 W = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
@@ -238,3 +241,29 @@ def test_optimizer_step(seed):
         return optax.apply_updates(params, updates), opt
 
     traced(step, params, tx.init(params), X)
+
+
+def test_a_primitive_that_is_lowered_as_a_program_is_that_program():
+    """Of a library: one that is a function with derivatives of its own, as solvers of differential equations have."""
+
+    def product(w, x, *, times):
+        return [x @ w * times, jnp.tanh(x)]
+
+    product_p = Primitive("product_of_a_library")
+    product_p.multiple_results = True
+    product_p.def_impl(product)
+    product_p.def_abstract_eval(lambda w, x, *, times: [x, x])
+    mlir.register_lowering(product_p, mlir.lower_fun(product))
+
+    flat = traced(lambda w, x: product_p.bind(w, x, times=2.0)[0], W, X)
+    assert names(flat) == ["dot_general", "mul"]
+
+
+def test_a_primitive_with_a_lowering_of_its_own_is_kept():
+    kernel_p = Primitive("kernel_of_a_library")
+    kernel_p.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(kernel_p, mlir.lower_fun(jnp.tanh, multiple_results=False))
+    mlir.register_lowering(kernel_p, lambda ctx, x: [x], platform="cuda")
+
+    flat = trace_step(kernel_p.bind, (X,)).jaxpr
+    assert names(flat) == ["kernel_of_a_library"]
