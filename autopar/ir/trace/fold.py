@@ -1,4 +1,4 @@
-"""Folds scalars that are known while tracing: `64.0 - float32(0)` is a literal, not two operations.
+"""What needs no operation: scalars known while tracing (`64.0 - float32(0)` is a literal), and what is its operand.
 
 In:     an equation and its operands, some of them scalar literals.
 Out:    the literal or operand that its result is, or None.
@@ -20,6 +20,25 @@ _EXACT = frozenset("add sub mul neg and or not eq ne lt le gt ge".split())
 _EXACT_ON_INTEGERS = frozenset("clamp max min".split())
 """The sign of a zero is not defined alike."""
 _EXACT_DTYPES = ("bool", "int32", "int64", "uint32", "uint64", "float32", "float64")
+
+_MAYBE_IDENTITY = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "stop_gradient", "transpose"}
+)
+
+
+def is_identity(eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:
+    """Whether the result of `eqn` is its operand: the same elements in the same order."""
+    name = eqn.primitive.name
+    if name not in _MAYBE_IDENTITY or eqn.outvars[0].aval != operands[0].aval:
+        return False
+    match name:
+        case "transpose":
+            return list(eqn.params["permutation"]) == sorted(eqn.params["permutation"])
+        case "reshape":
+            return eqn.params["dimensions"] is None and len(operands) == 1
+        case "broadcast_in_dim":
+            return list(eqn.params["broadcast_dimensions"]) == list(range(operands[0].aval.ndim))
+    return True
 
 
 def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:

@@ -53,7 +53,7 @@ from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.rules.replicated import list_of
 from autopar.ir.source import caller_traceback
-from autopar.ir.trace.fold import fold
+from autopar.ir.trace.fold import fold, is_identity
 from autopar.ir.trace.grouped_products import grouped_product, known_results
 from autopar.ir.trace.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 
@@ -167,7 +167,7 @@ def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     name = eqn.primitive.name
     if name in _HANDLERS:
         return _HANDLERS[name](walk, eqn, operands)
-    if name in ALIASES or _is_identity(eqn, operands):
+    if name in ALIASES or is_identity(eqn, operands):
         return operands[:1]
     if touches_keys(eqn):
         return _keys(walk, eqn, operands)
@@ -198,25 +198,6 @@ def _placed(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
             placed[at] = fresh(var.aval)
             walk.block.eqns.append(replace_eqn(eqn, invars=[operand], outvars=[placed[at]], params=params))
     return placed
-
-
-def _is_identity(eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:
-    name = eqn.primitive.name
-    if name not in _MAYBE_IDENTITY or eqn.outvars[0].aval != operands[0].aval:
-        return False
-    match name:
-        case "transpose":
-            return list(eqn.params["permutation"]) == sorted(eqn.params["permutation"])
-        case "reshape":
-            return eqn.params["dimensions"] is None and len(operands) == 1
-        case "broadcast_in_dim":
-            return list(eqn.params["broadcast_dimensions"]) == list(range(operands[0].aval.ndim))
-    return True
-
-
-_MAYBE_IDENTITY = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "stop_gradient", "transpose"}
-)
 
 
 # Calls.
