@@ -15,7 +15,7 @@ Method: placements are followed forwards (`solver.py`). An equation that fits no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
 
@@ -32,7 +32,6 @@ from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Partial, Plac
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
-from autopar.ir.split.sorted_parts import sort_in_parts
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
@@ -69,25 +68,6 @@ def find_phases(
     _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
-
-
-def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
-    """Leading dims, of `groups`, that the step goes through row by row.
-
-    `groups`: leading dim -> positions of the inputs that have it.
-
-    A layer of a stack, a row of a frozen weight are no samples: other rows wait for what comes of them.
-    """
-    return [size for size, inputs in groups.items() if size > 1 and _goes_apart(jaxpr, size, inputs)]
-
-
-def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
-    count = next(k for k in range(2, size + 1) if size % k == 0)
-    try:
-        find_phases(sort_in_parts(jaxpr, 1, count), count, inputs)
-    except (MicrobatchError, SamplesWaitError):
-        return False
-    return True
 
 
 class _Phases:

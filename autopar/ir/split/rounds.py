@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -30,6 +30,7 @@ from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.sorted_parts import sort_in_parts
 from autopar.ir.split.turns import split_turns
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.work import Work
@@ -90,6 +91,43 @@ def accumulate_in_rounds(
         outvars = eqns.substitute(program, [made[var] for var in each.jaxpr.invars])
         made |= {var: atom for var, atom in zip(each.jaxpr.outvars, outvars, strict=True) if isinstance(var, Var)}
     return make_jaxpr(jaxpr.invars, outvars, eqns)
+
+
+def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
+    """Leading dims, of `groups`, that the step goes through row by row; if it does so with none, those with several rounds.
+
+    `groups`: leading dim -> positions of the inputs that have it.
+
+    A layer of a stack, a row of a frozen weight are no samples: other rows wait for what comes of them. Nor is a point in
+    time, if all of them are read before anything else is done.
+    """
+    for rounds in (_one_round, _best_rounds):
+        found = [size for size, inputs in groups.items() if size > 1 and _goes_apart(jaxpr, size, inputs, rounds)]
+        if found:
+            return found
+    return []
+
+
+def _goes_apart(
+    jaxpr: Jaxpr, size: int, inputs: Sequence[int], rounds: Callable[[Jaxpr, Decide], list[_Round]]
+) -> bool:
+    count = next(k for k in range(2, size + 1) if size % k == 0)
+    try:
+        found = rounds(sort_in_parts(jaxpr, 1, count), partial(find_phases, count=count, batch=inputs))
+    except (MicrobatchError, SamplesWaitError):
+        return False
+    return any(_reads_samples(each, inputs) for each in found)
+
+
+def _reads_samples(each: _Round, inputs: Sequence[int]) -> bool:
+    """Whether anything in the loop reads them, and not all of them before it."""
+    assert each.solution is not None
+    samples, phase = {each.jaxpr.invars[k] for k in inputs}, each.solution.phase
+    return any(not samples.isdisjoint(inputs_of(eqn)) for eqn in each.jaxpr.eqns if phase[eqn] == "loop")
+
+
+def _one_round(jaxpr: Jaxpr, decide: Decide) -> list[_Round]:
+    return [_Round(jaxpr, solution=decide(jaxpr))]
 
 
 def _best_rounds(jaxpr: Jaxpr, decide: Decide) -> list[_Round]:

@@ -110,6 +110,19 @@ def test_frozen_weights_are_no_batch(shape):
     assert roles_of(step, (PARAMS, {"w": array(*shape)}, BATCH)) == (["adapter/w"], ["batch/x"], ["adapter/w"])
 
 
+def test_samples_that_are_needed_twice_are_the_batch():
+    """A step that takes its gradient where another has led it: not row by row, but in two rounds; points in time in none."""
+
+    def step(params, times, batch):
+        def loss(p):
+            return jnp.mean(jnp.tanh(batch["x"] @ p["w"] * (times[-1] - times[0])) ** 2)
+
+        led = jax.tree.map(lambda p, g: p + g / jnp.linalg.norm(g), params, jax.grad(loss)(params))
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(led))
+
+    assert roles_of(step, (PARAMS, array(10), BATCH)) == (["params/w"], ["batch/x"], ["params/w"])
+
+
 def noise(key, p):
     return jax.random.normal(jax.random.wrap_key_data(key), p.shape)
 
