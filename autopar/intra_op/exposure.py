@@ -42,12 +42,14 @@ class Exposure:
             were exposed.
         unseen: The part that counts where samples wait for a conversion of a kind that no program has shown.
         sent: Of the kinds that one program has, the part of their prices that counts as that program sends them.
+        before: What was known before that program alone decided; None: it does not. Other programs are rather compared so.
     """
 
     least: float
     seen: Mapping[Seen, tuple[float, float]] = field(default_factory=dict)
     unseen: float = 1.0
     sent: Mapping[Kind, float] = field(default_factory=dict)
+    before: Exposure | None = None
 
     def of(self, kind: Kind) -> float:
         """The part for a kind of conversions."""
@@ -67,15 +69,18 @@ class Exposure:
                 seen[one.kind[:3]] = seconds + one.seconds, exposed + one.exposed_seconds
         return Exposure(self.least, seen)
 
-    def as_in(self, shown: Sequence[Shown]) -> Exposure:
-        """The same, but of the kinds of conversions that one program has, what this one showed counts alone."""
+    def as_in(self, shown: Sequence[Shown], before: Exposure) -> Exposure:
+        """The same, but of the kinds of conversions that one program has, what this one showed counts alone.
+
+        `before`: what was known when that program was found.
+        """
         own: dict[Kind, tuple[float, float]] = {}
         for one in shown:
             if one.kind is not None:
                 priced, exposed = own.get(one.kind, (0.0, 0.0))
                 own[one.kind] = priced + one.priced_seconds, exposed + one.exposed_seconds
         parts = {kind: max(self.least, exposed / priced) for kind, (priced, exposed) in own.items() if priced}
-        return dataclasses.replace(self, sent=parts)
+        return dataclasses.replace(self, sent=parts, before=before)
 
     def hopeful(self) -> Exposure:
         """The same, if all hides that no program has shown."""

@@ -301,12 +301,12 @@ def _around(instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple
 
     What several programs showed is true of none: the best may look slower so than it is, and others faster. Arguments as of
     `_follow_clock`; returns the fastest on the clock, priced as it shows where that leaves less open."""
-    shown = show(best.graph, best.body, best.exposed_seconds)
+    shown, before = show(best.graph, best.body, best.exposed_seconds), best.exposure
     for _ in range(TUNING.exposure_turns):
         off = max(best.gap, abs(1 - best.solution.objective / best.step_seconds))
-        if last.exposure is None or off <= TUNING.rough_gap or not instance.proves:
+        if before is None or off <= TUNING.rough_gap or not instance.proves:
             break
-        exposure = _shown(last).as_in(shown)
+        exposure = _shown(last).as_in(shown, before)
         problem, solution = instance.solve_under(exposure)
         if not solution.choices:
             break
