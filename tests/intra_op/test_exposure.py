@@ -57,7 +57,8 @@ def test_small_conversions_count_as_they_are_sent_in_the_end(scanned):
     shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
     assert all(one.kind[3] for one in shown if one.kind is not None and not one.kind[0])
     prices = Prices(sharded.graph, device(0.0), sharded.class_of, sharded.allowed.masks)
-    priced = prices.problem(Exposure(0.0).as_in(shown)).cost(sharded.solution.choices)
+    nothing = Exposure(0.0)
+    priced = prices.problem(nothing.as_in(shown, nothing)).cost(sharded.solution.choices)
     assert priced == pytest.approx(sharded.step_seconds, rel=1e-3)
 
 
