@@ -7,6 +7,7 @@ Method: lower (`lower.py`), list the collectives, put the program on the clock (
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from autopar._jax import Jaxpr
 from autopar.cost import collective_seconds
-from autopar.intra_op.costs import OperationSeconds
+from autopar.intra_op.costs import OperationSeconds, build_problem
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.held import held_values
@@ -112,6 +113,19 @@ class Sharded:
         """The gap of the program as it was lowered, and not of its choices as they were priced alone."""
         taken = self.compute_seconds, self.communication_seconds
         return self.gap_of(self.priced_seconds(self.body, self.exposed_seconds, *taken))
+
+    def as_compared(self, device: Device) -> Sharded:
+        """The same program, priced as what was known before it alone decided what is exposed: as others can be priced, too."""
+        if self.exposure is None or self.exposure.before is None:
+            return self
+        exposure = self.exposure.before
+        problem = build_problem(self.graph, device, self.class_of, self.allowed.masks, exposure)
+        problem = dataclasses.replace(problem, rows=self.problem.rows)
+        of_class = dict(zip(self.class_of, self.choices, strict=True))
+        choices = tuple(of_class[number] for number in range(len(of_class)))
+        least = sum(float(costs.min()) for costs in problem.costs)
+        solution = Solution(choices, problem.cost(choices), least, "feasible", self.solution.solver)
+        return dataclasses.replace(self, problem=problem, solution=solution, exposure=exposure)
 
     def input_sharding(self, position: int) -> Sharding:
         """How an input lies on the mesh."""

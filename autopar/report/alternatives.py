@@ -65,33 +65,23 @@ class Study:
         paths: Position among the problem's inputs -> name, for those that are arguments of the step.
         aliases: Output position -> position of the input whose new value it is.
         chosen: The plan's choice per decision; identical layers are one decision.
-        exposure: Which part of each conversion counts in all that is compared.
         base: Predicted time of the step, or of the stage's work in one step, in the problem's own seconds.
     """
 
     def __init__(self, plan: Decision, stage: int | None, planned: StagePlan, paths: Mapping[int, str]):
         program = planned.program
-        self.plan, self.stage, self.sharded, self.jaxpr = plan, stage, planned.sharded, program.jaxpr
+        self.device, self.solver = plan.attached.cluster.device, plan.attached.options.solver
+        self.plan, self.stage, self.jaxpr = plan, stage, program.jaxpr
+        self.sharded = planned.sharded.as_compared(self.device)
         self.paths, self.aliases, self.donated = paths, program.aliases, program.donated
         self.what = "step" if stage is None else "stage"
-        self.device, self.solver = plan.attached.cluster.device, plan.attached.options.solver
-        self.graph, self.class_of, self.mesh = self.sharded.graph, self.sharded.class_of, self.sharded.graph.mesh
-        exposure = self.sharded.exposure
-        self.exposure = exposure and (exposure.before or exposure)
-        self.problem = self._as_compared()
+        self.graph, self.problem, self.class_of = self.sharded.graph, self.sharded.problem, self.sharded.class_of
+        self.mesh = self.graph.mesh
         self.chosen = [0] * len(self.problem.costs)
         for number, choice in zip(self.class_of, self.sharded.choices, strict=True):
             self.chosen[number] = choice
         self.base = self.problem.cost(self.chosen)
         self.held = held_values(self.graph)
-
-    def _as_compared(self) -> Problem:
-        """The problem that was solved, as it was before the plan's own program alone said what is exposed."""
-        solved = self.sharded.problem
-        if self.exposure is self.sharded.exposure:
-            return solved
-        built = build_problem(self.graph, self.device, self.class_of, self.sharded.allowed.masks, self.exposure)
-        return dataclasses.replace(built, rows=solved.rows)
 
     def allowed(self, number: int) -> np.ndarray:
         """Which choices of a decision the planner had."""
@@ -107,7 +97,7 @@ class Study:
     def lifted_outcomes(self, number: int) -> list[Outcome]:
         """The nearest choices that the user or the method forbids, as if this decision were free of that."""
         masks = {k: mask for k, mask in self.sharded.allowed.masks.items() if self.class_of[k] != number}
-        lifted = build_problem(self.graph, self.device, self.class_of, masks, self.exposure)
+        lifted = build_problem(self.graph, self.device, self.class_of, masks, self.sharded.exposure)
         order = [
             k
             for k in self._nearest(lifted, number)

@@ -74,7 +74,8 @@ def search_meshes(
         # Data parallelism over all axes is the same on every mesh of a host: compared with once, and where it takes turns.
         compare = not searched.results or mesh.shape == by_hosts
         if searched.results:
-            beat, exposure = _to_beat(searched, mesh), searched.best[1].exposure
+            best = searched.best[1].as_compared(request.cluster.device)
+            beat, exposure = _to_beat(best), best.exposure
         try:
             like = searched.results[0][1].graph if searched.results else None
             begin, explore = _begin(searched, mesh), not searched.results
@@ -90,12 +91,11 @@ def search_meshes(
             searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
 
 
-def _to_beat(searched: Searched, mesh: LogicalMesh) -> float:
-    """What a plan on this mesh must be priced below to be worth a look: as the best so far, or a little more.
+def _to_beat(best: Sharded) -> float:
+    """What a plan on another mesh must be priced below to be worth a look: as the best so far, or a little more.
 
     Prices are not the clock: of two plans that are priced alike, each on its mesh, either may be faster.
     """
-    best = searched.best[1]
     small = num_pairs(best.problem) <= TUNING.small_mesh_pairs
     return best.solution.objective * (1 + TUNING.clock_doubt if small else 1)
 

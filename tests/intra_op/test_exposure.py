@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -60,6 +62,19 @@ def test_small_conversions_count_as_they_are_sent_in_the_end(scanned):
     nothing = Exposure(0.0)
     priced = prices.problem(nothing.as_in(shown, nothing)).cost(sharded.solution.choices)
     assert priced == pytest.approx(sharded.step_seconds, rel=1e-3)
+
+
+def test_other_plans_are_compared_as_was_known_before():
+    """What one program alone showed of its conversions is not said of another's."""
+    sharded = sharded_of(plan_of(False, 3, 1e12, 0.0, width=64, batch=64))
+    before = Exposure(0.25)
+    shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
+    alone = dataclasses.replace(sharded, exposure=before.as_in(shown, before))
+    compared = alone.as_compared(device(0.0))
+    assert compared.exposure is before and compared.choices == sharded.choices
+    expected = Prices(sharded.graph, device(0.0), sharded.class_of, sharded.allowed.masks).problem(before)
+    assert compared.solution.objective == expected.cost(compared.solution.choices)
+    assert compared.solution.bound <= compared.solution.objective
 
 
 def test_a_loop_gathers_its_parameters_where_that_hides():
