@@ -24,6 +24,7 @@ from autopar.ir.dataflow import inputs_of, makers
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within, is_region
+from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import rule_for
@@ -204,6 +205,7 @@ SORTED: Pass[Any] = Pass(
     lambda step: step.by(lambda jaxpr: sort_in_parts(jaxpr, step.num_devices, step.count)),
 )
 LEAN: Pass[Any] = Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans))
+FREE: Pass[Any] = Pass("barriers", "barriers that hold nothing back leave loops", lambda step: step.by(drop_barriers))
 APART: tuple[Pass[TakenApart], ...] = (
     SORTED,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
@@ -214,6 +216,7 @@ APART: tuple[Pass[TakenApart], ...] = (
     ),
     Pass("layers", "scans over layers in parts", _in_parts),
     LEAN,
+    FREE,
 )
 """Of a step that is cut into stages."""
 

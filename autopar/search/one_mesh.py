@@ -13,7 +13,7 @@ from functools import partial
 
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError
-from autopar.inter_op.cut import LEAN, SORTED, Rewritten, check_rewritten
+from autopar.inter_op.cut import FREE, LEAN, SORTED, Rewritten, check_rewritten
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
@@ -39,13 +39,14 @@ def count_of(method: Method) -> int:
     return getattr(method, "num_microbatches", None) or 1
 
 
-WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN)
+WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN, FREE)
 """Of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
     SORTED,
     Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(cut_behind_gradients)),
     Pass("late_narrowing", "casts to 16 bits leave loops", lambda step: step.by(narrow_late)),
     LEAN,
+    FREE,
     Pass(
         "rounds",
         "before the loop over microbatches, the loop as a scan, behind it; where samples wait, twice",

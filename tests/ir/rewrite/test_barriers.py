@@ -1,0 +1,128 @@
+"""Barriers that hold nothing back leave loops; those that do, stay."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar._jax import eval_jaxpr
+from autopar.ir.region import bodies_of, kind_of, region_of
+from autopar.ir.rewrite.barriers import drop_barriers
+from tests.ir.traced import traced
+
+LAYERS, WIDTH = 4, 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(3, WIDTH)).astype(np.float32)
+
+
+def stacked(layers=LAYERS):
+    return (RNG.normal(size=(layers, WIDTH, WIDTH)) / 3).astype(np.float32)
+
+
+def scanned(*blocks):
+    """Layers of these blocks in a scan; each gets the row of the stack and what all layers share."""
+
+    def loss(stack, shared, x):
+        def layer(x, w):
+            for block in blocks:
+                x = block(x, w, shared)
+            return x, None
+
+        return (jax.lax.scan(layer, x, stack)[0] ** 2).mean()
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def block(x, w, _):
+    return x + jnp.tanh(x @ w)
+
+
+def shared_block(x, w, shared):
+    return x + jnp.tanh(x @ (w * shared))
+
+
+def barriers_in(jaxpr):
+    """Barriers, with the loops' variables that enter all trips alike."""
+    for eqn in jaxpr.eqns:
+        if kind_of(eqn) == "barrier":
+            yield eqn
+        for body in bodies_of(eqn):
+            yield from barriers_in(body)
+
+
+def rewritten(step, *args):
+    """What a step is before and after, which compute the same."""
+    before = traced(step, *args)
+    after = drop_barriers(before)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
+    for one, other in zip(eval_jaxpr(before, (), *leaves), eval_jaxpr(after, (), *leaves), strict=True):
+        np.testing.assert_array_equal(one, other)
+    return before, after
+
+
+def test_what_a_trip_is_given_need_not_wait():
+    before, after = rewritten(scanned(jax.checkpoint(block)), stacked(), np.float32(1), X)
+    assert len(list(barriers_in(before))) == 1 and not list(barriers_in(after))
+    assert drop_barriers(after) is after, "there is nothing more to do"
+
+
+def test_what_enters_all_trips_alike_stays_behind():
+    before, after = rewritten(scanned(jax.checkpoint(shared_block)), stacked(), np.float32(2), X)
+    (wide,), (narrow,) = barriers_in(before), barriers_in(after)
+    assert len(wide.invars) > len(narrow.invars) == 1
+    (loop,) = (eqn for eqn in after.eqns if any(True for body in bodies_of(eqn) for _ in barriers_in(body)))
+    assert narrow.invars[0] in [b.var for b in region_of(loop).consts]
+
+
+def test_what_waits_for_the_block_behind_it_still_waits():
+    before, after = rewritten(scanned(*[jax.checkpoint(block)] * 2), stacked(), np.float32(1), X)
+    assert len(list(barriers_in(before))) == 2
+    assert list(barriers_in(after)), "the first block would run again before the second one is done"
+
+
+def test_what_is_read_beside_it_stays_apart():
+    """Forward and again in one trip: without the barrier a compiler would make one of the two."""
+
+    def step(stack, x):
+        again = jax.checkpoint(lambda w: jnp.tanh(jnp.tanh(x @ w)).sum())
+        return jax.lax.scan(lambda total, w: (total + again(w), jax.grad(again)(w)), jnp.float32(0), stack)
+
+    before, after = rewritten(step, stacked(), X)
+    assert len(list(barriers_in(before))) == len(list(barriers_in(after))) > 0
+
+
+def test_one_trip_is_no_loop():
+    before, after = rewritten(scanned(jax.checkpoint(block)), stacked(1), np.float32(1), X)
+    assert list(barriers_in(before)) and len(list(barriers_in(after))) == len(list(barriers_in(before)))
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_weights_are_gathered_in_16_bits_in_both_passes(prevent_cse):
+    """ZeRO-3 of recomputed layers with 32-bit weights that are computed with in 16 bits."""
+    width, layers = 2048, 8
+    optimizer = optax.sgd(1e-3)
+
+    def loss(stack, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+
+        x = jax.lax.scan(jax.checkpoint(layer, prevent_cse=prevent_cse), x.astype(jnp.bfloat16), stack)[0]
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    def step(state, x):
+        stack, opt_state = state
+        value, gradient = jax.value_and_grad(loss)(stack, x)
+        updates, opt_state = optimizer.update(gradient, opt_state, stack)
+        return (optax.apply_updates(stack, updates), opt_state), value
+
+    stack = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    state = stack, jax.eval_shape(optimizer.init, stack)
+    x = jax.ShapeDtypeStruct((4096, width), jnp.float32)
+    cluster = autopar.Cluster.of("1x8 h100")
+    plan = autopar.parallelize(step, method=autopar.DataParallel(zero=3), cluster=cluster).plan(state, x)
+    gathers = [c for c in plan.cost.collectives if c.kind == "all-gather"]
+    assert sum(c.bytes * c.times for c in gathers) == 2 * layers * width * width * 2
