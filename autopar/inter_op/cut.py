@@ -205,7 +205,11 @@ SORTED: Pass[Any] = Pass(
     lambda step: step.by(lambda jaxpr: sort_in_parts(jaxpr, step.num_devices, step.count)),
 )
 LEAN: Pass[Any] = Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans))
-FREE: Pass[Any] = Pass("barriers", "barriers that hold nothing back leave loops", lambda step: step.by(drop_barriers))
+FREE: Pass[Any] = Pass(
+    "barriers",
+    "barriers hold back only what has to wait",
+    lambda step: step.by(lambda jaxpr: drop_barriers(jaxpr, step.roles.batch)),
+)
 APART: tuple[Pass[TakenApart], ...] = (
     SORTED,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),

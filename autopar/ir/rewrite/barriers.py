@@ -1,33 +1,66 @@
-"""Takes barriers out of loops in which they hold nothing back.
+"""Lets barriers hold back only what has to wait, so that weights may be cast to 16 bits and gathered ahead of their layer.
 
 In:     a flat program. `jax.checkpoint` stands behind a barrier in the backward pass, so that what runs again is not taken
         from the forward pass and not begun before its time.
-Out:    the same program. In the backward scan over layers the forward pass is in another loop, and all that a layer reads
-        is there when its trip begins: its barrier only keeps weights from being cast to 16 bits, and gathered, a trip ahead.
-Method: a barrier goes if all that passes it is given to the trip, and nothing else reads that: no equation before it can be
-        equal to one behind it. What enters all trips alike stays behind it, or compilers would take out of the loop what is
-        made of that alone. A scan of one trip is no loop to a compiler, and keeps its barrier.
+Out:    the same program. Parameters, and what only moves or casts one, have a barrier of their own, which waits for nothing.
+        In a scan over layers there is often none: the forward pass is in another loop, and all that a layer reads is there
+        when its trip begins.
+Method: in a loop a barrier goes if all that passes it is given to the trip, and nothing else reads that: no equation before
+        it can be equal to one behind it. What enters all trips alike stays behind it, or compilers would take out of the
+        loop what is made of that alone. A scan of one trip is no loop to a compiler, and keeps its barrier.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, replace_eqn
-from autopar.ir.dataflow import known_as, reading, variables
-from autopar.ir.region import Region, in_bodies, kind_of, region_of
+from autopar.ir.dataflow import inputs_of, known_as, reading, variables
+from autopar.ir.region import Region, in_bodies, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
+from autopar.ir.rules import has_rule, rule_for
 
 
-def drop_barriers(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without barriers that hold nothing back in its loops; over the same inputs and results."""
-    return with_equations(jaxpr, [_inside(eqn) for eqn in jaxpr.eqns])
+def drop_barriers(jaxpr: Jaxpr, batch: Collection[int] = ()) -> Jaxpr:
+    """The program with no barrier where it holds nothing back; over the same inputs and results.
+
+    `batch`: positions of the inputs that hold samples.
+    """
+    given = {var for k, var in enumerate(jaxpr.invars) if k not in batch}
+    eqns: list[JaxprEqn] = []
+    for eqn in map(_inside, jaxpr.eqns):
+        if not is_region(eqn) and given.issuperset(inputs_of(eqn)) and _is_light(eqn):
+            given.update(eqn.outvars)
+        eqns += _apart(eqn, given) if kind_of(eqn) == "barrier" else [eqn]
+    return with_equations(jaxpr, eqns)
+
+
+def _is_light(eqn: JaxprEqn) -> bool:
+    """Whether it moves or casts one array."""
+    return len(inputs_of(eqn)) == 1 and has_rule(eqn.primitive) and not rule_for(eqn).summed and not eqn.effects
+
+
+def _apart(barrier: JaxprEqn, given: Collection[Var]) -> list[JaxprEqn]:
+    """A barrier for what was given, which waits for nothing, and one for the rest."""
+    through = list(zip(barrier.invars, barrier.outvars, strict=True))
+    sides = [[pair for pair in through if (pair[0] in given) is side] for side in (True, False)]
+    return [_barrier(barrier, side) for side in sides if side] if all(sides) else [barrier]
+
+
+def _barrier(like: JaxprEqn, through: Sequence[tuple[Atom, Var]]) -> JaxprEqn:
+    operands, results = map(list, zip(*through, strict=True))
+    return replace_eqn(like, invars=operands, outvars=results)
 
 
 def _inside(eqn: JaxprEqn) -> JaxprEqn:
     if kind_of(eqn) == "scan" and (scan := region_of(eqn)).trips > 1:
-        return in_bodies(eqn, lambda body: _without(drop_barriers(body), scan))
-    return in_bodies(eqn, drop_barriers)
+        return in_bodies(eqn, lambda body: _without(_in_loops(body), scan))
+    return in_bodies(eqn, _in_loops)
+
+
+def _in_loops(jaxpr: Jaxpr) -> Jaxpr:
+    return with_equations(jaxpr, [*map(_inside, jaxpr.eqns)])
 
 
 def _without(body: Jaxpr, scan: Region) -> Jaxpr:
@@ -44,7 +77,5 @@ def _without(body: Jaxpr, scan: Region) -> Jaxpr:
         through = list(zip(eqn.invars, eqn.outvars, strict=True))
         passed.update((var, atom) for atom, var in through if atom not in constant)
         stay = [(atom, var) for atom, var in through if atom in constant]
-        if stay:
-            operands, results = map(list, zip(*stay, strict=True))
-            eqns.append(replace_eqn(eqn, invars=operands, outvars=results))
+        eqns += [_barrier(eqn, stay)] if stay else []
     return make_jaxpr(body.invars, [known_as(atom, passed) for atom in body.outvars], eqns) if passed else body

@@ -1,4 +1,4 @@
-"""Barriers that hold nothing back leave loops; those that do, stay."""
+"""Barriers hold back what has to wait, and nothing else."""
 
 from __future__ import annotations
 
@@ -100,8 +100,33 @@ def test_one_trip_is_no_loop():
     assert list(barriers_in(before)) and len(list(barriers_in(after))) == len(list(barriers_in(before)))
 
 
+def test_parameters_do_not_wait_where_layers_are_written_out():
+    def step(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = jax.checkpoint(block)(h, w.astype(jnp.float32), None)
+            return (h**2).mean()
+
+        return jax.value_and_grad(loss)(weights)
+
+    weights = list(stacked())
+    before = traced(step, weights, X)
+    after = drop_barriers(before, batch=[len(weights)])
+    assert len(list(barriers_in(before))) == LAYERS
+    given = {*after.invars[:LAYERS]}
+    alone = [barrier for barrier in barriers_in(after) if given.issuperset(barrier.invars)]
+    assert len(alone) == LAYERS and all(len(barrier.invars) == 1 for barrier in alone)
+    others = [barrier for barrier in barriers_in(after) if barrier not in alone]
+    assert len(others) == LAYERS and all(given.isdisjoint(barrier.invars) for barrier in others)
+    assert any(after.invars[LAYERS] in barrier.invars for barrier in others), (
+        "samples wait, or layers would run too early"
+    )
+
+
 @pytest.mark.parametrize("prevent_cse", [True, False])
-def test_weights_are_gathered_in_16_bits_in_both_passes(prevent_cse):
+@pytest.mark.parametrize("scanned", [True, False])
+def test_weights_are_gathered_in_16_bits_in_both_passes(scanned, prevent_cse):
     """ZeRO-3 of recomputed layers with 32-bit weights that are computed with in 16 bits."""
     width, layers = 2048, 8
     optimizer = optax.sgd(1e-3)
@@ -110,7 +135,12 @@ def test_weights_are_gathered_in_16_bits_in_both_passes(prevent_cse):
         def layer(x, w):
             return x + jnp.tanh(x @ w.astype(jnp.bfloat16)), None
 
-        x = jax.lax.scan(jax.checkpoint(layer, prevent_cse=prevent_cse), x.astype(jnp.bfloat16), stack)[0]
+        x, layer = x.astype(jnp.bfloat16), jax.checkpoint(layer, prevent_cse=prevent_cse)
+        if scanned:
+            x, _ = jax.lax.scan(layer, x, stack)
+        else:
+            for w in stack:
+                x, _ = layer(x, w)
         return (x.astype(jnp.float32) ** 2).mean()
 
     def step(state, x):
@@ -119,7 +149,8 @@ def test_weights_are_gathered_in_16_bits_in_both_passes(prevent_cse):
         updates, opt_state = optimizer.update(gradient, opt_state, stack)
         return (optax.apply_updates(stack, updates), opt_state), value
 
-    stack = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    weight = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    stack = jax.ShapeDtypeStruct((layers, width, width), jnp.float32) if scanned else [weight] * layers
     state = stack, jax.eval_shape(optimizer.init, stack)
     x = jax.ShapeDtypeStruct((4096, width), jnp.float32)
     cluster = autopar.Cluster.of("1x8 h100")
