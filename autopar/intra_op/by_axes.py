@@ -54,16 +54,20 @@ def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
     same = {axis: (axis,) for axis in known.mesh.axis_names}
     axes = same if known.mesh.axis_names == graph.mesh.axis_names else joined_axes(known.mesh, graph.mesh)
     at = {name: known.nodes[index] for name, index in _names(known)}
-    places: dict[int, dict[Hashable, int]] = {}
+    places: dict[int, dict[Key, int]] = {}  # where each choice is, of equal lists once
+    keys: dict[tuple[int, int], Key] = {}  # of choices as they are called here
     found = [node.num_choices - 1 for node in graph.nodes]
     for name, index in _names(graph):
         node, before = graph.nodes[index], at.get(name)
         if before is None:
             continue
-        listed = node.strategies or node.shardings
-        if id(listed) not in places:
-            places[id(listed)] = {key: k for k, key in reversed([*enumerate(_keys(node))])}
-        found[index] = places[id(listed)].get(_key(before, choices[before.index], axes), found[index])
+        listed = id(node.strategies or node.shardings)
+        if listed not in places:
+            places[listed] = {key: k for k, key in reversed([*enumerate(_keys(node))])}
+        choice = id(before.strategies or before.shardings), choices[before.index]
+        if choice not in keys:
+            keys[choice] = _key(before, choice[1], axes)
+        found[index] = places[listed].get(keys[choice], found[index])
     return tuple(found)
 
 
@@ -140,10 +144,14 @@ Key = tuple[tuple[Sharding, ...], tuple[tuple[str, tuple[str, ...]], ...]]
 
 
 def _keys(node: Node) -> Iterator[Key]:
-    for strategy in node.strategies:
-        yield (*strategy.operands, *strategy.results), strategy.reductions
+    return (_told(node, choice) for choice in range(node.num_choices))
+
+
+def _told(node: Node, choice: int) -> Key:
     if not node.strategies:
-        yield from (((sharding,), ()) for sharding in node.shardings)
+        return (node.shardings[choice],), ()
+    strategy = node.strategies[choice]
+    return (*strategy.operands, *strategy.results), strategy.reductions
 
 
 def _key(node: Node, choice: int, axes: Mapping[str, tuple[str, ...]]) -> Key:
@@ -152,7 +160,7 @@ def _key(node: Node, choice: int, axes: Mapping[str, tuple[str, ...]]) -> Key:
     def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for axis in names for name in axes[axis])
 
-    shardings, reductions = [*_keys(node)][choice]
+    shardings, reductions = _told(node, choice)
     as_there = (Sharding(tuple(map(renamed, s.dims)), renamed(s.partial)) for s in shardings)
     return tuple(as_there), tuple((kind, renamed(names)) for kind, names in reductions)
 
