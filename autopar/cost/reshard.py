@@ -133,7 +133,7 @@ def _table(shape: tuple[int, ...], itemsize: int, mesh: LogicalMesh) -> tuple[_T
 
 @functools.lru_cache(maxsize=1024)
 def _shared_table(fits: tuple[tuple[tuple[int, ...], ...], ...], num_bytes: int, mesh: LogicalMesh) -> _Table:
-    layout = _layout(fits, mesh)
+    layout = _layout(fits, LogicalMesh(mesh.shape, mesh.axis_names))
     seconds_of = [
         _STEP_SECONDS + (collective_seconds(kind, num_bytes // parts, axes, mesh) if kind else 0.0)
         for kind, axes, parts in layout.groups
@@ -156,6 +156,7 @@ def _fitting(length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) -> _Layout:
+    """Of a mesh whose links do not matter."""
     names = tuple(mesh.axis_sizes)
     allowed = [{(), *(tuple(names[k] for k in axes) for axes in fitting)} for fitting in fits]
     index = {sharding: k for k, sharding in enumerate(_all_shardings(allowed, mesh))}

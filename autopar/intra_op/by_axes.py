@@ -75,13 +75,24 @@ def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
     """What the choices of each class of nodes do on each axis."""
     first = dict(zip(reversed(class_of), reversed(graph.nodes), strict=True))
     known: dict[tuple[int, str], np.ndarray] = {}
+    lying: dict[tuple[Sharding, str], Hashable] = {}
+
+    def lies(sharding: Sharding, axis: str) -> Hashable:
+        found = lying.get((sharding, axis))
+        if found is None:
+            split = tuple([axis in names for names in sharding.dims])
+            found = lying[sharding, axis] = split, axis in sharding.partial
+        return found
+
+    def does(key: Key, axis: str) -> Hashable:
+        shardings, reductions = key
+        return tuple([lies(s, axis) for s in shardings]), tuple([axis in names for _, names in reductions])
 
     def numbers(node: Node, axis: str) -> np.ndarray:
         listed = node.strategies or node.shardings
         if (id(listed), axis) not in known:
             order: dict[Hashable, int] = {}
-            does = [_on_axis(key, axis) for key in _keys(node)]
-            known[id(listed), axis] = np.array([order.setdefault(what, len(order)) for what in does])
+            known[id(listed), axis] = np.array([order.setdefault(does(k, axis), len(order)) for k in _keys(node)])
         return known[id(listed), axis]
 
     return tuple(tuple(numbers(first[k], axis) for k in range(len(first))) for axis in graph.mesh.axis_names)
@@ -163,10 +174,3 @@ def _key(node: Node, choice: int, axes: Mapping[str, tuple[str, ...]]) -> Key:
     shardings, reductions = _told(node, choice)
     as_there = (Sharding(tuple(map(renamed, s.dims)), renamed(s.partial)) for s in shardings)
     return tuple(as_there), tuple((kind, renamed(names)) for kind, names in reductions)
-
-
-def _on_axis(key: Key, axis: str) -> Hashable:
-    """What a choice does on one axis."""
-    shardings, reductions = key
-    lies = tuple((tuple(axis in names for names in s.dims), axis in s.partial) for s in shardings)
-    return lies, tuple(axis in names for _, names in reductions)

@@ -67,7 +67,7 @@ def enumerate_strategies(
     results = [_Lying(t, axes, [[s.results[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.results)]
     for numbers in itertools.product(*(range(len(ways)) for ways in on_axis)):
         chosen = [ways[number] for ways, number in zip(on_axis, numbers, strict=True)]
-        strategy = _together(rule, axis_sizes, chosen, [[of(numbers) for of in some] for some in (operands, results)])
+        strategy = _together(rule, axis_sizes, chosen, numbers, operands, results)
         if strategy is not None:
             key = (strategy.operands, strategy.results, strategy.reductions)
             found.setdefault(key, strategy)
@@ -85,7 +85,7 @@ class _Lying:
 
     def __call__(self, numbers: Sequence[int]) -> Sharding:
         """Under the ways of these numbers, one on each axis."""
-        first = tuple([of_axis[number] for of_axis, number in zip(self._first, numbers, strict=True)])
+        first = tuple(map(list.__getitem__, self._first, numbers))
         found = self._known.get(first)
         if found is None:
             at = zip(self._axes, self._placements, first, strict=True)
@@ -97,12 +97,11 @@ def _together(
     rule: ShardingRule,
     axis_sizes: Mapping[str, int],
     chosen: Sequence[tuple[str, AxisStrategy]],
-    lying: Sequence[Sequence[Sharding]],
+    numbers: Sequence[int],
+    operands: Sequence[_Lying],
+    results: Sequence[_Lying],
 ) -> Strategy | None:
-    """The strategy that does on each mesh axis what is chosen for it; None where a factor does not divide.
-
-    `lying`: how operands and results lie then.
-    """
+    """The strategy that does on each mesh axis what is chosen for it, by these numbers; None where a factor does not divide."""
     axes_of: dict[Factor, tuple[str, ...]] = {}
     for axis, (_, on_axis) in zip(axis_sizes, chosen, strict=True):
         if on_axis.factor is not None:
@@ -110,12 +109,12 @@ def _together(
     for factor, axes in axes_of.items():
         if rule.sizes[factor] % math.prod(axis_sizes[axis] for axis in axes):
             return None
-    operands, results = map(tuple, lying)
     reductions = tuple((kind, axes_of[f]) for f, kind in rule.reduced.items() if f in axes_of)
     wide = tuple(axis for axis, size in axis_sizes.items() if size > 1)
     if rule.once and wide:
         reductions = (("sum", wide),)
-    return Strategy(tuple(name for name, _ in chosen), axes_of, operands, results, reductions)
+    wanted, given = tuple([of(numbers) for of in operands]), tuple([of(numbers) for of in results])
+    return Strategy(tuple([name for name, _ in chosen]), axes_of, wanted, given, reductions)
 
 
 def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:
