@@ -41,8 +41,8 @@ class Batch:
         entries: Of each choice that sends, and of each that hears, its position among all entries, each as above.
         by_column: The edges in the order of their columns.
         in_order: The columns in the order of the edges.
-        chunks: Places in `by_column` that are computed at once, and their columns; each as wide as the others, or, of small
-            tables, all.
+        chunks: Places in `by_column` that are computed at once, and their columns: of edges that are alike.
+        is_small: Whether the tables are so small that all of them are computed at once.
     """
 
     tables: np.ndarray
@@ -56,16 +56,17 @@ class Batch:
     by_column: np.ndarray
     in_order: np.ndarray
     chunks: list[tuple[slice, slice]] = field(init=False)
+    is_small: bool = field(init=False)
 
     def __post_init__(self) -> None:
         rows, columns = self.tables.shape
         ends = [*self.begins[self.by_column].tolist(), columns]
-        cuts, is_small = [0], self.tables.size < TUNING.message_small
+        cuts, self.is_small = [0], self.tables.size < TUNING.message_small
         for place in range(1, len(ends)):
             is_full = rows * (ends[place] - ends[cuts[-1]]) >= TUNING.message_chunk
             is_last = place == len(ends) - 1
             width = ends[place] - ends[place - 1]
-            if is_last or is_full or not (is_small or width == ends[place + 1] - ends[place]):
+            if is_last or is_full or not (self.is_small or width == ends[place + 1] - ends[place]):
                 cuts.append(place)
         self.chunks = [(slice(a, b), slice(ends[a], ends[b])) for a, b in itertools.pairwise(cuts)]
 
@@ -97,7 +98,7 @@ class Batch:
 
     def _pairs(self, told: np.ndarray, places: slice, columns: slice) -> np.ndarray:
         """What the pairs of choices of some edges cost, `[choice that sends, column]`."""
-        if self.tables.size < TUNING.message_small:
+        if self.is_small:
             pairs = told.take(self.edges[columns], axis=1)
         else:
             edges = self.by_column[places]

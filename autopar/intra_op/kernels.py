@@ -31,7 +31,7 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
     """The kernel that one device runs for an operation under a strategy."""
     atoms = (*node.eqn.invars, *node.eqn.outvars)
     parts = [_part(a, s, mesh) for a, s in zip(atoms, (*strategy.operands, *strategy.results), strict=True)]
-    return _kernel(node, strategy, traffic, mesh, parts)
+    return _kernel(node, strategy, traffic, mesh, parts, _computes(node))
 
 
 def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
@@ -40,16 +40,16 @@ def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
     for k, atom in enumerate((*node.eqn.invars, *node.eqn.outvars)):
         ways = dict.fromkeys((*s.operands, *s.results)[k] for s in node.strategies)
         known.append({sharding: _part(atom, sharding, mesh) for sharding in ways})
-    return [
-        _kernel(
-            node,
-            strategy,
-            traffic,
-            mesh,
-            [of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)],
-        )
-        for strategy in node.strategies
-    ]
+    computes, found = _computes(node), []
+    for strategy in node.strategies:
+        parts = [of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)]
+        found.append(_kernel(node, strategy, traffic, mesh, parts, computes))
+    return found
+
+
+def _computes(node: Node) -> bool:
+    """Whether its FLOPs count."""
+    return is_contraction(node.rule) and not is_indexing(node)
 
 
 def _part(atom: Atom, sharding: Sharding, mesh: LogicalMesh) -> _Part:
@@ -57,14 +57,16 @@ def _part(atom: Atom, sharding: Sharding, mesh: LogicalMesh) -> _Part:
     return shape, num_elements(shape) * atom.aval.dtype.itemsize
 
 
-def _kernel(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMesh, parts: Sequence[_Part]) -> Kernel:
-    """As `kernel_of`; `parts`: one device's of operands and results."""
+def _kernel(
+    node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMesh, parts: Sequence[_Part], computes: bool
+) -> Kernel:
+    """As `kernel_of`; `parts`: one device's of operands and results, `computes`: whether its FLOPs count."""
     eqn = node.eqn
     shapes, sizes = [shape for shape, _ in parts], [size for _, size in parts]
     if copies_to_or_from_host(eqn):
         return HostCopy(sum(sizes[: len(eqn.invars)]))
     num_bytes = sum(count * sizes[at] for count, at in zip(traffic.counts, traffic.touched, strict=True) if count)
-    if not is_contraction(node.rule) or is_indexing(node):
+    if not computes:
         turned_bytes = sum(traffic.counts[k] * sizes[traffic.touched[k]] for k in traffic.turned)
         return Pass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
     flops = node.rule.flops * split_fraction(strategy, mesh.axis_sizes)
