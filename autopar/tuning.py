@@ -92,6 +92,8 @@ class Tuning:
     """Part of what is missing to the best answer. Where ten rounds raise the bound by less, more are not worth their time."""
     message_look: int = 10
     """Rounds between looks at how far the ascent has come."""
+    message_small: int = 4_096
+    """Pairs. Of tables of fewer the columns of all widths are computed at once."""
     message_chunk: int = 200_000
     """Entries of tables that are computed at once: 1.6 MB of float64, which stay in a core's cache."""
     message_call_seconds: float = 1.6e-5

@@ -133,7 +133,7 @@ def _table(shape: tuple[int, ...], itemsize: int, mesh: LogicalMesh) -> tuple[_T
 
 @functools.lru_cache(maxsize=1024)
 def _shared_table(fits: tuple[tuple[tuple[int, ...], ...], ...], num_bytes: int, mesh: LogicalMesh) -> _Table:
-    layout = _layout(fits, mesh)
+    layout = _layout(fits, LogicalMesh(mesh.shape, mesh.axis_names))
     seconds_of = [
         _STEP_SECONDS + (collective_seconds(kind, num_bytes // parts, axes, mesh) if kind else 0.0)
         for kind, axes, parts in layout.groups
@@ -156,6 +156,7 @@ def _fitting(length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) -> _Layout:
+    """Of a mesh whose links do not matter."""
     names = tuple(mesh.axis_sizes)
     allowed = [{(), *(tuple(names[k] for k in axes) for axes in fitting)} for fitting in fits]
     index = {sharding: k for k, sharding in enumerate(_all_shardings(allowed, mesh))}
@@ -163,11 +164,9 @@ def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) ->
     groups: dict[tuple[CollectiveKind | None, tuple[str, ...], int], int] = {}
     group_of: dict[tuple[int, int], int] = {}
     for sharding, position in index.items():
-        for step in _steps_from(sharding, mesh):
+        for step in _steps_from(sharding, mesh, allowed):
             following = apply_to_sharding(step, sharding, mesh)
-            target = index.get(following)
-            if target is None:
-                continue
+            target = index[following]
             kind = step_kind(step)
             parts = (following if kind == "all-gather" else sharding).num_shards(mesh)
             group = groups.setdefault((kind, step.axes, parts), len(groups))
@@ -189,27 +188,33 @@ def _all_shardings(allowed: Sequence[set[tuple[str, ...]]], mesh: LogicalMesh) -
             yield Sharding(dims, tuple(a for a, c in zip(mesh.axis_sizes, choice, strict=True) if c == partial))
 
 
-def _steps_from(sharding: Sharding, mesh: LogicalMesh) -> Iterator[Step]:
-    """Single steps; those that lead to no canonical or no valid sharding are dropped by the caller."""
+def _steps_from(sharding: Sharding, mesh: LogicalMesh, allowed: Sequence[set[tuple[str, ...]]]) -> Iterator[Step]:
+    """Single steps to other shardings, each of whose dims is split as is `allowed`."""
     used = {axis for axes in sharding.dims for axis in axes} | set(sharding.partial)
     free = [axis for axis, size in mesh.axis_sizes.items() if size > 1 and axis not in used]
+
+    def fitting(axes: tuple[str, ...]) -> list[int]:
+        """The dims that these axes can split further."""
+        return [dim for dim, split in enumerate(sharding.dims) if (*split, *axes) in allowed[dim]]
+
     for axes in _subsets(sharding.partial):
         yield AllReduce(axes)
-        for dim in range(len(sharding.dims)):
+        for dim in fitting(axes):
             yield ReduceScatter(axes, dim)
     for axes in _subsets(free):
         yield Mask(axes)
-        for dim in range(len(sharding.dims)):
+        for dim in fitting(axes):
             yield Slice(axes, dim)
     for dim, split in enumerate(sharding.dims):
         for count in range(1, len(split) + 1):
             yield AllGather(split[-count:], dim)
-            for target in range(len(sharding.dims)):
+            for target in fitting(split[-count:]):
                 if target != dim:
                     yield AllToAll(split[-count:], dim, target)
         for source_axis in split:
             for axis in free:
-                if mesh.size_of(axis) == mesh.size_of(source_axis):
+                replaced = tuple(axis if a == source_axis else a for a in split)
+                if mesh.size_of(axis) == mesh.size_of(source_axis) and replaced in allowed[dim]:
                     both = tuple(a for a in mesh.axis_sizes if a in (source_axis, axis))
                     yield Permute(source_axis, axis, dim, both)
 

@@ -124,7 +124,7 @@ def _late(
             found += group
         if eqn is not None:
             found.append(eqn)
-            if eqn.outvars and not can_run_again(eqn):
+            if heavy and eqn.outvars and not can_run_again(eqn):
                 latest = eqn.outvars[0]
     return found
 

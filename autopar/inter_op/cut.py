@@ -21,13 +21,13 @@ from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of, makers
+from autopar.ir.equal_rules import EqualRules
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within, is_region
 from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.rules import rule_for
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins, whole_batch
 from autopar.ir.split.sorted_parts import sort_in_parts
@@ -258,7 +258,8 @@ def cut_step(
     first = 1 + len(split.invariants)
     chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), _invariants(split, makers(split.between)))
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
-    rules = {eqn: rule_for(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
+    known = EqualRules()
+    rules = {eqn: known.of(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
     batch = follow_batch(split.loop, rules, pieces)
     return CutStep(program, roles, stacks, split, chain, batch, paths)
 

@@ -105,7 +105,8 @@ def choose_residuals(
 def _turned(eqns: Sequence[JaxprEqn]) -> set[Var]:
     """What transposes make for elementwise work alone, which needs no order of dims: the products around it have another."""
     turned = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "transpose"}
-    heavy = (eqn for eqn in eqns if not can_run_again(eqn))
+    readers = (eqn for eqn in eqns if not turned.isdisjoint(inputs_of(eqn)))
+    heavy = [eqn for eqn in readers if not can_run_again(eqn)]
     return turned.difference(a for eqn in heavy for a in inputs_of(eqn))
 
 

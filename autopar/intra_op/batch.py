@@ -33,6 +33,7 @@ class BatchDims:
         multiplied with, that is parameters and what is made of them.
     lent: Dims of values without samples that meet samples' dims in whoever reads them: of random bits, of a mask.
     factors: Of equations, the factors that run over samples, once they are asked for (`factors_of`).
+    parameters: `readers` and all that these are made of without samples, once they are asked for (`hand_plans.py`).
     """
 
     of: dict[Var, Dims] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class BatchDims:
     readers: dict[Var, None] = field(default_factory=dict)
     lent: dict[Var, Dims] = field(default_factory=dict)
     factors: dict[JaxprEqn, tuple[str, ...]] = field(default_factory=dict)
+    parameters: dict[Var, None] | None = None
 
     def dims(self, atom: object) -> Dims:
         """Batch dims of a value; none for a literal, or where there is no value."""
@@ -68,6 +70,8 @@ class BatchDims:
 
 def batch_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
     """Factors of an equation that run over samples."""
+    if not any([atom in batch.of or atom in batch.pure for atom in eqn.invars if isinstance(atom, Var)]):
+        return ()
     found: dict[str, None] = {}
     for atom, term in zip(eqn.invars, rule.operands, strict=True):
         for d in sorted(batch.dims(atom)):

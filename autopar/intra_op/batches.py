@@ -27,6 +27,9 @@ class Batch:
     """Edges that send from one level, their tables side by side as `[choice that sends, column]`, with a column for each choice
     that hears: the least over the choices that send is then taken of long rows.
 
+    Edges are in order; their columns are sorted by how many choices hear: what edges are told is then repeated equally often.
+    Sums are taken in the edges' order, whatever that of the columns is.
+
     Attributes:
         tables: Their rows are padded; pads are forbidden.
         listeners: Of each edge, the node that hears.
@@ -36,7 +39,10 @@ class Batch:
         back: Of each, position of the message that came the other way.
         ahead: Of each column, position of the message to be sent.
         entries: Of each choice that sends, and of each that hears, its position among all entries, each as above.
-        chunks: Edges that are computed at once, and their columns.
+        by_column: The edges in the order of their columns.
+        in_order: The columns in the order of the edges.
+        chunks: Places in `by_column` that are computed at once, and their columns: of edges that are alike.
+        is_small: Whether the tables are so small that all of them are computed at once.
     """
 
     tables: np.ndarray
@@ -47,16 +53,22 @@ class Batch:
     back: np.ndarray
     ahead: np.ndarray
     entries: tuple[np.ndarray, np.ndarray]
+    by_column: np.ndarray
+    in_order: np.ndarray
     chunks: list[tuple[slice, slice]] = field(init=False)
+    is_small: bool = field(init=False)
 
     def __post_init__(self) -> None:
         rows, columns = self.tables.shape
-        cuts = [0]
-        for edge, end in enumerate([*self.begins[1:].tolist(), columns], 1):
-            if edge == len(self.begins) or rows * (end - self.begins[cuts[-1]]) >= TUNING.message_chunk:
-                cuts.append(edge)
-        ends = np.append(self.begins, columns)
-        self.chunks = [(slice(a, b), slice(int(ends[a]), int(ends[b]))) for a, b in itertools.pairwise(cuts)]
+        ends = [*self.begins[self.by_column].tolist(), columns]
+        cuts, self.is_small = [0], self.tables.size < TUNING.message_small
+        for place in range(1, len(ends)):
+            is_full = rows * (ends[place] - ends[cuts[-1]]) >= TUNING.message_chunk
+            is_last = place == len(ends) - 1
+            width = ends[place] - ends[place - 1]
+            if is_last or is_full or not (self.is_small or width == ends[place + 1] - ends[place]):
+                cuts.append(place)
+        self.chunks = [(slice(a, b), slice(ends[a], ends[b])) for a, b in itertools.pairwise(cuts)]
 
     def send(self, messages: np.ndarray, part: np.ndarray) -> None:
         """Send what the senders' share and the tables say is least.
@@ -70,7 +82,8 @@ class Batch:
     def send_excess(self, messages: np.ndarray, part: np.ndarray) -> float:
         """Send the same less the least entry of each message; returns the sum of those. Arguments as of `send`."""
         heard = self._heard(messages, part)
-        least = np.minimum.reduceat(heard, self.begins)
+        least = np.empty(len(self.by_column))
+        least[self.by_column] = np.minimum.reduceat(heard, self.begins[self.by_column])
         heard -= least.take(self.edges)
         messages[self.ahead] = heard
         return float(np.add.reduce(least))
@@ -78,24 +91,36 @@ class Batch:
     def _heard(self, messages: np.ndarray, part: np.ndarray) -> np.ndarray:
         told = part.take(self.sending)
         told -= messages.take(self.back)
-        parts = []
-        for _, columns in self.chunks:
+        found = np.empty(self.tables.shape[1])
+        for edges, columns in self.chunks:
+            np.minimum.reduce(self._pairs(told, edges, columns), axis=0, out=found[columns])
+        return found
+
+    def _pairs(self, told: np.ndarray, places: slice, columns: slice) -> np.ndarray:
+        """What the pairs of choices of some edges cost, `[choice that sends, column]`."""
+        if self.is_small:
             pairs = told.take(self.edges[columns], axis=1)
-            pairs += self.tables[:, columns]
-            parts.append(np.minimum.reduce(pairs, axis=0))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        else:
+            edges = self.by_column[places]
+            pairs = np.repeat(told.take(edges, axis=1), (columns.stop - columns.start) // len(edges), axis=1)
+        pairs += self.tables[:, columns]
+        return pairs
 
     def add_excess(self, excess: np.ndarray, messages: np.ndarray, part: np.ndarray) -> None:
         """Add to each choice at either end what the best pair with it exceeds the best pair of all; pads have the last."""
         told, heard = part.take(self.sending) - messages.take(self.back), messages.take(self.ahead)
-        for edges, columns in self.chunks:
-            pairs = told.take(self.edges[columns], axis=1)
-            pairs += self.tables[:, columns]
+        sent, hears = np.empty(self.sending.shape), np.empty(len(heard))
+        for places, columns in self.chunks:
+            pairs = self._pairs(told, places, columns)
             pairs -= heard[columns]
-            begins, hears = self.begins[edges] - columns.start, np.minimum.reduce(pairs, axis=0)
-            least = np.minimum.reduceat(hears, begins)
-            np.add.at(excess, self.entries[0][:, edges], np.minimum.reduceat(pairs, begins, axis=1) - least)
-            np.add.at(excess, self.entries[1][columns], hears - least.take(self.edges[columns] - edges.start))
+            edges = self.by_column[places]
+            np.minimum.reduce(pairs, axis=0, out=hears[columns])
+            begins = self.begins[edges] - columns.start
+            least = np.minimum.reduceat(hears[columns], begins)
+            sent[:, edges] = np.minimum.reduceat(pairs, begins, axis=1) - least
+            hears[columns] -= np.repeat(least, np.diff(begins, append=columns.stop - columns.start))
+        np.add.at(excess, self.entries[0], sent)
+        np.add.at(excess, self.entries[1][self.in_order], hears[self.in_order])
 
 
 class Hears(NamedTuple):
@@ -268,12 +293,14 @@ class Layout:
     def _batch(self, sending: _Sending, edges: np.ndarray, rows: int, level: Level, forbidden: float) -> Batch:
         """Edges that send from a level, their tables padded to so many rows."""
         lengths = self.lengths[sending.listeners[edges]]
-        columns = np.cumsum(lengths) - lengths
+        by_column = np.argsort(lengths, kind="stable")
+        columns = np.empty(len(edges), np.int64)
+        columns[by_column] = np.cumsum(lengths[by_column]) - lengths[by_column]
         tables = np.full((rows, int(lengths.sum())), forbidden)
         for k, column in zip(edges.tolist(), columns.tolist(), strict=True):
             table = sending.tables[k]
             tables[: table.shape[0], column : column + table.shape[1]] = table
-        own = np.repeat(np.arange(len(edges)), lengths)
+        own = np.repeat(by_column, lengths[by_column])
         inside = np.arange(len(own)) - columns[own]
         senders, listeners = sending.senders[edges], sending.listeners[edges]
         entries = self._places(self.first[senders], self.lengths[senders], rows, self.num_entries)
@@ -286,6 +313,8 @@ class Layout:
             self._places(sending.back[edges], self.lengths[senders], rows, self.num_messages - 1),
             sending.ahead[edges][own] + inside,
             (entries, self.first[listeners][own] + inside),
+            by_column,
+            np.argsort(own, kind="stable"),
         )
 
     def in_order(self, choices: np.ndarray) -> tuple[int, ...]:

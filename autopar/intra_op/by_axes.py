@@ -54,16 +54,20 @@ def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
     same = {axis: (axis,) for axis in known.mesh.axis_names}
     axes = same if known.mesh.axis_names == graph.mesh.axis_names else joined_axes(known.mesh, graph.mesh)
     at = {name: known.nodes[index] for name, index in _names(known)}
-    places: dict[int, dict[Hashable, int]] = {}
+    places: dict[int, dict[Key, int]] = {}  # where each choice is, of equal lists once
+    keys: dict[tuple[int, int], Key] = {}  # of choices as they are called here
     found = [node.num_choices - 1 for node in graph.nodes]
     for name, index in _names(graph):
         node, before = graph.nodes[index], at.get(name)
         if before is None:
             continue
-        listed = node.strategies or node.shardings
-        if id(listed) not in places:
-            places[id(listed)] = {key: k for k, key in reversed([*enumerate(_keys(node))])}
-        found[index] = places[id(listed)].get(_key(before, choices[before.index], axes), found[index])
+        listed = id(node.strategies or node.shardings)
+        if listed not in places:
+            places[listed] = {key: k for k, key in reversed([*enumerate(_keys(node))])}
+        choice = id(before.strategies or before.shardings), choices[before.index]
+        if choice not in keys:
+            keys[choice] = _key(before, choice[1], axes)
+        found[index] = places[listed].get(keys[choice], found[index])
     return tuple(found)
 
 
@@ -71,13 +75,24 @@ def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
     """What the choices of each class of nodes do on each axis."""
     first = dict(zip(reversed(class_of), reversed(graph.nodes), strict=True))
     known: dict[tuple[int, str], np.ndarray] = {}
+    lying: dict[tuple[Sharding, str], Hashable] = {}
+
+    def lies(sharding: Sharding, axis: str) -> Hashable:
+        found = lying.get((sharding, axis))
+        if found is None:
+            split = tuple([axis in names for names in sharding.dims])
+            found = lying[sharding, axis] = split, axis in sharding.partial
+        return found
+
+    def does(key: Key, axis: str) -> Hashable:
+        shardings, reductions = key
+        return tuple([lies(s, axis) for s in shardings]), tuple([axis in names for _, names in reductions])
 
     def numbers(node: Node, axis: str) -> np.ndarray:
         listed = node.strategies or node.shardings
         if (id(listed), axis) not in known:
             order: dict[Hashable, int] = {}
-            does = [_on_axis(key, axis) for key in _keys(node)]
-            known[id(listed), axis] = np.array([order.setdefault(what, len(order)) for what in does])
+            known[id(listed), axis] = np.array([order.setdefault(does(k, axis), len(order)) for k in _keys(node)])
         return known[id(listed), axis]
 
     return tuple(tuple(numbers(first[k], axis) for k in range(len(first))) for axis in graph.mesh.axis_names)
@@ -140,10 +155,14 @@ Key = tuple[tuple[Sharding, ...], tuple[tuple[str, tuple[str, ...]], ...]]
 
 
 def _keys(node: Node) -> Iterator[Key]:
-    for strategy in node.strategies:
-        yield (*strategy.operands, *strategy.results), strategy.reductions
+    return (_told(node, choice) for choice in range(node.num_choices))
+
+
+def _told(node: Node, choice: int) -> Key:
     if not node.strategies:
-        yield from (((sharding,), ()) for sharding in node.shardings)
+        return (node.shardings[choice],), ()
+    strategy = node.strategies[choice]
+    return (*strategy.operands, *strategy.results), strategy.reductions
 
 
 def _key(node: Node, choice: int, axes: Mapping[str, tuple[str, ...]]) -> Key:
@@ -152,13 +171,6 @@ def _key(node: Node, choice: int, axes: Mapping[str, tuple[str, ...]]) -> Key:
     def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for axis in names for name in axes[axis])
 
-    shardings, reductions = [*_keys(node)][choice]
+    shardings, reductions = _told(node, choice)
     as_there = (Sharding(tuple(map(renamed, s.dims)), renamed(s.partial)) for s in shardings)
     return tuple(as_there), tuple((kind, renamed(names)) for kind, names in reductions)
-
-
-def _on_axis(key: Key, axis: str) -> Hashable:
-    """What a choice does on one axis."""
-    shardings, reductions = key
-    lies = tuple((tuple(axis in names for names in s.dims), axis in s.partial) for s in shardings)
-    return lies, tuple(axis in names for _, names in reductions)

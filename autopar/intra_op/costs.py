@@ -22,7 +22,7 @@ from autopar.cost.steps import reduced_itemsize
 from autopar.intra_op.exposure import Exposure, Kind, is_sent_with_others, kind_of
 from autopar.intra_op.fuse import sent_together, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
-from autopar.intra_op.kernels import is_contraction, kernel_of
+from autopar.intra_op.kernels import is_contraction, kernel_of, kernels_of
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic
 from autopar.ir.rules.rule import num_elements
@@ -71,31 +71,31 @@ class Prices:
             members.setdefault(number, []).append(node)
         self.costs: list[np.ndarray] = []
         for number in range(len(members)):
-            total = np.zeros(graph.nodes[members[number][0]].num_choices)
-            for node in members[number]:
+            alike = members[number]
+            total = costs.of(graph.nodes[alike[0]])
+            for node in alike[1:]:
                 total = total + costs.of(graph.nodes[node])
-                if allowed is not None and node in allowed:
-                    total = np.where(allowed[node], total, np.inf)
+            for mask in [allowed[node] for node in alike if node in allowed] if allowed else ():
+                total = np.where(mask, total, np.inf)
             self.costs.append(total)
         self.small = small_bytes(graph.mesh)
         self.edges: dict[tuple[int, int], list[tuple[np.ndarray, dict[Kind, float]]]] = {}
-        weights: dict[tuple[Any, ...], dict[Kind, float]] = {}
-        first: dict[tuple[Any, ...], Edge] = {}
-        for edge in graph.edges:
-            u, v = class_of[edge.source], class_of[edge.target]
-            lists = (id(edge.given), id(edge.wanted))
-            key = (u, v, edge.shape, edge.itemsize, *lists, edge.communicates, edge.is_sample, edge.moves)
-            kind, weight_of = kind_of(edge, self.small), weights.setdefault(key, {})
+        numbers, kinds = _conversions(graph, self.small)
+        weights: dict[tuple[int, int, int], dict[Kind, float]] = {}
+        first: dict[tuple[int, int, int], Edge] = {}
+        for edge, number, kind in zip(graph.edges, numbers, kinds, strict=True):
+            key = class_of[edge.source], class_of[edge.target], number
+            weight_of = weights.get(key)
+            if weight_of is None:
+                weight_of, first[key] = weights.setdefault(key, {}), edge
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
-            first.setdefault(key, edge)
         self.copies_inner_dims = all(link.shared_memory for link in graph.mesh.links)
         self.matrices = graph.tables.conversions
-        seconds: dict[tuple[Any, ...], np.ndarray | None] = {}  # of equal conversions; None: they take none
+        seconds: dict[tuple[bool, int], np.ndarray | None] = {}  # of equal conversions; None: they take none
         for key, weight_of in weights.items():
-            edge = first[key]
-            same = (self.is_behind_transpose(edge), *key[2:])
+            same = self.is_behind_transpose(first[key]), key[2]
             if same not in seconds:
-                made = self.matrix(edge)
+                made = self.matrix(first[key])
                 seconds[same] = made if made.any() else None
             matrix = seconds[same]
             if matrix is not None:
@@ -179,6 +179,23 @@ def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:
     return graph.priced.setdefault((what, id(device)), (device, {}))[1]
 
 
+def _conversions(graph: Graph, small: float) -> tuple[list[int], list[Kind]]:
+    """Of each edge a number, which is equal where they take the same however nodes are tied, and its kind."""
+    found: tuple[list[int], list[Kind]] | None = graph.priced.get("conversions")
+    if found is None:
+        numbers: dict[tuple[Any, ...], int] = {}
+        kinds: dict[Kind, Kind] = {}
+        found = [], []
+        for edge in graph.edges:
+            aval = edge.var.aval
+            how = id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample, edge.moves
+            found[0].append(numbers.setdefault((aval.shape, aval.dtype.itemsize, *how), len(numbers)))
+            kind = kind_of(edge, small)
+            found[1].append(kinds.setdefault(kind, kind))
+        graph.priced["conversions"] = found
+    return found
+
+
 def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: LogicalMesh) -> np.ndarray:
     sources, source_of = _distinct(given)
     targets, target_of = _distinct(wanted)
@@ -201,7 +218,10 @@ class _NodeCosts:
 
     def of(self, node: Node) -> np.ndarray:
         if node.kind != "op":
-            return np.zeros(node.num_choices)
+            count = len(node.shardings)
+            if count not in self.known:
+                self.known[count] = np.zeros(count)
+            return self.known[count]
         traffic = self.traffic[node.index]
         key = (node.signature, node.weight, id(traffic), node.communicates)
         if key not in self.known:
@@ -220,8 +240,9 @@ class _NodeCosts:
         if not any(traffic.counts) and not is_contraction(node.rule):
             seconds = np.zeros(node.num_choices)
         else:
-            kernels = [kernel_of(node, strategy, traffic, self.mesh) for strategy in node.strategies]
-            seconds = np.array([kernel_seconds(kernel, self.device) for kernel in kernels])
+            kernels = kernels_of(node, traffic, self.mesh)
+            seconds_of = {kernel: kernel_seconds(kernel, self.device) for kernel in dict.fromkeys(kernels)}
+            seconds = np.array([seconds_of[kernel] for kernel in kernels])
         for k, strategy in enumerate(node.strategies):
             for reduction, axes in strategy.reductions:
                 for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):

@@ -271,8 +271,10 @@ def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
         worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
         for matrix in matrices:
             excess = matrix[:, None, :] - matrix[None, :, :]
-            # inf - inf: both are forbidden there, so the difference says nothing.
-            worst = worst + np.where(np.isnan(excess), -np.inf, excess).max(axis=2)
+            if not np.isfinite(matrix).all():
+                # inf - inf: both are forbidden there, so the difference says nothing.
+                excess[np.isnan(excess)] = -np.inf
+            worst += excess.max(axis=2)
     beaten = worst <= 0
     order = np.arange(len(cost))
     strictly = beaten & ~(beaten.T & (order[:, None] > order[None, :]))

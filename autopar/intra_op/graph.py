@@ -170,6 +170,7 @@ class Graph:
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
         held: Values that take memory, once that is known (`held.held_values`).
         priced: What operations take, as far as that is known (`costs.py`).
+        computes: Of operations, their instructions under choices that were lowered, by node and choice (`lower.py`).
         signatures: What the signature of a node stands for.
         tables: What the graphs of other programs on this mesh may share.
     """
@@ -190,6 +191,7 @@ class Graph:
     traffic: Any = None
     held: frozenset[Var] | None = None
     priced: dict[Any, Any] = field(default_factory=dict)
+    computes: dict[int, dict[int, Any]] = field(default_factory=dict)
     signatures: list[object] = field(default_factory=list)
     tables: Tables = field(default_factory=Tables)
 

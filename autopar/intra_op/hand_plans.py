@@ -55,7 +55,7 @@ def restrict_to_data_parallel(
         zero: ZeRO stage, 0 to 3.
     """
     batch = graph.batch
-    parameters = _made_of(jaxpr, batch.readers, batch)
+    parameters = _parameters(jaxpr, batch)
     known: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def masks(node: Node, factors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +149,7 @@ def restrict_to_axes(
             allowed.only(node, mask, ("axes", tuple(mask)))
             if _weight_factors(node, graph.batch):
                 multiplied.update((a, None) for a in node.eqn.invars if isinstance(a, Var) and a in graph.batch.readers)
-    parameters, weights = _made_of(jaxpr, graph.batch.readers, graph.batch), _made_of(jaxpr, multiplied, graph.batch)
+    parameters, weights = _parameters(jaxpr, graph.batch), _made_of(jaxpr, multiplied, graph.batch)
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
         split = zero == 3 or (zero > 0 and node.var not in parameters)
@@ -216,6 +216,13 @@ def _is_idle(what: str) -> bool:
 
 def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
     return all(c in factors or _is_idle(c) for c in choice)
+
+
+def _parameters(jaxpr: Jaxpr, batch: BatchDims) -> dict[Var, None]:
+    """What samples meet, and all that it is made of without samples."""
+    if batch.parameters is None:
+        batch.parameters = _made_of(jaxpr, batch.readers, batch)
+    return batch.parameters
 
 
 def _made_of(jaxpr: Jaxpr, read: Iterable[Var], batch: BatchDims) -> dict[Var, None]:

@@ -14,28 +14,59 @@ from collections.abc import Sequence
 import jax.lax
 import numpy as np
 
-from autopar._jax import JaxprEqn, copies_to_or_from_host
+from autopar._jax import Atom, JaxprEqn, copies_to_or_from_host
 from autopar.cost.kernels import FusedProducts, HostCopy, Kernel, Pass, Product
 from autopar.intra_op.graph import Node
 from autopar.intra_op.strategies import Strategy, split_fraction
 from autopar.intra_op.traffic import Traffic, is_indexing
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import num_elements
-from autopar.mesh import LogicalMesh
+from autopar.mesh import LogicalMesh, Sharding
 
 Shape = tuple[int, ...]
+_Part = tuple[Shape, int]
 
 
 def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMesh) -> Kernel:
     """The kernel that one device runs for an operation under a strategy."""
+    atoms = (*node.eqn.invars, *node.eqn.outvars)
+    parts = [_part(a, s, mesh) for a, s in zip(atoms, (*strategy.operands, *strategy.results), strict=True)]
+    return _kernel(node, strategy, traffic, mesh, parts, _computes(node))
+
+
+def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
+    """The kernels that one device runs for an operation under each of its strategies."""
+    known: list[dict[Sharding, _Part]] = []
+    for k, atom in enumerate((*node.eqn.invars, *node.eqn.outvars)):
+        ways = dict.fromkeys((*s.operands, *s.results)[k] for s in node.strategies)
+        known.append({sharding: _part(atom, sharding, mesh) for sharding in ways})
+    computes, found = _computes(node), []
+    for strategy in node.strategies:
+        parts = [of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)]
+        found.append(_kernel(node, strategy, traffic, mesh, parts, computes))
+    return found
+
+
+def _computes(node: Node) -> bool:
+    """Whether its FLOPs count."""
+    return is_contraction(node.rule) and not is_indexing(node)
+
+
+def _part(atom: Atom, sharding: Sharding, mesh: LogicalMesh) -> _Part:
+    shape = sharding.local_shape(tuple(atom.aval.shape), mesh)
+    return shape, num_elements(shape) * atom.aval.dtype.itemsize
+
+
+def _kernel(
+    node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMesh, parts: Sequence[_Part], computes: bool
+) -> Kernel:
+    """As `kernel_of`; `parts`: one device's of operands and results, `computes`: whether its FLOPs count."""
     eqn = node.eqn
-    atoms, shardings = (*eqn.invars, *eqn.outvars), (*strategy.operands, *strategy.results)
-    shapes = [s.local_shape(tuple(a.aval.shape), mesh) for a, s in zip(atoms, shardings, strict=True)]
-    sizes = [num_elements(shape) * atom.aval.dtype.itemsize for shape, atom in zip(shapes, atoms, strict=True)]
+    shapes, sizes = [shape for shape, _ in parts], [size for _, size in parts]
     if copies_to_or_from_host(eqn):
         return HostCopy(sum(sizes[: len(eqn.invars)]))
     num_bytes = sum(count * sizes[at] for count, at in zip(traffic.counts, traffic.touched, strict=True) if count)
-    if not is_contraction(node.rule) or is_indexing(node):
+    if not computes:
         turned_bytes = sum(traffic.counts[k] * sizes[traffic.touched[k]] for k in traffic.turned)
         return Pass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
     flops = node.rule.flops * split_fraction(strategy, mesh.axis_sizes)

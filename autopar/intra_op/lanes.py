@@ -102,7 +102,10 @@ class _Build:
         waiting = set(body.inputs) if in_turn else set()
         for instruction in body.instructions:
             waited = (*copies_read(instruction), *copies_awaited(instruction))
-            needs = tuple(dict.fromkeys(n for copy in waited for n in maker.get(copy, ())))
+            if len(waited) == 1:
+                needs = maker.get(waited[0], ())
+            else:
+                needs = tuple(dict.fromkeys([n for copy in waited for n in maker.get(copy, ())]))
             if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
                 needs = (*needs, *self.latest) if not waiting.isdisjoint(waited) else needs
             task = self.region(instruction, needs, place) if isinstance(instruction, Region) else None
@@ -112,8 +115,9 @@ class _Build:
                 place += len(task.places)
                 self.latest = (len(self.tasks) - 1,) if task.kernel is not None else self.latest
             # A view or a slice is made where it is read: whoever reads it waits for what it is made of.
+            made = (len(self.tasks) - 1,) if task is not None else needs
             for copy in copies_made(instruction):
-                maker[copy] = (len(self.tasks) - 1,) if task is not None else needs
+                maker[copy] = made
         self.count = place
         return maker
 

@@ -287,8 +287,13 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
     moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in copies_read(i)}
     turned: dict[int, int] = {}
     for position, instruction in enumerate(body.instructions):
-        read = tuple(dict.fromkeys(number for copy in copies_read(instruction) for number in made_of[current[copy]]))
-        for number in _turned_inputs(instruction, current, starts) if given else ():
+        read_here = copies_read(instruction)
+        if len(read_here) == 1:
+            read = made_of[current[read_here[0]]]
+        else:
+            read = tuple(dict.fromkeys([number for copy in read_here for number in made_of[current[copy]]]))
+        computes = isinstance(instruction, Compute)
+        for number in _turned_inputs(instruction, current, starts) if given and computes else ():
             if number not in turned:
                 turned[number] = len(copies)
                 copies.append(copies[number])
@@ -296,14 +301,15 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
                 starts.append(position)
                 ends.append(-1)
         for number in read:
-            ends[number] = max(position, ends[number])
+            if ends[number] < position:
+                ends[number] = position
             if number in turned:
                 ends[turned[number]] = position
         passed = _passed_on(instruction) if stored is None else {}
         for copy in copies_made(instruction):
-            is_there = stored is None or not isinstance(instruction, Compute) or copy[0] in stored or copy in results
-            if isinstance(instruction, Compute) and copy in moved:
-                is_there = is_there or not is_fused(instruction)
+            is_there = stored is None or not computes or copy[0] in stored or copy in results
+            if not is_there and copy in moved and isinstance(instruction, Compute):
+                is_there = not is_fused(instruction)
             own = (len(copies),) if is_there else read
             made_of.append(made_of[current[passed[copy]]] if copy in passed else own)
             current[copy] = len(copies)
@@ -317,7 +323,7 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
 
 def _turned_inputs(instruction: Instruction, current: Mapping[Copy, int], starts: Sequence[int]) -> list[int]:
     """The inputs that an instruction reads with their dims in another order."""
-    if not isinstance(instruction, Compute):
+    if not isinstance(instruction, Compute) or not instruction.rule.turned:
         return []
     read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.turned]
     return [current[v, s] for v, s in read if not isinstance(v, Literal) and starts[current[v, s]] < 0]

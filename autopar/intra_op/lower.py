@@ -168,8 +168,9 @@ class _Lowering:
         narrow = narrow_dtype(instruction, self.narrow)
         if isinstance(instruction, Move) and step_kind(instruction.step) is not None:
             instruction = dataclasses.replace(instruction, narrow=narrow)
-        for copy in copies_made(instruction):
-            self.narrow[copy] = narrow
+        if narrow is not None or self.narrow:
+            for copy in copies_made(instruction):
+                self.narrow[copy] = narrow
         self.emitted[-1].append(instruction)
 
     def need(self, atom: Var | Literal, sharding: Sharding, eqn: JaxprEqn | None = None) -> None:
@@ -179,7 +180,7 @@ class _Lowering:
         phase: Phase = "o" if eqn is None else self.graph.phases.get(eqn, "f")
         if eqn is None and (sharding == self.made[atom] or self.was_made(atom, sharding)):
             return
-        copies = self.at_hand(atom, phase, eqn)
+        copies = self.copies.get((atom, phase)) or self.at_hand(atom, phase, eqn)
         if sharding in copies:
             return
         hub = self.graph.hubs.get((atom, phase))
@@ -246,12 +247,16 @@ class _Lowering:
         return pace[max(0, len(pace) - 2)] if pace else None
 
     def compute(self, eqn: JaxprEqn) -> None:
-        node = self.graph.nodes[self.graph.op_node[eqn]]
-        strategy = node.strategies[self.choices[node.index]]
-        for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
-            self.need(atom, sharding, eqn)
-        self.emit(Compute(eqn, node.rule, strategy))
-        self.define(eqn.outvars, strategy.results)
+        at = self.graph.op_node[eqn]
+        known = self.graph.computes.setdefault(at, {})
+        instruction = known.get(self.choices[at])
+        if instruction is None:
+            node = self.graph.nodes[at]
+            instruction = known[self.choices[at]] = Compute(eqn, node.rule, node.strategies[self.choices[at]])
+        for var, sharding in instruction.reads:
+            self.need(var, sharding, eqn)
+        self.emit(instruction)
+        self.define(eqn.outvars, instruction.strategy.results)
 
     def define(self, variables: Sequence[Var], shardings: Sequence[Sharding]) -> None:
         self.made.update(zip(variables, shardings, strict=True))

@@ -62,18 +62,46 @@ def enumerate_strategies(
         ways = [s for s in strategies(rule, size) if s.factor is not None or carried is None or s.group in carried]
         on_axis.append([*((s.factor or f"+{s.group}", s) for s in ways if size > 1), (IDLE, idle)])
     found: dict[tuple[object, ...], Strategy] = {}
-    for chosen in itertools.product(*on_axis):
-        strategy = _together(rule, axis_sizes, chosen)
+    axes = tuple(axis_sizes)
+    operands = [_Lying(t, axes, [[s.operands[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.operands)]
+    results = [_Lying(t, axes, [[s.results[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.results)]
+    for numbers in itertools.product(*(range(len(ways)) for ways in on_axis)):
+        chosen = [ways[number] for ways, number in zip(on_axis, numbers, strict=True)]
+        strategy = _together(rule, axis_sizes, chosen, numbers, operands, results)
         if strategy is not None:
             key = (strategy.operands, strategy.results, strategy.reductions)
             found.setdefault(key, strategy)
     return list(found.values())
 
 
+class _Lying:
+    """How a value lies on the mesh, by what is done on each axis: found once for all ways in which it lies the same."""
+
+    def __init__(self, term: Term, axes: Sequence[str], placements: Sequence[Sequence[Placement]]):
+        """`placements`: of each axis, of each way to do the operation on it."""
+        self._term, self._axes, self._placements = term, axes, placements
+        self._first = [[ways.index(placement) for placement in ways] for ways in placements]
+        self._known: dict[tuple[int, ...], Sharding] = {}
+
+    def __call__(self, numbers: Sequence[int]) -> Sharding:
+        """Under the ways of these numbers, one on each axis."""
+        first = tuple(map(list.__getitem__, self._first, numbers))
+        found = self._known.get(first)
+        if found is None:
+            at = zip(self._axes, self._placements, first, strict=True)
+            found = self._known[first] = _sharding(self._term, [(axis, ways[number]) for axis, ways, number in at])
+        return found
+
+
 def _together(
-    rule: ShardingRule, axis_sizes: Mapping[str, int], chosen: Sequence[tuple[str, AxisStrategy]]
+    rule: ShardingRule,
+    axis_sizes: Mapping[str, int],
+    chosen: Sequence[tuple[str, AxisStrategy]],
+    numbers: Sequence[int],
+    operands: Sequence[_Lying],
+    results: Sequence[_Lying],
 ) -> Strategy | None:
-    """The strategy that does on each mesh axis what is chosen for it; None where a factor does not divide."""
+    """The strategy that does on each mesh axis what is chosen for it, by these numbers; None where a factor does not divide."""
     axes_of: dict[Factor, tuple[str, ...]] = {}
     for axis, (_, on_axis) in zip(axis_sizes, chosen, strict=True):
         if on_axis.factor is not None:
@@ -81,18 +109,12 @@ def _together(
     for factor, axes in axes_of.items():
         if rule.sizes[factor] % math.prod(axis_sizes[axis] for axis in axes):
             return None
-    at_work = [(axis, s) for axis, (name, s) in zip(axis_sizes, chosen, strict=True) if name != IDLE]
-    operands = tuple(
-        _sharding(term, [(axis, s.operands[k]) for axis, s in at_work]) for k, term in enumerate(rule.operands)
-    )
-    results = tuple(
-        _sharding(term, [(axis, s.results[k]) for axis, s in at_work]) for k, term in enumerate(rule.results)
-    )
     reductions = tuple((kind, axes_of[f]) for f, kind in rule.reduced.items() if f in axes_of)
     wide = tuple(axis for axis, size in axis_sizes.items() if size > 1)
     if rule.once and wide:
         reductions = (("sum", wide),)
-    return Strategy(tuple(name for name, _ in chosen), axes_of, operands, results, reductions)
+    wanted, given = tuple([of(numbers) for of in operands]), tuple([of(numbers) for of in results])
+    return Strategy(tuple([name for name, _ in chosen]), axes_of, wanted, given, reductions)
 
 
 def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:

@@ -64,7 +64,7 @@ def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
     finder = _Finder(graph)
     return {
         node.index: tuple(
-            dict.fromkeys(leaf for var in finder.operands(node.eqn) for leaf in finder.leaves_of(finder.origin(var)))
+            dict.fromkeys(leaf for var in finder.read[node.index] for leaf in finder.leaves_of(finder.origin(var)))
         )
         for node in finder.ops
     }
@@ -127,6 +127,8 @@ class _Finder:
         ports = [graph.nodes[edge.target].kind == "port" for edge in graph.edges]
         crossing = [edge.var for edge, is_port in zip(graph.edges, ports, strict=True) if is_port]
         self.find_levels()
+        # From here on it is known which values are views of which.
+        self.read = {node.index: self.operands(node.eqn) for node in self.ops}
         self.stored = {self.origin(var) for var in crossing}
         self.leaves: dict[Var, tuple[Var, ...]] = {}
         self.find_stored()
@@ -169,7 +171,7 @@ class _Finder:
         """Values that go through memory; of the others, the stored ones that they are made of."""
         late: set[Var] = set()
         for node in self.ops:
-            for var in self.operands(node.eqn):
+            for var in self.read[node.index]:
                 maker = self.made_by.get(var)
                 if maker is None or not self.fused[maker.index]:
                     self.stored.add(var)
@@ -183,7 +185,7 @@ class _Finder:
         for node in self.ops:
             if not self.fused[node.index] or is_view(node.eqn):
                 continue
-            read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
+            read = dict.fromkeys([leaf for var in self.read[node.index] for leaf in self.leaves_of(var)])
             again = sum(map(num_bytes, read))
             for var in node.eqn.outvars:
                 is_less = TUNING.made_of_bytes * num_bytes(var) < again
@@ -198,7 +200,7 @@ class _Finder:
     def join(self) -> None:
         """Operations that make one kernel."""
         for node in self.ops:
-            for var in self.operands(node.eqn) if self.fused[node.index] else ():
+            for var in self.read[node.index] if self.fused[node.index] else ():
                 maker = self.made_by.get(var)
                 if maker is not None and var not in self.stored and self.is_one_kernel(maker, node):
                     self.parent[self.find(node.index)] = self.find(maker.index)

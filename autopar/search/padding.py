@@ -18,11 +18,11 @@ from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.problem import planning_seconds
 from autopar.intra_op.strategies import split_fraction
 from autopar.ir.check import check_program
+from autopar.ir.equal_rules import EqualRules
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within
 from autopar.ir.rewrite.longer import is_product
 from autopar.ir.rewrite.padding import pad_dims
-from autopar.ir.rules import rule_for
 from autopar.search.methods import Auto
 from autopar.search.request import Request
 from autopar.streams.assemble import StepPlan
@@ -43,11 +43,11 @@ def padded_program(program: Program, lengths: Lengths) -> Program:
 
 def lengths_that_do_not_divide(request: Request) -> dict[int, int]:
     """Lengths along which a good part of the step's products goes, and that longer dims would let more devices split."""
-    whole, along = 0.0, dict[int, float]()
+    whole, along, rules = 0.0, dict[int, float](), EqualRules()
     for eqn, times in equations_within(request.program.jaxpr):
         if not is_product(eqn):
             continue
-        rule = rule_for(eqn)
+        rule = rules.of(eqn)
         whole += times * rule.flops
         for length in dict.fromkeys(rule.sizes.values()):
             along[length] = along.get(length, 0.0) + times * rule.flops

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autopar.intra_op import batches
 from autopar.intra_op.batches import Layout, _padded
 from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.problem import Problem
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
+from tests.tuned import tune
 
 
 class OneByOne:
@@ -57,6 +59,19 @@ def test_levels_do_what_single_nodes_do():
         for _ in range(5):
             ascent._forward()
             assert ascent._backward() == pytest.approx(reference.round(), abs=1e-9), seed
+
+
+def test_large_tables_are_computed_by_width(monkeypatch):
+    """In pieces of columns that are alike, and to the last bit as all at once."""
+    problem = draw(3, nodes=(30, 31), choices=(1, 9))
+    at_once = Ascent(problem)
+    tune(monkeypatch, batches, message_small=0, message_chunk=40)
+    in_pieces = Ascent(problem)
+    assert max(len(batch.chunks) for level in in_pieces.layout.levels for batch in level.out) > 2
+    at_once.run(12, gap=0.0)
+    in_pieces.run(12, gap=0.0)
+    assert at_once.lower == in_pieces.lower and at_once.best == in_pieces.best
+    assert all(np.array_equal(a, b) for a, b in zip(at_once.excess, in_pieces.excess, strict=True))
 
 
 def renumbered(problem, order):

@@ -22,8 +22,8 @@ from jax import lax
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, primitives, replace_eqn, resized
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import readers_of
+from autopar.ir.equal_rules import EqualRules
 from autopar.ir.region import in_bodies
-from autopar.ir.rules import rule_for
 from autopar.ir.rules.registry import family_of
 from autopar.ir.work import num_elements_of
 
@@ -129,10 +129,11 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Who reads each value of a body, and how those lie that are made by now."""
+    """Who reads each value of a body, how those lie that are made by now, and the rules of its equations."""
 
     readers: Mapping[Var, list[JaxprEqn]]
     order: dict[Var, Order] = field(default_factory=dict)
+    rules: EqualRules = field(default_factory=EqualRules)
 
     def through(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         """The equations, with products in order."""
@@ -158,7 +159,7 @@ class _Walk:
         known = [(k, self.order[a]) for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.order]
         if not known or not _keeps_order(eqn):
             return
-        rule, (var,) = rule_for(eqn), eqn.outvars
+        rule, (var,) = self.rules.of(eqn), eqn.outvars
         for k, order in sorted(known, key=lambda pair: -num_elements_of(eqn.invars[pair[0]])):
             place = {rule.operands[k][d]: position for position, d in enumerate(order)}
             if all(dim in place for dim in rule.results[0]):
@@ -170,7 +171,7 @@ class _Walk:
         dims_of, waiting = {made: tuple(range(made.aval.ndim))}, [made]
         for var in waiting:
             for eqn in filter(_keeps_order, self.readers.get(var, ())):
-                rule = rule_for(eqn)
+                rule = self.rules.of(eqn)
                 dim_at = dict(zip(rule.operands[eqn.invars.index(var)], dims_of[var], strict=True))
                 for atom, term in zip(eqn.invars, rule.operands, strict=True):
                     if isinstance(atom, Var) and atom in self.order and sorted(term) == sorted(dim_at):
