@@ -355,7 +355,7 @@ def test_calls_into_the_host_run_once(recompute, num_microbatches):
     jax.block_until_ready(compiled(case.state, case.batches[0]))
     jax.effects_barrier()
     assert calls == [(8, 16)] * len(case.state)
-    assert any(task.kept.heavy for task in compiled.plan.origin.pipeline.tasks.behind) is (recompute == "all")
+    assert any(each.behind.kept.heavy for (each,) in compiled.plan.origin.pipeline.tasks.rounds) is (recompute == "all")
 
 
 # Forward only.
@@ -574,7 +574,7 @@ def test_stages_end_at_marks(width, num_microbatches):
 def test_marks_and_another_number_of_stages(after, num_stages, products):
     case = marked(72, after=after)
     plan = make_step(case, num_stages, num_stages=num_stages).plan(case.state, case.batches[0])
-    forward = plan.origin.pipeline.tasks.forward
+    forward = [each.forward for (each,) in plan.origin.pipeline.tasks.rounds]
     assert [[e.primitive.name for e in eqns].count("dot_general") for eqns in forward] in products
 
 

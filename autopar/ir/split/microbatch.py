@@ -9,8 +9,10 @@ Method: `phases.py` says how each equation is done; here it is written out for o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,12 @@ import jax.numpy as jnp
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
 from autopar.errors import BatchError, MicrobatchError
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import behind_gradients, inputs_of, makers, needed, read_by, variables
+from autopar.ir.dataflow import behind_gradients, feeds_backward, inputs_of, makers, needed, read_by, variables
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
+from autopar.ir.source import is_ahead, is_backward
 from autopar.ir.split.forward_sums import with_forward_sums
-from autopar.ir.split.joins import samples_behind, with_joins
+from autopar.ir.split.joins import made_behind, samples_behind, with_joins, with_rounds
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
 from autopar.ir.split.refusal import too_much_at_once
@@ -56,9 +59,9 @@ class Microbatches:
         invariants: Variables of the step that every microbatch reads whole.
         pieces: Variables of the step of which microbatch k reads the k-th part along dim 0.
         results: What comes of the loop.
-        between: Equations on what the forward passes of all microbatches make together, in order, whose values the backward
-            passes read among `invariants`: no backward pass may begin before (`joins.py`).
-        after: Equations that need all microbatches, in order.
+        between: Equations on what passes of all microbatches make together, in order, whose values later passes read among
+            `invariants`: none of these may begin before (`joins.py`).
+        after: Equations that need all microbatches, in order; they may read what is made between.
     """
 
     count: int
@@ -110,12 +113,23 @@ def split_at_joins(
         MicrobatchError: The step cannot be split exactly.
     """
     check_divides(jaxpr, count, batch, name)
+    decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
+    try:
+        return _at_joins(jaxpr, decide)
+    except MicrobatchError as error:
+        with contextlib.suppress(MicrobatchError):
+            if _goes_ahead_again(jaxpr):
+                return _in_rounds(jaxpr, decide)
+        raise error from None
+
+
+def _at_joins(jaxpr: Jaxpr, decide: Callable[..., LoopSolution]) -> tuple[Jaxpr, Microbatches]:
+    """One forward and one backward pass, between which all samples are waited for, if they must be."""
     joins: list[JaxprEqn] | None = None
     first: SamplesWaitError | None = None
     while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
         try:
-            solution = find_phases(jaxpr, count, batch, per_microbatch, apart=True, joins=joins)
-            return jaxpr, write_phases(jaxpr, solution)
+            return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
         except SamplesWaitError as waits:
             first = first or waits
             better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
@@ -133,11 +147,36 @@ def split_at_joins(
             raise (error if first is None else first.error) from None
 
 
-def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
-    """The phases of a step whose only microbatch is the whole batch: what needs gradients and is no gradient comes after.
+def _goes_ahead_again(jaxpr: Jaxpr) -> bool:
+    """Whether a forward pass begins where a gradient has led."""
+    behind = made_behind(jaxpr)
+    return any(is_ahead(eqn) and any(a in behind for a in inputs_of(eqn)) for eqn in jaxpr.eqns)
+
+
+def _in_rounds(jaxpr: Jaxpr, decide: Callable[..., LoopSolution]) -> tuple[Jaxpr, Microbatches]:
+    """Several forward and backward passes: each but the first begins with what is made of the sums of those before."""
+    joins: list[JaxprEqn] = []
+    for _ in range(TUNING.most_rounds):
+        try:
+            return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
+        except SamplesWaitError as waits:
+            error = waits.error
+            better, more = with_rounds(jaxpr, (*waits.sums, *waits.complete))
+            if better is jaxpr:
+                break
+            jaxpr, joins = better, [*joins, *more]
+    raise error
+
+
+def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
+    """The phases of a step whose only microbatch is the whole batch, and the step: what needs gradients and is no gradient
+    comes after, or, if it leads to another forward pass, between.
 
     A step without a backward pass is all loop.
     """
+    if _goes_ahead_again(jaxpr):
+        with contextlib.suppress(MicrobatchError, SamplesWaitError):
+            return _whole_in_rounds(jaxpr, batch)
     solution = LoopSolution(Axis(1))
     solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
     for eqn, is_behind in zip(jaxpr.eqns, behind_gradients(jaxpr), strict=True):
@@ -145,7 +184,19 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         if not is_behind and any(a in solution.placement_of for a in inputs_of(eqn)):
             solution.phase[eqn] = "loop"
             solution.placement_of.update(dict.fromkeys(eqn.outvars, BY_EACH))
-    return write_phases(jaxpr, solution)
+    return jaxpr, write_phases(jaxpr, solution)
+
+
+def _whole_in_rounds(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
+    """The only microbatch in several rounds: its own sums are those of the whole batch, and what moves parameters stands
+    between passes."""
+    decide = partial(find_phases, count=1, batch=batch, per_microbatch=True, apart=True)
+    solution, maker = decide(jaxpr, joins=[]), makers(jaxpr.eqns)
+    matters = zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True)
+    read = read_by(eqn for eqn, feeds in matters if feeds and not is_backward(eqn))
+    made = [var for var in read if var in maker and is_backward(maker[var])]
+    jaxpr, joins = with_rounds(jaxpr, [var for var in made if not isinstance(solution.made_as(var), Split)])
+    return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
 
 
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:
@@ -168,7 +219,7 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
         assert inner == [*(var.aval.shape for var in split.invariants), *pieces], "the loop reads other shapes"
         there = dict.fromkeys([*jaxpr.invars, *made, *(result.var for result in split.results)])
         check_program(make_jaxpr([*there], joint, split.between))
-        check_program(make_jaxpr([*there], jaxpr.outvars, split.after))
+        check_program(make_jaxpr([*there, *joint], jaxpr.outvars, split.after))
 
     return check
 
@@ -246,7 +297,8 @@ class _Loop(ShardWriter):
             elif phase in ("between", "after"):
                 late.append(own)
         between = needed(late, self.invariants, effects=False)
-        after = needed(late, variables(self.jaxpr.outvars))
+        there = set(between)
+        after = [eqn for eqn in needed(late, variables(self.jaxpr.outvars)) if eqn not in there]
         elsewhere = makers((*before, *late)).keys() | self.inputs
         read = read_by((*between, *after), self.jaxpr.outvars)
         results = [Result(var, self.joined(var)) for var in read if var not in elsewhere]
@@ -258,7 +310,7 @@ class _Loop(ShardWriter):
         pieces = tuple(var for var, inside in self.pieces.items() if inside in used)
         # Before the loop only what it needs; what could also come later comes with the update.
         kept = needed([eqn for eqn in before if eqn.outvars], [*invariants, *pieces, *read_by(between)])
-        later = {*before, *after}.difference(kept)
+        later = {*before, *after}.difference(kept, there)
         after = needed([eqn for eqn in in_order if eqn in later], read_by(after, self.jaxpr.outvars))
         return Microbatches(
             self.solution.count, tuple(kept), loop, invariants, pieces, tuple(results), tuple(after), tuple(between)

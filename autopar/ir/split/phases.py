@@ -248,7 +248,7 @@ class _Phases:
             gathers = any(a in late or isinstance(self.solution.of(a), Split) for a in inputs_of(eqn))
             if eqn in self.whole:
                 continue
-            if phase == "between" or (gathers and phase == "after"):
+            if gathers and phase in ("between", "after"):
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
                 if total > limit and (cost > limit / 2 or self.behind is not None):
