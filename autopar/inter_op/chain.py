@@ -95,8 +95,7 @@ class _Builder:
         self.num_segments = len(places) + 1
         self.note_available(0)
         for number in range(1, max(self.passes, default=0) + 1):
-            if number == 2:
-                self.note_beside()
+            self.note_beside(number)
             for k in range(len(self.eqns)):
                 if self.passes[k] == number and not self.light[k]:
                     self.segment[k] = self.place_back(k) if number % 2 else self.place_ahead(k)
@@ -163,12 +162,14 @@ class _Builder:
                     found.setdefault(var, set()).add(self.segment[k])
         self.available = {var: sorted(segments) for var, segments in found.items()}
 
-    def note_beside(self) -> None:
-        """What is made between passes is at hand where it is made: beside the parameter, or the gradient."""
+    def note_beside(self, number: int) -> None:
+        """What is made between earlier passes is at hand where it is made: beside a parameter or a gradient."""
         for var, at in self.beside.items():
             maker = self.made_by.get(at)
-            made_at = [] if maker is None or self.light[maker] else [self.segment[maker]]
-            self.available.setdefault(var, self.available.get(at, made_at))
+            if maker is None and at in self.available:
+                self.available.setdefault(var, self.available[at])
+            elif maker is not None and self.passes[maker] < number and not self.light[maker]:
+                self.available.setdefault(var, [self.segment[maker]])
 
     def operands(self, k: int) -> tuple[list[int], list[Var]]:
         """Segments of what an equation's own pass makes for it; and what is there before: parameters first, then the rest."""

@@ -141,6 +141,11 @@ def is_ahead(eqn: JaxprEqn) -> bool:
     return _outermost(eqn.source_info.name_stack) == "jvp"
 
 
+def is_of_inner_gradient(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the backward pass of a gradient that the loss itself asks for."""
+    return is_ahead(eqn) and "transpose(" in str(eqn.source_info.name_stack)
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _outermost(name_stack: NameStack) -> str:
     found = re.search(r"\b(transpose|jvp)\(", str(name_stack))

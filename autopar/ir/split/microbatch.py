@@ -9,30 +9,21 @@ Method: `phases.py` says how each equation is done; here it is written out for o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
-from autopar.errors import BatchError, MicrobatchError
+from autopar.errors import BatchError
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import behind_gradients, feeds_backward, inputs_of, makers, needed, read_by, variables
+from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
-from autopar.ir.source import is_ahead, is_backward
-from autopar.ir.split.forward_sums import with_forward_sums
-from autopar.ir.split.joins import made_behind, samples_behind, with_joins, with_rounds
-from autopar.ir.split.phases import find_phases
-from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
-from autopar.ir.split.refusal import too_much_at_once
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split
 from autopar.ir.split.solution import LoopSolution
-from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
-from autopar.tuning import TUNING
 
 NO_BATCH = (
     "every argument is state, is not read, has no dims, or holds arrays that differ in their first dim; "
@@ -92,111 +83,6 @@ class Microbatches:
         """Variables of the step that equations of the loop read, whole or in pieces, in order."""
         outer_of = self.invariant_of | self.piece_of
         return {outer_of[var]: None for var in read_by(eqns) if var in outer_of}
-
-
-def split_at_joins(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
-) -> tuple[Jaxpr, Microbatches]:
-    """Split a step into phases for stages: each adds up its part of a gradient, and all forward passes may be done first.
-
-    Args:
-        count: Number of microbatches, at least 2.
-        batch: Inputs whose leading dim runs over samples.
-        per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
-        name: What messages call the batch.
-
-    Returns:
-        The step, with a copy of each sum that backward passes wait for, and its phases.
-
-    Raises:
-        BatchError: There is no batch, or it does not divide.
-        MicrobatchError: The step cannot be split exactly.
-    """
-    check_divides(jaxpr, count, batch, name)
-    decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
-    try:
-        return _at_joins(jaxpr, decide)
-    except MicrobatchError as error:
-        with contextlib.suppress(MicrobatchError):
-            if _goes_ahead_again(jaxpr):
-                return _in_rounds(jaxpr, decide)
-        raise error from None
-
-
-def _at_joins(jaxpr: Jaxpr, decide: Callable[..., LoopSolution]) -> tuple[Jaxpr, Microbatches]:
-    """One forward and one backward pass, between which all samples are waited for, if they must be."""
-    joins: list[JaxprEqn] | None = None
-    first: SamplesWaitError | None = None
-    while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
-        try:
-            return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
-        except SamplesWaitError as waits:
-            first = first or waits
-            better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
-            if better is jaxpr:
-                better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
-            if better is jaxpr and joins is not None:
-                # What all samples have is joined, or what its gradient is made of, as of sums.
-                behind = samples_behind(jaxpr, (*waits.sums, *waits.samples), waits.solution)
-                better, more = with_joins(jaxpr, (*waits.samples, *behind))
-            if better is jaxpr and joins is not None:
-                of_pairs = waits.is_late_work and not first.sums
-                raise (too_much_at_once(first.error, TUNING.joined_work) if of_pairs else first.error) from None
-            jaxpr, joins = better, [*(joins or ()), *more]
-        except MicrobatchError as error:
-            raise (error if first is None else first.error) from None
-
-
-def _goes_ahead_again(jaxpr: Jaxpr) -> bool:
-    """Whether a forward pass begins where a gradient has led."""
-    behind = made_behind(jaxpr)
-    return any(is_ahead(eqn) and any(a in behind for a in inputs_of(eqn)) for eqn in jaxpr.eqns)
-
-
-def _in_rounds(jaxpr: Jaxpr, decide: Callable[..., LoopSolution]) -> tuple[Jaxpr, Microbatches]:
-    """Several forward and backward passes: each but the first begins with what is made of the sums of those before."""
-    joins: list[JaxprEqn] = []
-    for _ in range(TUNING.most_rounds):
-        try:
-            return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
-        except SamplesWaitError as waits:
-            error = waits.error
-            better, more = with_rounds(jaxpr, (*waits.sums, *waits.complete))
-            if better is jaxpr:
-                break
-            jaxpr, joins = better, [*joins, *more]
-    raise error
-
-
-def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
-    """The phases of a step whose only microbatch is the whole batch, and the step: what needs gradients and is no gradient
-    comes after, or, if it leads to another forward pass, between.
-
-    A step without a backward pass is all loop.
-    """
-    if _goes_ahead_again(jaxpr):
-        with contextlib.suppress(MicrobatchError, SamplesWaitError):
-            return _whole_in_rounds(jaxpr, batch)
-    solution = LoopSolution(Axis(1))
-    solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
-    for eqn, is_behind in zip(jaxpr.eqns, behind_gradients(jaxpr), strict=True):
-        solution.phase[eqn] = "after" if is_behind else "before"
-        if not is_behind and any(a in solution.placement_of for a in inputs_of(eqn)):
-            solution.phase[eqn] = "loop"
-            solution.placement_of.update(dict.fromkeys(eqn.outvars, BY_EACH))
-    return jaxpr, write_phases(jaxpr, solution)
-
-
-def _whole_in_rounds(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
-    """The only microbatch in several rounds: its own sums are those of the whole batch, and what moves parameters stands
-    between passes."""
-    decide = partial(find_phases, count=1, batch=batch, per_microbatch=True, apart=True)
-    solution, maker = decide(jaxpr, joins=[]), makers(jaxpr.eqns)
-    matters = zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True)
-    read = read_by(eqn for eqn, feeds in matters if feeds and not is_backward(eqn))
-    made = [var for var in read if var in maker and is_backward(maker[var])]
-    jaxpr, joins = with_rounds(jaxpr, [var for var in made if not isinstance(solution.made_as(var), Split)])
-    return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
 
 
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:
@@ -284,18 +170,21 @@ class _Loop(ShardWriter):
 
     def write(self) -> Microbatches:
         before, late = [], []
+        made_late: set[Var] = set()
         in_order: list[JaxprEqn] = []
         for eqn in self.jaxpr.eqns:
             phase = self.phases.phase[eqn]
             *whole, own = barrier_apart(eqn, self.solution) if phase == "loop" else [eqn]
             in_order += [*whole, own]
-            before += whole
+            for part in whole:
+                (before if made_late.isdisjoint(inputs_of(part)) else late).append(part)
             if phase == "before" or eqn in self.phases.early:
                 before.append(own)
             if phase == "loop":
                 self.equation(own)
             elif phase in ("between", "after"):
                 late.append(own)
+            made_late.update(late[-1].outvars if late else ())
         between = needed(late, self.invariants, effects=False)
         there = set(between)
         after = [eqn for eqn in needed(late, variables(self.jaxpr.outvars)) if eqn not in there]

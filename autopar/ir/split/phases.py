@@ -146,6 +146,8 @@ class _Phases:
             return at + 1
         solution.phase[eqn] = "loop"
         solution.placement_of.update(zip(eqn.outvars, made, strict=True))
+        if any(a in self.between for a in inputs_of(eqn)):  # a barrier, of which parameters pass one of their own
+            self.between.update((var, None) for var, p in zip(eqn.outvars, made, strict=True) if p == REPLICATED)
         return at + 1
 
     def take_samples(self, at: int, late: Sequence[Var]) -> int:
