@@ -24,7 +24,7 @@ class Tuning:
     joined_work: float = 0.2
     """Part of the step's work. What is done of all samples at once between a pipeline's forward and backward passes, while its
     stages wait, takes no more."""
-    most_rounds: int = 4
+    most_rounds: int = 8
     """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
     repeated_rounds: float = 0.5
     """Part of the step's work that these loops may do once more."""
