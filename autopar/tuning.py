@@ -24,10 +24,13 @@ class Tuning:
     joined_work: float = 0.2
     """Part of the step's work. What is done of all samples at once between a pipeline's forward and backward passes, while its
     stages wait, takes no more."""
-    most_rounds: int = 4
+    most_rounds: int = 8
     """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
     repeated_rounds: float = 0.5
     """Part of the step's work that these loops may do once more."""
+    stage_rounds: int = 16
+    """How often microbatches go forwards and backwards through a pipeline's stages, at most: each time costs one more look at
+    the step, and nothing is done again."""
     layers_work: float = 0.2
     """Part of the forward and backward passes' work. Scans of one length are cut between stages if they do at least so much:
     a smaller scan is no chain of layers, and cutting it makes programs longer for nothing."""

@@ -355,7 +355,7 @@ def test_calls_into_the_host_run_once(recompute, num_microbatches):
     jax.block_until_ready(compiled(case.state, case.batches[0]))
     jax.effects_barrier()
     assert calls == [(8, 16)] * len(case.state)
-    assert any(task.kept.heavy for task in compiled.plan.origin.pipeline.tasks.behind) is (recompute == "all")
+    assert any(each.behind.kept.heavy for (each,) in compiled.plan.origin.pipeline.tasks.rounds) is (recompute == "all")
 
 
 # Forward only.
@@ -482,26 +482,6 @@ def test_batch_norm():
     check_steps(case, compiled)
 
 
-def test_what_one_mesh_can_do_is_told():
-    """A gradient where another has led needs all samples twice; a pipeline has them once."""
-
-    def loss(kernels, batch):
-        x = batch["x"]
-        for kernel in kernels:
-            x = jnp.tanh(x @ kernel)
-        return (x**2).mean()
-
-    def train_step(kernels, batch):
-        grads = jax.grad(loss)(kernels, batch)
-        ahead = jax.tree.map(lambda p, g: p + 0.05 * g / optax.global_norm(grads), kernels, grads)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, kernels, jax.grad(loss)(ahead, batch))
-
-    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
-    step = autopar.parallelize(train_step, cluster=autopar.Cluster(1, 2, SLOW, QUICK), method=method)
-    with pytest.raises(MicrobatchError, match=r"on one mesh, ShardParallel\(num_microbatches=2\), which goes through"):
-        step.plan([jnp.eye(8)] * 4, {"x": jnp.ones((4, 8))})
-
-
 def test_too_many_stages():
     case = CASES["matrix_factorization"]()
     step = autopar.parallelize(
@@ -574,7 +554,7 @@ def test_stages_end_at_marks(width, num_microbatches):
 def test_marks_and_another_number_of_stages(after, num_stages, products):
     case = marked(72, after=after)
     plan = make_step(case, num_stages, num_stages=num_stages).plan(case.state, case.batches[0])
-    forward = plan.origin.pipeline.tasks.forward
+    forward = [each.forward for (each,) in plan.origin.pipeline.tasks.rounds]
     assert [[e.primitive.name for e in eqns].count("dot_general") for eqns in forward] in products
 
 

@@ -4,7 +4,8 @@ In:     the flat program of one microbatch, forward and backward (`ir/split/micr
 Out:    `Chain`: the segment of every equation; per segment its work, per border the bytes that cross it.
 Method: forward equations stand in program order, and a segment is a run of them between two places where few bytes
         cross. A backward equation goes where its operands are: to the last segment that holds its parameters and
-        residuals and is not behind the cotangents it reads; then earlier, where that sends less. What is cheap and
+        residuals and is not behind the cotangents it reads; then earlier, where that sends less. One of a later forward
+        pass goes to the first that holds its parameters and is not before what it reads. What is cheap and
         made of next to nothing (masks, counters, random bits) belongs to no segment: whoever needs it makes it.
 """
 
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, copies_to_or_from_host
+from autopar._jax import Jaxpr, Var, copies_to_or_from_host
+from autopar.inter_op.pass_order import PassOrder
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.joins import is_behind, made_behind
 from autopar.ir.work import Work, num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
@@ -29,7 +30,7 @@ class Chain:
 
     Attributes:
         loop: The program.
-        backward: For each equation, whether it runs in the backward pass.
+        passes: For each equation the number of its pass (`pass_order.py`); odd ones are backward.
         segment: For each equation its segment; -1: light, made wherever it is read.
         num_segments: How many there are.
         work: Per segment: operations of its forward and backward equations; once it is weighed (`weigh.py`), their seconds.
@@ -40,7 +41,7 @@ class Chain:
     """
 
     loop: Jaxpr
-    backward: tuple[bool, ...]
+    passes: tuple[int, ...]
     segment: tuple[int, ...]
     num_segments: int
     work: np.ndarray
@@ -48,28 +49,37 @@ class Chain:
     marks: tuple[int, ...]
     kinds: tuple[int, ...] = ()
 
+    @property
+    def backward(self) -> tuple[bool, ...]:
+        """For each equation, whether it runs in a backward pass."""
+        return tuple(number % 2 == 1 for number in self.passes)
 
-def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var], late_inputs: Sequence[Var] = ()) -> Chain:
+    @property
+    def num_rounds(self) -> int:
+        """How often a microbatch goes forwards and backwards through the stages."""
+        return max(self.passes, default=0) // 2 + 1
+
+
+def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var], order: PassOrder) -> Chain:
     """Cut a program into segments.
 
     `fixed_inputs`: its inputs that are the same for every microbatch: parameters and what is made of them.
-    `late_inputs`: those made when all forward passes have run: what reads them runs in the backward pass.
+    `order`: its passes.
     """
-    return _Builder(loop, fixed_inputs, late_inputs).chain()
+    return _Builder(loop, fixed_inputs, order).chain()
 
 
 class _Builder:
-    def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var], late_inputs: Sequence[Var]):
+    def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var], order: PassOrder):
         self.loop, self.eqns = loop, loop.eqns
         self.fixed = {var for var in fixed_inputs if num_elements_of(var) > TUNING.shared_elements}
         self.parameters = set(fixed_inputs)
         self.work = Work().of_equations(loop.eqns)
-        behind = made_behind(loop, late_inputs)
-        self.backward = [is_behind(eqn, behind) for eqn in loop.eqns]
+        self.passes, self.beside = order.passes, order.beside
         self.light = self.find_light()
         self.segment = [-1] * len(self.eqns)
         self.made_by = {var: k for k, eqn in enumerate(self.eqns) for var in eqn.outvars}
-        self.forward = [k for k in range(len(self.eqns)) if not self.backward[k] and not self.light[k]]
+        self.forward = [k for k in range(len(self.eqns)) if self.passes[k] == 0 and not self.light[k]]
         self.available: dict[Var, list[int]] = {}
 
     def chain(self) -> Chain:
@@ -83,18 +93,22 @@ class _Builder:
                 made_by = [self.made_by[var] for var in inputs_of(self.eqns[k]) if var in self.made_by]
                 self.segment[k] = min([at, *(self.segment[maker] for maker in made_by if not self.light[maker])])
         self.num_segments = len(places) + 1
-        self.find_available()
-        for k in range(len(self.eqns)):
-            if self.backward[k] and not self.light[k]:
-                self.segment[k] = self.place(self.eqns[k])
-        self.move_earlier()
+        self.note_available(0)
+        for number in range(1, max(self.passes, default=0) + 1):
+            self.note_beside(number)
+            for k in range(len(self.eqns)):
+                if self.passes[k] == number and not self.light[k]:
+                    self.segment[k] = self.place_back(k) if number % 2 else self.place_ahead(k)
+            self.move_earlier(number)
+            if number > 1:
+                self.note_available(number)
         work = np.zeros(self.num_segments)
         for k, segment in enumerate(self.segment):
             if segment >= 0:
                 work[segment] += self.work[k]
         return Chain(
             self.loop,
-            tuple(self.backward),
+            tuple(self.passes),
             tuple(self.segment),
             self.num_segments,
             work,
@@ -139,39 +153,57 @@ class _Builder:
                 found[window] = order
         return sorted({*found.values(), *(m for m in marks if 0 < m < count)})
 
-    def find_available(self) -> None:
-        """For each forward value and parameter, the segments that make or read it."""
-        found: dict[Var, set[int]] = {}
-        for k in self.forward:
-            eqn = self.eqns[k]
-            for var in (*inputs_of(eqn), *eqn.outvars):
-                found.setdefault(var, set()).add(self.segment[k])
+    def note_available(self, number: int) -> None:
+        """The segments in which a pass makes or reads each value."""
+        found = {var: {*segments} for var, segments in self.available.items()}
+        for k, eqn in enumerate(self.eqns):
+            if self.passes[k] == number and not self.light[k]:
+                for var in (*inputs_of(eqn), *eqn.outvars):
+                    found.setdefault(var, set()).add(self.segment[k])
         self.available = {var: sorted(segments) for var, segments in found.items()}
 
-    def place(self, eqn: JaxprEqn) -> int:
-        """Segment of a backward equation."""
-        latest = self.num_segments - 1
-        operands = inputs_of(eqn)
-        for var in operands:
+    def note_beside(self, number: int) -> None:
+        """What is made between earlier passes is at hand where it is made: beside a parameter or a gradient."""
+        for var, at in self.beside.items():
+            maker = self.made_by.get(at)
+            if maker is None and at in self.available:
+                self.available.setdefault(var, self.available[at])
+            elif maker is not None and self.passes[maker] < number and not self.light[maker]:
+                self.available.setdefault(var, [self.segment[maker]])
+
+    def operands(self, k: int) -> tuple[list[int], list[Var]]:
+        """Segments of what an equation's own pass makes for it; and what is there before: parameters first, then the rest."""
+        segments, there = [], list[Var]()
+        for var in inputs_of(self.eqns[k]):
             maker = self.made_by.get(var)
-            if maker is not None and self.backward[maker] and not self.light[maker]:
-                latest = min(latest, self.segment[maker])
-        for of_parameters in (True, False):
-            for var in operands:
-                maker = self.made_by.get(var)
-                kept = maker is None or (not self.backward[maker] and not self.light[maker])
-                if (var in self.parameters) == of_parameters and kept:
-                    fitting = [s for s in self.available.get(var, ()) if s <= latest]
-                    if fitting:
-                        latest = min(latest, fitting[-1])
+            if maker is None or (self.passes[maker] < self.passes[k] and not self.light[maker]):
+                there.append(var)
+            elif not self.light[maker]:
+                segments.append(self.segment[maker])
+        return segments, sorted(there, key=lambda var: var not in self.parameters)
+
+    def place_back(self, k: int) -> int:
+        """Segment of an equation of a backward pass: the last that holds its operands and is not behind its cotangents."""
+        segments, there = self.operands(k)
+        latest = min(segments, default=self.num_segments - 1)
+        for var in there:
+            latest = max((s for s in self.available.get(var, ()) if s <= latest), default=latest)
         return latest
 
-    def move_earlier(self) -> None:
+    def place_ahead(self, k: int) -> int:
+        """Segment of an equation of a later forward pass: the first that holds its operands and is not before what it reads."""
+        segments, there = self.operands(k)
+        earliest = max(segments, default=0)
+        for var in (var for var in there if var in self.parameters or var in self.made_by):  # a piece is anywhere
+            earliest = min((s for s in self.available.get(var, ()) if s >= earliest), default=earliest)
+        return earliest
+
+    def move_earlier(self, number: int) -> None:
         """A backward equation read only by earlier segments moves there if its operands are smaller than its results."""
         reader: dict[Var, int] = {}
-        for k in reversed(range(len(self.eqns))):
+        for k in reversed(range(len(self.eqns)) if number % 2 else ()):
             eqn, segment = self.eqns[k], self.segment[k]
-            if self.backward[k] and segment >= 0:
+            if self.passes[k] == number and segment >= 0:
                 wanted = [reader[var] for var in eqn.outvars if var in reader]
                 target = max(wanted, default=segment)
                 if target < segment:
@@ -188,24 +220,24 @@ class _Builder:
             return var not in self.parameters or segment in self.available.get(var, ())
         if self.light[maker]:
             return True
-        if self.backward[maker]:
+        if self.passes[maker] % 2:
             return self.segment[maker] == segment
         return segment in self.available.get(var, ())
 
     def crossing(self) -> np.ndarray:
         """Bytes over each border: forward values to later segments, cotangents to earlier ones."""
         bytes_over = np.zeros(self.num_segments + 1)
-        furthest: dict[tuple[Var, bool], int] = {}
+        furthest: dict[tuple[Var, int], int] = {}
         for k, eqn in enumerate(self.eqns):
             if self.segment[k] < 0:
                 continue
             for var in inputs_of(eqn):
                 maker = self.made_by.get(var)
-                if maker is None or self.segment[maker] < 0 or self.backward[maker] != self.backward[k]:
+                if maker is None or self.segment[maker] < 0 or self.passes[maker] != self.passes[k]:
                     continue
-                key, here = (var, self.backward[k]), self.segment[k]
+                key, here = (var, self.passes[k]), self.segment[k]
                 far = furthest.get(key, self.segment[maker])
-                furthest[key] = min(far, here) if self.backward[k] else max(far, here)
+                furthest[key] = min(far, here) if self.passes[k] % 2 else max(far, here)
         for (var, _), far in furthest.items():
             low, high = sorted((self.segment[self.made_by[var]], far))
             bytes_over[low + 1 : high + 1] += num_bytes(var)

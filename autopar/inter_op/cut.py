@@ -2,14 +2,14 @@
 
 In:     a traced step, how many parts and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
-Method: the passes of `APART`, then `ir/split/microbatch.py` and `chain.py`.
+Method: the passes of `APART`, then `ir/split/stage_phases.py`, `pass_order.py` and `chain.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,9 +18,10 @@ from autopar.debug import check_behind
 from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
 from autopar.inter_op.lean_scans import lean_scans
+from autopar.inter_op.pass_order import pass_order
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import inputs_of, makers
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.equal_rules import EqualRules
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
@@ -29,8 +30,9 @@ from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
-from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins, whole_batch
+from autopar.ir.split.microbatch import Microbatches, check_phases
 from autopar.ir.split.sorted_parts import sort_in_parts
+from autopar.ir.split.stage_phases import split_at_joins, whole_batch
 from autopar.ir.trace.state import Roles
 
 
@@ -44,6 +46,7 @@ class CutStep:
         stacks: What became of the stacked arguments and results of the user's step.
         split: Its phases.
         chain: The segments of its loop.
+        behind: Of what is made between passes of the loop, the pass behind which it is made.
         batch: Dims of the loop's values that run over samples.
         paths: Of the arguments of the user's step.
     """
@@ -53,6 +56,7 @@ class CutStep:
     stacks: LayerSplit
     split: Microbatches
     chain: Chain
+    behind: Mapping[Var, int]
     batch: BatchDims
     paths: tuple[str, ...]
 
@@ -251,17 +255,18 @@ def cut_step(
     program, roles, stacks = made.program, made.roles, made.stacks
     if num_microbatches > 1:
         jaxpr, split = split_at_joins(program.jaxpr, *made.how)
-        program = dataclasses.replace(program, jaxpr=jaxpr)
     else:
-        split = whole_batch(program.jaxpr, roles.batch)
+        jaxpr, split = whole_batch(program.jaxpr, roles.batch)
+    program = dataclasses.replace(program, jaxpr=jaxpr)
     check_behind("microbatch", check_phases(program.jaxpr), split)
     first = 1 + len(split.invariants)
-    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), _invariants(split, makers(split.between)))
+    order = pass_order(split)
+    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), order)
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
     known = EqualRules()
     rules = {eqn: known.of(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
     batch = follow_batch(split.loop, rules, pieces)
-    return CutStep(program, roles, stacks, split, chain, batch, paths)
+    return CutStep(program, roles, stacks, split, chain, order.behind, batch, paths)
 
 
 def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
@@ -270,11 +275,6 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
     for eqn in (*split.before, *split.between):
         if any(a in made for a in inputs_of(eqn)):
             made.update(eqn.outvars)
-    return _invariants(split, made)
-
-
-def _invariants(split: Microbatches, made: Collection[Var]) -> list[Var]:
-    """Of values of the step, those that the loop reads whole, as they are called there."""
     return [var for var, outside in split.invariant_of.items() if outside in made]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
+from autopar.inter_op.update import UpdateRound
 from autopar.ir.split.accumulate import AccumulatingScan
 from autopar.ir.split.placement import Placement
 
@@ -27,8 +28,8 @@ PER_MICROBATCH: tuple[SlotKind, ...] = ("loop", "number")
 SENT: tuple[SlotKind, ...] = ("loop", "value")
 """What stages make for each other."""
 TaskKind = Literal["step", "init", "F", "M", "B", "W", "U"]
-"""The whole step at once; or what comes before the loop, forward, a round of what comes between all forward passes and the
-backward ones, backward, weight gradients, a round of the update."""
+"""The whole step at once; or what comes before the loop, forward, a round of what comes between two passes of all
+microbatches, backward, weight gradients, a round of the update."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,8 @@ class Task:
         kind: What it does.
         name: As its program is called: "stage0/F"; the step's own name, if it is the step.
         stage: Its stage.
-        round: Of an update, or of what comes between: which.
+        round: Of a pass, an update, or what comes between: which.
+        behind: Of what comes between: the pass of the loop behind which it runs.
         jaxpr: Over variables of the joint program.
         inputs: What its invars are.
         outputs: What its outvars are.
@@ -80,6 +82,7 @@ class Task:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     gates: Mapping[JaxprEqn, tuple[Var, ...]] = field(default_factory=dict)
+    behind: int = -1
 
     @property
     def is_in_loop(self) -> bool:
@@ -104,7 +107,7 @@ class StageProgram:
         donated: For each input, whether a result takes its memory.
         outputs: Output position -> position among the step's results, for those that are.
         batch: Dims of inputs that run over samples.
-        rounds: Equations of its update; the first round begins with what the loop has made.
+        rounds: What comes between passes, and the update.
         tasks: In order of a step.
         anew: Values that the tasks of both passes have, or make, for themselves.
         twice: Equations that both passes run.
@@ -124,7 +127,7 @@ class StageProgram:
     donated: tuple[bool, ...]
     outputs: Mapping[int, int]
     batch: Mapping[int, Dims]
-    rounds: tuple[tuple[JaxprEqn, ...], ...] = ()
+    rounds: tuple[UpdateRound, ...] = ()
     tasks: tuple[Task, ...] = ()
     anew: frozenset[Var] = frozenset()
     twice: frozenset[JaxprEqn] = frozenset()

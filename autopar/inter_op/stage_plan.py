@@ -141,9 +141,9 @@ class StagePlan:
             seconds += priced * (self.program.count if t.task.is_in_loop else 1)
         return self.sharded.gap_of(seconds)
 
-    def task(self, kind: TaskKind) -> TaskPlan | None:
-        """The first task of a kind."""
-        return next((t for t in self.tasks if t.task.kind == kind), None)
+    def task(self, kind: TaskKind, number: int = 0) -> TaskPlan | None:
+        """The task of a kind and round."""
+        return next((t for t in self.tasks if t.task.kind == kind and t.task.round == number), None)
 
 
 def plan_stage(

@@ -18,6 +18,7 @@ from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_tasks import stage_tasks
 from autopar.inter_op.tasks import Tasks
+from autopar.inter_op.update import AFTER_LOOP, UpdateRound
 from autopar.ir.dataflow import makers, read_by, variables
 from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions
@@ -31,7 +32,7 @@ def stage_program(tasks: Tasks, stage: int) -> StageProgram:
 
 def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
     """The same joint program, and of it the tasks as they are when the stage runs more or less again."""
-    kept = frozenset(tasks.behind[program.stage].kept.values)
+    kept = frozenset(var for each in tasks.kept(program.stage) for var in each.values)
     return dataclasses.replace(program, tasks=stage_tasks(tasks, program), kept=kept)
 
 
@@ -42,21 +43,22 @@ class _Builder:
         self.piece_of = self.split.piece_of
         self.stacks: dict[Var, Var] = {}
         self.sent: list[Var] = []
-        self.between = tasks.between[stage]
-        self.joined = {var: new_var(var.aval) for var in makers(self.between)}
+        self.joined = {var: new_var(var.aval) for var in tasks.cut.behind}
         self.joins: dict[Var, Var] = {}
 
     def build(self) -> StageProgram:
         scan = self.scan()
-        rounds = [merge_conditions(eqns) for eqns in self.update.rounds[self.stage]]
-        if scan.after:
-            rounds = rounds or [[]]
-            rounds[0] = [*scan.after, *rounds[0]]
-        after = list(dict.fromkeys((*scan.after, *self.between, *(e for eqns in rounds for e in eqns))))
+        rounds = [
+            dataclasses.replace(each, eqns=tuple(merge_conditions(each.eqns)))
+            for each in self.update.rounds[self.stage]
+        ]
+        if scan.after and not any(each.behind == AFTER_LOOP for each in rounds):
+            rounds.append(UpdateRound(AFTER_LOOP, 0, ()))
+        after = [*scan.after, *(eqn for each in rounds for eqn in each.eqns)]
         eqns = [*self.tasks.before[self.stage], *scan.eqns, *after]
         made = makers(eqns)
         arguments = self.arguments(eqns)
-        arrived = [v for v in read_by(after) if v not in made and v not in arguments]
+        arrived = [v for v in read_by(after, self.joins.values()) if v not in made and v not in arguments]
         outputs = self.results({*made, *arguments})
         atoms = [self.tasks.jaxpr.outvars[k] for k in outputs]
         leaving = [v for v in self.leaving(made) if v not in atoms]
@@ -78,7 +80,7 @@ class _Builder:
             donated=tuple(k in aliases.values() for k in range(len(invars))),
             outputs=dict(enumerate(outputs)),
             batch={k: frozenset(d + 1 for d in dims) for k, dims in dims_of.items() if dims},
-            rounds=tuple(map(tuple, rounds)),
+            rounds=tuple(rounds),
             anew=frozenset(
                 (*(var for eqn in scan.eqns for body in bodies_of(eqn) for var in body.invars), *makers(twice))
             ),
@@ -90,13 +92,12 @@ class _Builder:
     def twice(self) -> list[JaxprEqn]:
         """Equations of the loop that the forward and the backward pass both run."""
         # At whatever level the stage is run later: the same program has the same decisions.
-        cheap = self.tasks.at_level(self.stage, CHEAP).behind[self.stage]
-        behind = {*cheap.eqns, *cheap.weight}
-        return [eqn for eqn in self.tasks.forward[self.stage] if eqn in behind]
+        cheap = self.tasks.at_level(self.stage, CHEAP).rounds[self.stage]
+        return [eqn for each in cheap for eqn in each.forward if eqn in {*each.behind.eqns, *each.behind.weight}]
 
     def scan(self) -> AccumulatingScan:
         """The stage's part of the loop, in the loop's order."""
-        own = {eqn for eqns in self.tasks.in_loop(self.stage).values() for eqn in eqns}
+        own = set(self.tasks.in_loop(self.stage))
         eqns = [eqn for eqn in self.split.loop.eqns if eqn in own]
         pairs = zip(self.split.results, self.split.loop.outvars, strict=True)
         results = [(result, own) for result, own in pairs if result.var in self.update.results[self.stage]]
@@ -113,7 +114,7 @@ class _Builder:
 
     def read_elsewhere(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """Values of the loop made here that other stages read, in order."""
-        mine = [v for v in makers(eqns) if self.tasks.made_at.get(v, ("", -1))[1] == self.stage]
+        mine = [v for v in makers(eqns) if v in self.tasks.made_at and self.tasks.made_at[v].stage == self.stage]
         return [v for v in mine if not self.tasks.readers.get(v, set()) <= {self.stage}]
 
     def arguments(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
@@ -145,5 +146,5 @@ class _Builder:
 
     def leaving(self, made: Collection[Var]) -> list[Var]:
         """Values made here behind the loop that other stages read, or the second half of the loop."""
-        sent = [v for v in self.tasks.left_behind_loop[self.stage] if v in made]
-        return list(dict.fromkeys([*sent, *self.tasks.joined_for_others(self.stage), *self.joins.values()]))
+        wanted = dict.fromkeys([*self.tasks.left_behind_loop[self.stage], *self.joins.values()])
+        return [v for v in wanted if v in made]

@@ -14,7 +14,8 @@ from typing import Any
 
 from autopar._jax import Atom, JaxprEqn, Literal, Var, make_jaxpr
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
-from autopar.inter_op.tasks import Tasks
+from autopar.inter_op.tasks import Made, Round, Tasks
+from autopar.inter_op.update import AFTER_LOOP
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
 from autopar.ir.split.accumulate import Joined
 
@@ -22,9 +23,15 @@ from autopar.ir.split.accumulate import Joined
 def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:
     """The tasks of one stage."""
     builder = _Builder(tasks, program)
-    loop = [*builder.loop()]
-    forward = [task for task in loop if task.kind == "F"]
-    return (builder.before(), *forward, *builder.between(), *loop[len(forward) :], *builder.updates())
+    rest = [*builder.loop(), *builder.behind_passes()]
+    return (builder.before(), *sorted(rest, key=_when))
+
+
+def _when(task: Task) -> tuple[int, bool]:
+    """Behind what passes a task stands in a step, and whether it is one itself."""
+    if task.is_in_loop:
+        return 2 * task.round + (task.kind != "F"), False
+    return task.behind, True
 
 
 def read_as_given(tasks: Sequence[Task], unchanged: Collection[int]) -> tuple[Task, ...]:
@@ -62,16 +69,15 @@ class _Builder:
         self, kind: TaskKind, number: int, inputs: Sequence[Slot], outputs: Sequence[Slot], eqns: Sequence[JaxprEqn]
     ) -> Task:
         jaxpr = make_jaxpr([s.var for s in inputs], [s.var for s in outputs], eqns)
-        gates = self.tasks.behind[self.stage].gates.get(kind, {})
         name = f"stage{self.stage}/{kind}" + (str(number) if number else "")
-        return Task(kind, name, self.stage, number, jaxpr, tuple(inputs), tuple(outputs), gates)
+        return Task(kind, name, self.stage, number, jaxpr, tuple(inputs), tuple(outputs))
 
     def before(self) -> Task:
         """What comes before the loop; its sums and rows begin without a program of their own."""
         eqns = self.tasks.before[self.stage]
         made = makers(eqns)
-        behind = (self.tasks.between[self.stage], *self.program.rounds)
-        later = read_by((eqn for eqns in behind for eqn in eqns), (*self.program.results, *self.program.leaving))
+        behind = (eqn for each in self.program.rounds for eqn in each.eqns)
+        later = read_by(behind, (*self.program.results, *self.program.leaving))
         consts, joins = self.program.scan.consts, self.program.joins
         outputs = [Slot("const", inner, outer) for inner, outer in consts.items() if outer not in joins]
         outputs += [Slot("value", v, v) for v in later if v in made]
@@ -82,33 +88,40 @@ class _Builder:
 
     def loop(self) -> Iterator[Task]:
         """The tasks that are run once per microbatch."""
-        tasks, stage = self.tasks, self.stage
-        behind = tasks.behind[stage]
-        for_weights = read_by(behind.weight)
-        passed = {v: Slot("loop", copy, v) for v, copy in behind.passed.items()}
-        passes: tuple[tuple[TaskKind, Sequence[JaxprEqn], Iterable[Var]], ...] = (
-            ("F", tasks.forward[stage], behind.kept.values),
-            ("B", behind.eqns, for_weights),
-            ("W", behind.weight, ()),
+        rounds = self.tasks.rounds[self.stage]
+        for number, each in enumerate(rounds):
+            later = read_by(e for other in rounds[number + 1 :] for eqns in other.by_kind.values() for e in eqns)
+            yield from self.round(number, each, later)
+
+    def round(self, number: int, each: Round, read_later: Mapping[Var, None]) -> Iterator[Task]:
+        """Those of one round; `read_later`: what later ones read."""
+        for_weights, passed = (
+            read_by(each.behind.weight),
+            {v: Slot("loop", c, v) for v, c in each.behind.passed.items()},
         )
-        for kind, eqns, waiting in passes:
-            own = [each for each in self.joined if self.kind_of(each.contribution) == kind]
+        waiting: dict[str, Iterable[Var]] = {"F": each.behind.kept.values, "B": for_weights, "W": ()}
+        kinds: tuple[TaskKind, ...] = ("F", "B", "W")
+        for kind in kinds:
+            eqns = each.by_kind[kind]
+            own = [j for j in self.joined if self.made_at(j.contribution)[:2] == (kind, number)]
             if eqns or own:
-                whole = _beside_makers(eqns, [each.eqns for each in own])
-                read_later = dict.fromkeys((*self.program.sent, *waiting))
-                outputs = [Slot("loop", v, v) for v in read_later if tasks.made_at.get(v) == (kind, stage)]
+                whole = _beside_makers(eqns, [j.eqns for j in own])
+                read = dict.fromkeys((*self.program.sent, *waiting[kind], *read_later))
+                outputs = [Slot("loop", v, v) for v in read if self.tasks.made_at.get(v) == (kind, number, self.stage)]
                 outputs += passed.values() if kind == "B" else ()
-                rows = [each.after for each in own if each.before is None]
+                rows = [j.after for j in own if j.before is None]
                 inputs = self.loop_inputs(whole, rows, passed if kind == "W" else {})
                 # Results take the memory of the first operand of their type: another order would cost copies.
                 place = {slot.var: at for at, slot in enumerate(inputs)} | {None: len(inputs)}
-                own.sort(key=lambda each: place.get(each.before, -1))
-                outputs += [_slot(each, each.after) for each in own]
-                yield self.task(kind, 0, inputs, outputs, whole)
+                own.sort(key=lambda j: place.get(j.before, -1))
+                outputs += [_slot(j, j.after) for j in own]
+                made = self.task(kind, number, inputs, outputs, whole)
+                yield dataclasses.replace(made, gates=each.behind.gates.get(kind, {}))
 
-    def kind_of(self, value: Atom) -> str:
+    def made_at(self, value: Atom) -> Made:
         """The task that makes a value of a microbatch."""
-        return "F" if isinstance(value, Literal) else self.tasks.made_at.get(value, ("F", self.stage))[0]
+        first = Made("F", 0, self.stage)
+        return first if isinstance(value, Literal) else self.tasks.made_at.get(value, first)
 
     def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any], passed: Mapping[Var, Slot]) -> list[Slot]:
         made, read = makers(eqns), read_by(eqns, results)
@@ -119,39 +132,48 @@ class _Builder:
         known |= passed
         return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
 
-    def between(self) -> Iterator[Task]:
-        """What runs when all forward passes have: first what other stages wait for, then what the backward passes do."""
-        tasks, scan, joins = self.tasks, self.program.scan, self.program.joins
-        inner = {joins[outer]: v for v, outer in scan.consts.items() if outer in joins}
-        outputs: tuple[list[Slot], list[Slot]] = (
-            [Slot("value", v, v) for v in tasks.joined_for_others(self.stage)],
-            [Slot("const", inner[v], v) for v in joins.values()],
-        )
-        known = self.behind_the_loop()
-        for number, own in enumerate(outputs):
-            if own:
-                eqns = needed((*scan.after, *tasks.between[self.stage]), [s.var for s in own])
-                made = makers(eqns)
-                read = [v for v in read_by(eqns) if v not in made]
-                yield self.task("M", number, [known.get(v) or Slot("value", v, v) for v in read], own, eqns)
-
-    def behind_the_loop(self) -> dict[Var, Slot]:
-        """What is there when the loop, or its first half, has run."""
+    def behind_passes(self) -> Iterator[Task]:
+        """What runs when passes of all microbatches have been: between them, and the update."""
+        program, rounds = self.program, self.program.rounds
         known = {v: Slot("argument", v, v) for v in self.arguments}
-        return known | {each.total: _slot(each, each.total) for each in self.joined}
-
-    def updates(self) -> Iterator[Task]:
-        rounds, known = self.program.rounds, self.behind_the_loop()
-        made_in = {var: k for k, eqns in enumerate(rounds) for eqn in eqns for var in eqn.outvars}
-        known |= {v: Slot("value", v, v) for v in self.tasks.joined_for_others(self.stage)}
-        for number, eqns in enumerate(rounds):
+        known |= {each.total: _slot(each, each.total) for each in self.joined}
+        done: dict[Var, None] = {}
+        for at, each in enumerate(rounds):
+            eqns = [*(self.finished(each.behind, done) if each.number == 0 else ()), *each.eqns]
+            made, late = makers(eqns), self.late(each.behind)
+            wanted = dict.fromkeys(variables((*program.results, *program.leaving)))
+            wanted |= read_by(eqn for other in rounds[at + 1 :] for eqn in other.eqns)
+            outputs = [Slot("value", v, v) for v in wanted if v in made and v not in known]
+            outputs += [Slot("const", inner, v) for v, inner in late.items() if v in made]
+            done.update(dict.fromkeys(made))
+            inputs = [known.get(v) or Slot("value", v, v) for v in read_by(eqns) if v not in made]
+            is_last = all(other.behind != each.behind for other in rounds[at + 1 :])
+            kind: TaskKind = "U" if each.behind == AFTER_LOOP else "M"
+            number = each.number if kind == "U" else 2 * at
             if eqns:
-                read = [v for v in read_by(eqns) if made_in.get(v) != number]
-                wanted = dict.fromkeys(variables((*self.program.results, *self.program.leaving)))
-                wanted |= read_by(eqn for after in rounds[number + 1 :] for eqn in after)
-                inputs = [known.get(v) or Slot("value", v, v) for v in read]
-                outputs = [Slot("value", v, v) for v in wanted if made_in.get(v) == number and v not in known]
-                yield self.task("U", number, inputs, outputs, eqns)
+                yield dataclasses.replace(self.task(kind, number, inputs, outputs, eqns), behind=each.behind)
+            foreign = {v: inner for v, inner in late.items() if v not in done} if is_last else {}
+            if foreign:  # in a task of its own: their makers may wait for what was made here
+                slots = (
+                    [Slot("value", v, v) for v in foreign],
+                    [Slot("const", inner, v) for v, inner in foreign.items()],
+                )
+                yield dataclasses.replace(self.task("M", 2 * at + 1, *slots, ()), behind=each.behind)
+
+    def finished(self, behind: int, done: Collection[Var]) -> list[JaxprEqn]:
+        """What makes the step's own values of what the loop has added up: those that are first wanted behind a pass."""
+        read = read_by(eqn for each in self.program.rounds if each.behind == behind for eqn in each.eqns)
+        read |= {v: None for v, first in self.tasks.left_behind_loop[self.stage].items() if first == behind}
+        if behind == AFTER_LOOP:
+            read |= dict.fromkeys(variables((*self.program.results, *self.program.leaving)))
+        return [e for e in needed(self.program.scan.after, read) if not any(var in done for var in e.outvars)]
+
+    def late(self, behind: int) -> dict[Var, Var]:
+        """What is made behind a pass and later ones read here: the step's variable, and the loop's."""
+        joins, at = self.program.joins, self.tasks.cut.behind
+        return {
+            joins[v]: inner for inner, v in self.program.scan.consts.items() if v in joins and at[joins[v]] == behind
+        }
 
 
 def _beside_makers(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]) -> list[JaxprEqn]:

@@ -1,8 +1,8 @@
 """Where the update runs: beside the parameters; what joins stages is small, or crosses once.
 
 In:     a step in phases whose loop is cut into stages.
-Out:    `Update`: the equations after the loop, per stage in rounds (values cross stages between rounds only); the home of
-        every argument and of every output.
+Out:    `Update`: the equations after the loop, and those between its passes, per stage in rounds (values cross stages between
+        rounds only); the home of every argument and of every output.
 Method: an equation that makes new state runs where the old lives, any other where the largest of its operands does.
         Small values of several stages (the norm of all gradients, whether all are finite) are joined on the last stage,
         after those of one stage have been joined there. What is made of small arguments alone (a learning rate) is made
@@ -13,8 +13,8 @@ Method: an equation that makes new state runs where the old lives, any other whe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
@@ -26,12 +26,31 @@ from autopar.tuning import TUNING
 _JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
 
 
-@dataclass(frozen=True, eq=False)
-class Update:
-    """Placement of what comes after the loop, and of the step's arguments and results.
+AFTER_LOOP = 2**31
+"""More than any number of a pass of the loop."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateRound:
+    """What a stage does at once, when passes of all microbatches have been.
 
     Attributes:
-        rounds: Per stage, per round, equations in order; there may be none in a round.
+        behind: The pass of the loop behind which it runs; `AFTER_LOOP`: all of them.
+        number: Which of the rounds behind that pass it is.
+        eqns: In order; there may be none.
+    """
+
+    behind: int
+    number: int
+    eqns: tuple[JaxprEqn, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Placement of what comes between passes and after the loop, and of the step's arguments and results.
+
+    Attributes:
+        rounds: Per stage, in order.
         stage_of: Stage of each value that the update makes; a value made everywhere it is read has none.
         results: Per stage, the values that its part of the loop makes for the update or for the user.
         home: Stage at which each argument lives.
@@ -39,7 +58,7 @@ class Update:
         outputs: Stage at which each result of the step is found.
     """
 
-    rounds: tuple[tuple[tuple[JaxprEqn, ...], ...], ...]
+    rounds: tuple[tuple[UpdateRound, ...], ...]
     stage_of: Mapping[Var, int]
     results: tuple[tuple[Var, ...], ...]
     home: Mapping[Var, int]
@@ -51,24 +70,28 @@ def place_update(
     jaxpr: Jaxpr,
     split: Microbatches,
     in_loop: Sequence[Sequence[JaxprEqn]],
-    made_at: Mapping[Var, tuple[str, int]],
+    made_at: Mapping[Var, Any],
     aliases: Mapping[int, int],
+    behind: Mapping[Var, int],
 ) -> Update:
     """Place the update.
 
     Args:
         in_loop: Per stage, equations of the loop.
-        made_at: Kind and stage of each value of the loop.
+        made_at: Of each value of the loop, at which `stage` it is made.
         aliases: Result of the step -> argument whose new value it is.
+        behind: Of what is made between passes of the loop, the pass behind which it is.
     """
-    before = (*split.before, *split.between)
-    read_by_loop = [_arguments_behind(jaxpr, split.read_outside(eqns), before) for eqns in in_loop]
+    outside = [split.read_outside(eqns) for eqns in in_loop]
+    read_by_loop = [_arguments_behind(jaxpr, wanted, split.before) for wanted in outside]
+    late = [[var for var in wanted if var in behind] for wanted in outside]
     result_at = {
-        r.var: made_at[a][1] if not isinstance(a, Literal) and a in made_at else 0
+        r.var: made_at[a].stage if not isinstance(a, Literal) and a in made_at else 0
         for r, a in zip(split.results, split.loop.outvars, strict=True)
     }
-    first = _Placement(jaxpr, split, read_by_loop, result_at, aliases, split.after)
-    return _Placement(jaxpr, split, read_by_loop, result_at, aliases, first.joined_locally()).update()
+    eqns = [*split.between, *split.after]
+    first = _Placement(jaxpr, split, read_by_loop, result_at, aliases, eqns, late, dict(behind))
+    return replace(first, eqns=first.joined_locally(), stage={}, stage_of_eqn={}).update()
 
 
 def _arguments_behind(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
@@ -102,6 +125,8 @@ class _Placement:
     result_at: Mapping[Var, int]
     aliases: Mapping[int, int]
     eqns: Sequence[JaxprEqn]
+    late: Sequence[Sequence[Var]]
+    behind: dict[Var, int]
     stage: dict[Var, int] = field(default_factory=dict)
     stage_of_eqn: dict[JaxprEqn, int] = field(default_factory=dict)
 
@@ -198,24 +223,31 @@ class _Placement:
                 groups.setdefault(self.stage.get(part, -1) if isinstance(part, Var) else -1, []).append(part)
             if len(join.parts) > 2 and len(groups.keys() - {-1}) > 1 and join.is_of_one_type():
                 root, *gone = join.eqns
-                replaced |= {eqn: [] for eqn in gone} | {root: _chains(root, groups)}
+                chains = _chains(root, groups)
+                replaced |= {eqn: [] for eqn in gone} | {root: chains}
+                if root.outvars[0] in self.behind:
+                    self.behind |= {var: self.behind[root.outvars[0]] for eqn in chains for var in eqn.outvars}
         return [each for eqn in self.eqns for each in replaced.get(eqn, [eqn])]
 
     def update(self) -> Update:
         floating = makers(eqn for eqn in self.eqns if eqn not in self.stage_of_eqn)
         order = {eqn: k for k, eqn in enumerate(self.eqns)}
-        round_of: dict[Var, int] = {}
-        by_round: list[dict[int, list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
+        round_of: dict[Var, tuple[int, int]] = {}
+        by_round: list[dict[tuple[int, int], list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
         for eqn in self.eqns:
             at = self.stage_of_eqn.get(eqn)
             if at is None:
                 continue
-            number = 0
+            behind, number = self.behind_of(eqn), 0
             for var in inputs_of(eqn):
                 if var in self.stage and var not in self.arguments:
-                    number = max(number, round_of.get(var, 0) + (self.stage[var] != at))
-            round_of.update(dict.fromkeys(eqn.outvars, number))
-            by_round[at].setdefault(number, []).append(eqn)
+                    before, so_far = round_of.get(var, (behind, 0))
+                    if var not in round_of and self.stage[var] != at:
+                        by_round[self.stage[var]].setdefault((behind, 0), [])  # where it is handed out
+                    if before == behind:
+                        number = max(number, so_far + (self.stage[var] != at))
+            round_of.update(dict.fromkeys(eqn.outvars, (behind, number)))
+            by_round[at].setdefault((behind, number), []).append(eqn)
         last = self.num_stages - 1
         made_there = [
             var for var in variables(self.jaxpr.outvars) if var in floating
@@ -224,18 +256,22 @@ class _Placement:
         outputs = [at_home.get(atom, 0) if isinstance(atom, Var) else 0 for atom in self.jaxpr.outvars]
         rounds = []
         for stage in range(self.num_stages):
-            first = made_there if stage == last else []
+            wanted: dict[tuple[int, int], list[Var]] = (
+                {(AFTER_LOOP, 0): made_there} if stage == last and made_there else {}
+            )
+            for var in self.late[stage]:
+                wanted.setdefault((self.behind[var], 0), []).append(var)
             done: dict[JaxprEqn, None] = {}
             of_stage = []
-            for number in range(1 + max([-1, *by_round[stage], *([0] if first else [])])):
-                own = by_round[stage].get(number, [])
-                wanted = first if number == 0 else []
-                of_stage.append(tuple(with_makers(own, wanted, floating, order, done)))
-                done.update(dict.fromkeys(of_stage[-1]))
+            for behind, number in self.places(by_round[stage].keys() | wanted):
+                own = by_round[stage].get((behind, number), [])
+                eqns = with_makers(own, wanted.get((behind, number), []), floating, order, done)
+                done.update(dict.fromkeys(eqns))
+                of_stage.append(UpdateRound(behind, number, tuple(eqns)))
             rounds.append(tuple(of_stage))
         readers: dict[Var, dict[int, None]] = {}
         for stage in range(self.num_stages):
-            for var in (*self.read_by_loop[stage], *self.update_reads(rounds[stage])):
+            for var in (*self.read_by_loop[stage], *self.update_reads([each.eqns for each in rounds[stage]])):
                 readers.setdefault(var, {})[stage] = None
         home = self.homes(outputs, readers)
         results = tuple(
@@ -249,6 +285,17 @@ class _Placement:
             {var: tuple(sorted(stages)) for var, stages in readers.items()},
             tuple(outputs),
         )
+
+    def behind_of(self, eqn: JaxprEqn) -> int:
+        """The pass behind which an equation runs."""
+        return max((self.behind.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP)
+
+    def places(self, used: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Rounds up to the last that is used, in order; every number behind a pass has those before it."""
+        most: dict[int, int] = {}
+        for behind, number in used:
+            most[behind] = max(number, most.get(behind, 0))
+        return [(behind, number) for behind in sorted(most) for number in range(most[behind] + 1)]
 
     def homes(self, outputs: list[int], readers: dict[Var, dict[int, None]]) -> dict[Var, int]:
         """Where each argument lives: what comes back, where its new value is found.

@@ -133,13 +133,23 @@ def is_backward(eqn: JaxprEqn) -> bool:
     A gradient that the loss itself asks for (forces, a gradient penalty, an inner step of MAML) is part of the forward
     pass: "jvp(transpose(jvp()))", and backward is "transpose(jvp(...))" of it.
     """
-    return _is_transposed(eqn.source_info.name_stack)
+    return _outermost(eqn.source_info.name_stack) == "transpose"
+
+
+def is_ahead(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the forward pass of a gradient."""
+    return _outermost(eqn.source_info.name_stack) == "jvp"
+
+
+def is_of_inner_gradient(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the backward pass of a gradient that the loss itself asks for."""
+    return is_ahead(eqn) and "transpose(" in str(eqn.source_info.name_stack)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _is_transposed(name_stack: NameStack) -> bool:
-    outermost = re.search(r"\b(transpose|jvp)\(", str(name_stack))
-    return outermost is not None and outermost[1] == "transpose"
+def _outermost(name_stack: NameStack) -> str:
+    found = re.search(r"\b(transpose|jvp)\(", str(name_stack))
+    return "" if found is None else found[1]
 
 
 def gradient_line(jaxpr: Jaxpr) -> str:

@@ -28,7 +28,7 @@ TASKS: dict[TaskKind, str] = {
     "step": "step",
     "init": "what precedes the microbatches",
     "F": "forward",
-    "M": "between forward and backward passes",
+    "M": "between two passes of all microbatches",
     "B": "backward",
     "W": "backward, the weights' half",
     "U": "update",

@@ -67,7 +67,7 @@ def _stages(planned: StepPlan, cluster: Cluster) -> Iterator[Stage]:
     ):
         operations, recomputed = ("", ""), Recomputed()
         if isinstance(planned, PipelinePlan):
-            eqns = planned.tasks.forward[number]
+            eqns = planned.tasks.rounds[number][0].forward
             operations = (describe(eqns[0]), describe(eqns[-1])) if eqns else ("", "")
             recomputed = recomputed_by(planned, number, cluster.device)
         submesh = Submesh(stage.mesh.num_devices, first)

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import InfeasibleError, NoPlanFoundError, needed_bytes
-from autopar.inter_op.backward import find_levels
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
@@ -254,7 +253,7 @@ def _run_again_what_does_not_fit(planned: PipelinePlan, cluster: Cluster, budget
         for mesh, peak in planned.simulation.peak_bytes.items():
             own = range(mesh, len(planned.stages), num_meshes)
             if peak > budget:
-                ladders |= {s: list(find_levels(planned.tasks.passes[s])[1:]) for s in own if s not in ladders}
+                ladders |= {s: planned.tasks.levels_of(s)[1:] for s in own if s not in ladders}
                 left = [s for s in own if ladders[s]]
                 if not left:
                     return least

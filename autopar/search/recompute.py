@@ -26,7 +26,7 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
     other = lower_stage(with_tasks(planned.program, cheap), planned.mesh, device, planned.sharded)
     return Recomputed(
         level,
-        len(tasks.kept[stage].heavy),
+        sum(len(each.heavy) for each in tasks.kept(stage)),
         float(max(0.0, _backward_seconds(planned) - _backward_seconds(other))) * planned.program.count,
         kept,
         max(0, kept_bytes(cheap, other) - kept),
@@ -35,10 +35,10 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
 
 def kept_bytes(tasks: Tasks, stage: StagePlan) -> int:
     """Bytes on one device of what a microbatch keeps from forward to backward in a stage."""
-    values = set(tasks.kept[stage.program.stage].values)
-    read = [value for kind in ("B", "W") if (task := stage.task(kind)) for value in task.inputs]
+    values = {var for each in tasks.kept(stage.program.stage) for var in each.values}
+    read = [value for task in stage.tasks if task.task.kind in ("B", "W") for value in task.inputs]
     return sum({value.key: value.num_bytes for value in read if value.key in values}.values())
 
 
 def _backward_seconds(stage: StagePlan) -> float:
-    return sum(task.seconds for kind in ("B", "W") if (task := stage.task(kind)))
+    return sum(task.seconds for task in stage.tasks if task.task.kind in ("B", "W"))

@@ -233,7 +233,7 @@ def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> Micro
     return MicrobatchError(
         error.summary,
         given=error.given,
-        wrong=f"{error.wrong} A pipeline goes through its microbatches once: forwards, then backwards.",
+        wrong=f"{error.wrong} A pipeline goes through its microbatches again only where a gradient has led.",
         do=f"{error.do.removesuffix('.')}; or, on one mesh, ShardParallel(num_microbatches={count}), which goes through them "
         "again for what waits, and is exact.",
         **error.facts,
@@ -242,15 +242,27 @@ def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> Micro
 
 def _waits_text(planned: PipelinePlan) -> str:
     """What is otherwise than the schedule has it, and why; "": nothing."""
-    num_meshes, between = len(planned.streams.instructions), planned.cut.split.between
+    num_meshes, cut = len(planned.streams.instructions), planned.cut
     asked = planned.schedule.order(num_meshes, planned.num_microbatches)
-    if steps_in_order(planned.cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
+    if steps_in_order(cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
         return ""
-    return (
-        f"backward passes wait for what the forward passes of all microbatches make together ({describe(between[0])}), so all "
-        f"of these come first, as under 'gpipe', and what they keep is in memory at once; schedule={planned.schedule.name!r} "
-        'orders the rest. With microbatch_semantics="per_microbatch" each takes its own, which is another computation.'
-    )
+    found = []
+    waited = next((eqn for eqn in cut.split.between if cut.behind[eqn.outvars[0]] % 2 == 0), None)
+    if waited is not None:
+        found.append(
+            "backward passes wait for what the forward passes of all microbatches make together "
+            f"({describe(waited)}), so all of these come first, as under 'gpipe', and what they keep is in memory at once; "
+            f'schedule={planned.schedule.name!r} orders the rest. With microbatch_semantics="per_microbatch" each takes its '
+            "own, which is another computation."
+        )
+    if cut.chain.num_rounds > 1:
+        led = next((eqn for eqn in cut.split.between if cut.behind[eqn.outvars[0]] % 2), None)
+        where = "" if led is None else f" (from {describe(led)} on)"
+        found.append(
+            f"a step goes {cut.chain.num_rounds} times forwards and backwards through the stages, for a gradient is taken "
+            f"where another has led{where}: each of these rounds begins when all microbatches have been through the one before."
+        )
+    return " ".join(found)
 
 
 def _best_in_memory(

@@ -33,7 +33,7 @@ from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, simulate_streams
 from autopar.streams.emit import Emission, emit_instructions, emit_step
 from autopar.streams.instructions import Run
-from autopar.streams.schedules import Schedule, Step, forward_first, num_chunks
+from autopar.streams.schedules import Schedule, Step, in_rounds, num_chunks
 from autopar.streams.simulate import Interval, Simulation
 from autopar.streams.streams import Buffer, Streams
 
@@ -216,9 +216,9 @@ def assemble(tasks: Tasks, stages: Sequence[StagePlan], cluster: Cluster, schedu
 
 
 def steps_in_order(cut: CutStep, num_meshes: int, schedule: Schedule) -> list[list[Step]]:
-    """Steps per mesh, as the schedule orders them; forward ones first, if backward passes wait for all of them."""
-    order = schedule.order(num_meshes, cut.split.count)
-    return forward_first(order) if cut.split.between else order
+    """Steps per mesh, as the schedule orders them, round by round; forward ones first, if backward passes wait for all."""
+    waiting = {number // 2 for number in cut.behind.values() if number % 2 == 0}
+    return in_rounds(schedule.order(num_meshes, cut.split.count), cut.chain.num_rounds, waiting)
 
 
 def _check_homes(tasks: Tasks) -> None:

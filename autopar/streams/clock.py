@@ -32,17 +32,18 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
     """
     num_meshes, count = len(order), tasks.split.count
     wanted = {
-        (kind, k, stage)
+        (kind, number, k, stage)
         for stage in range(num_stages)
-        for kind, eqns in tasks.in_loop(stage).items()
+        for number, each in enumerate(tasks.rounds[stage])
+        for kind, eqns in each.by_kind.items()
         if eqns
         for k in range(count)
     }
-    done: set[tuple[str, int, int]] = set()
+    done: set[tuple[str, int, int, int]] = set()
     wrong = ""
     for mesh, steps in enumerate(order):
         for step in steps:
-            key = (step.kind, step.microbatch, step.chunk * num_meshes + mesh)
+            key = (step.kind, step.round, step.microbatch, step.chunk * num_meshes + mesh)
             if key in done:
                 wrong = wrong or f"mesh {mesh} does {step} twice."
             if not 0 <= step.microbatch < count:
@@ -50,7 +51,7 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
             done.add(key)
     missing = sorted(wanted - done)
     if missing:
-        kind, k, stage = missing[0]
+        kind, _, k, stage = missing[0]
         wrong = wrong or f"stage {stage} never does {kind}{k}, microbatch {k} {_MEANING[kind]}."
     if num_meshes * num_chunks(schedule) != num_stages:
         wrong = f"its order is for {num_meshes} meshes, there are {num_stages // num_chunks(schedule)}."

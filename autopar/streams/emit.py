@@ -181,17 +181,18 @@ class _Emitter:
         found: list[_Event] = [(task, -1) for task in inits if task is not None]
         between = self.joining(own, "M")
         for step in self.order[mesh]:
-            if step.kind != "F":
-                found, between = found + between, []
-            task = self.stages[step.chunk * self.num_meshes + mesh].task(step.kind)
+            number = 2 * step.round + (step.kind != "F")
+            while between and between[0][0].task.behind < number:
+                found.append(between.pop(0))
+            task = self.stages[step.chunk * self.num_meshes + mesh].task(step.kind, step.round)
             if task is not None:
                 found.append((task, step.microbatch))
-        return found + self.joining(own, "U")
+        return [*found, *between, *self.joining(own, "U")]
 
     def joining(self, own: Iterable[int], kind: TaskKind) -> list[_Event]:
         """The runs of some stages' tasks that are done once, round by round."""
         tasks = [t for stage in own for t in self.stages[stage].tasks if t.task.kind == kind]
-        return [(t, -1) for t in sorted(tasks, key=lambda t: t.task.round)]
+        return [(t, -1) for t in sorted(tasks, key=lambda t: (t.task.behind, t.task.round))]
 
     def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
         return slot.kind, slot.key, microbatch if slot.kind in PER_MICROBATCH else -1

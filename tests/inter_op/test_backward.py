@@ -35,19 +35,27 @@ def tasks_of(kind, num_stages, num_layers=4, split_backward="nowhere", level=CHE
     return make_tasks(made, borders, split_backward, levels)
 
 
+def only_rounds(tasks):
+    """Of each stage, what it does of a microbatch: once forwards, once backwards."""
+    return [only for (only,) in tasks.rounds]
+
+
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("kind", ["unrolled", "scan"])
 def test_all_keeps_what_enters(kind, num_stages):
     tasks = tasks_of(kind, num_stages, level=ALL)
-    assert tasks.kept[0].values == (), "of the first stage the batch, which is there anyway"
-    for passes, kept in list(zip(tasks.passes, tasks.kept, strict=True))[1:]:
-        assert set(kept.values) == set(passes.received) and kept.num_bytes == HIDDEN_BYTES
-    cheap = tasks_of(kind, num_stages)
-    assert all(a.num_bytes > 3 * b.num_bytes for a, b in zip(cheap.kept, tasks.kept, strict=True))
+    first, *rounds = only_rounds(tasks)
+    assert first.behind.kept.values == (), "of the first stage the batch, which is there anyway"
+    for each in rounds:
+        kept = each.behind.kept
+        assert set(kept.values) == set(each.passes.received) and kept.num_bytes == HIDDEN_BYTES
+    cheap = only_rounds(tasks_of(kind, num_stages))
+    for a, b in zip(cheap, only_rounds(tasks), strict=True):
+        assert a.behind.kept.num_bytes > 3 * b.behind.kept.num_bytes
 
 
 def test_levels_keep_less_and_run_more():
-    passes = tasks_of("unrolled", 2).passes[1]
+    passes = only_rounds(tasks_of("unrolled", 2))[1].passes
     levels = find_levels(passes)
     assert levels[0] == CHEAP and levels[-1] == ALL and list(levels) == sorted(set(levels)) and len(levels) > 2
     kept = [passes.kept(level) for level in levels]
@@ -59,22 +67,22 @@ def test_levels_keep_less_and_run_more():
 
 def test_selective_levels_begin_with_attention_and_keep_layer_borders():
     """Scores take most bytes for their work; a layer's input takes fewest for the work that it saves."""
-    passes = tasks_of("unrolled", 2).passes[1]
+    passes = only_rounds(tasks_of("unrolled", 2))[1].passes
     first, *_, last = [passes.kept(level) for level in find_levels(passes)[1:-1]]
     assert {eqn.outvars[0].aval.shape[-1] for eqn in first.heavy} == {LENGTH}, "products over the heads"
     assert [num_bytes(v) for v in last.values] == [HIDDEN_BYTES] * 3, "what enters two layers and the loss"
 
 
 def test_a_scan_has_two_levels():
-    passes = tasks_of("scan", 2).passes[1]
+    passes = only_rounds(tasks_of("scan", 2))[1].passes
     assert find_levels(passes) == (CHEAP, ALL)
     assert [eqn.primitive.name for eqn in passes.kept(ALL).heavy] == ["scan"] * len(passes.kept(ALL).heavy)
 
 
 def test_what_runs_again_runs_late():
     """Of two layers the second runs again first, and the first not before the second's backward has begun."""
-    tasks = tasks_of("unrolled", 2, level=find_levels(tasks_of("unrolled", 2).passes[1])[-2])
-    behind = tasks.behind[1]
+    tasks = tasks_of("unrolled", 2, level=find_levels(only_rounds(tasks_of("unrolled", 2))[1].passes)[-2])
+    behind = only_rounds(tasks)[1].behind
     again = set(behind.kept.heavy)
     order = [eqn in again for eqn in behind.eqns]
     runs = [a for a, b in zip(order, [*order[1:], None], strict=True) if a != b]
@@ -87,14 +95,14 @@ def test_what_runs_again_runs_late():
     assert gates and set(gates) <= set(behind.eqns)
     for eqn in behind.eqns:
         earlier, *gated = gates.get(eqn, [None])
-        assert set(gated) <= {*behind.kept.values, *tasks.passes[1].pieces} and (earlier is None or gated)
+        assert set(gated) <= {*behind.kept.values, *only_rounds(tasks)[1].passes.pieces} and (earlier is None or gated)
     places = {var: k for k, eqn in enumerate(behind.eqns) for var in eqn.outvars}
     assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
 
 
 def test_what_is_cheap_is_made_again_late_too():
     """What the first layer's backward makes again is not there while the second's goes on."""
-    (behind,) = tasks_of("unrolled", 2).behind[1:]
+    behind = only_rounds(tasks_of("unrolled", 2))[1].behind
     again = set(behind.kept.again)
     assert again and not behind.kept.heavy
     order = [eqn in again for eqn in behind.eqns]
@@ -108,7 +116,7 @@ def test_what_is_cheap_is_made_again_late_too():
 def test_nothing_heavy_runs_again_in_both_halves(kind):
     tasks = tasks_of(kind, 2, split_backward="everywhere", level=ALL)
     passed = 0
-    for behind in tasks.behind:
+    for behind in (each.behind for each in only_rounds(tasks)):
         heavy = set(behind.kept.heavy)
         halves = [[eqn for eqn in eqns if eqn in heavy] for eqns in (behind.eqns, behind.weight)]
         assert sum(map(len, halves)) == len(heavy) and (not halves[1] or not behind.eqns)
@@ -122,8 +130,8 @@ def test_one_stage_changes_alone():
     tasks = tasks_of("unrolled", 4)
     changed = tasks.at_level(2, ALL)
     assert changed.levels == (CHEAP, CHEAP, ALL, CHEAP)
-    assert [a is b for a, b in zip(tasks.behind, changed.behind, strict=True)] == [True, True, False, True]
-    assert changed.forward == tasks.forward and changed.update is tasks.update
+    assert [a is b for a, b in zip(tasks.rounds, changed.rounds, strict=True)] == [True, True, False, True]
+    assert only_rounds(changed)[2].forward == only_rounds(tasks)[2].forward and changed.update is tasks.update
 
 
 @pytest.mark.parametrize("split_backward", ["nowhere", "everywhere"])
@@ -132,7 +140,7 @@ def test_who_reads_what(split_backward):
     tasks = tasks_of("unrolled", 3, split_backward=split_backward)
     expected = {}
     for stage in range(3):
-        eqns = [eqn for part in tasks.in_loop(stage).values() for eqn in part]
+        eqns = tasks.in_loop(stage)
         made = {var for eqn in eqns for var in eqn.outvars}
         for eqn in eqns:
             for var in inputs_of(eqn):

@@ -12,9 +12,8 @@ import pytest
 
 import autopar
 from autopar._jax import Literal, make_jaxpr
-from autopar.inter_op.chain import Chain, balanced_borders, make_chain
+from autopar.inter_op.chain import Chain, balanced_borders
 from autopar.inter_op.cut import cut_step
-from autopar.ir.build import flat_function
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import Work
@@ -167,17 +166,6 @@ def test_values_flow_forward_and_cotangents_back(name):
     assert chain.cut_bytes[0] == chain.cut_bytes[-1] == 0
 
 
-def test_what_reads_late_inputs_runs_behind():
-    """What forward passes make together enters the loop between them and the backward passes: so does what is made of it."""
-    array = jax.ShapeDtypeStruct((96, 96), np.float32)
-    loop = flat_function(lambda w, x, late: [(x @ w) @ w, jnp.tanh(x @ w) @ late], array, array, array)
-    kernel, _, late = loop.invars
-    early, behind = make_chain(loop, [kernel]), make_chain(loop, [kernel], [late])
-    assert not any(early.backward)
-    reads = [late in operands_of(eqn) for eqn in loop.eqns]
-    assert sum(reads) == 1 and list(behind.backward) == reads
-
-
 def marked_step(params, batch):
     def loss_fn(params):
         x = batch["x"]
@@ -200,7 +188,7 @@ def test_marks(num_microbatches):
         batch_argnums=(1,),
     ).plan([jax.ShapeDtypeStruct((12, 12), np.float32)] * 4, {"x": array, "y": array})
     pipeline = plan.origin.pipeline
-    chain, forward = pipeline.cut.chain, pipeline.tasks.forward
+    chain, forward = pipeline.cut.chain, [each.forward for (each,) in pipeline.tasks.rounds]
     assert pipeline.borders == (0, *chain.marks) and len(chain.marks) == 2
     assert [[e.primitive.name for e in eqns].count("dot_general") for eqns in forward] == [1, 2, 1]
     for eqns in forward[:-1]:

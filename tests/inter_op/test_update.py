@@ -186,7 +186,7 @@ def test_what_others_read_behind_the_loop():
     """A clipped norm is made of what all stages have: each leaves its part, and none what it alone reads."""
     tasks = planned_mlp(4, NARROW).origin.pipeline.tasks
     stages = range(tasks.num_stages)
-    read = [{var for eqns in rounds for eqn in eqns for var in inputs_of(eqn)} for rounds in tasks.update.rounds]
+    read = [{var for each in rounds for eqn in each.eqns for var in inputs_of(eqn)} for rounds in tasks.update.rounds]
     for stage, left in enumerate(tasks.left_behind_loop):
         elsewhere = set().union(*(read[other] for other in stages if other != stage))
         assert set(left) == {var for var in elsewhere if tasks.update.stage_of.get(var) == stage}

@@ -136,3 +136,20 @@ def test_random_bits_are_made_where_their_samples_are():
     ]
     whole = [str(i) for i in made if not any(any(s.dims) for s in i.strategy.results)]
     assert made and not whole, "\n".join(whole)
+
+
+def test_a_key_in_the_state_stays_whole():
+    """Its two words would go to one device each, and JAX cannot split them."""
+
+    def step(state, x):
+        weights, key = state
+        key, own = jax.random.split(key)
+        noise = jax.random.normal(own, x.shape)
+        return (weights - 0.1 * jax.grad(lambda w: jnp.mean(((x + noise) @ w) ** 2))(weights), key), None
+
+    state = jnp.ones((8, 8)), jax.random.key(0)
+    plan = autopar.parallelize(
+        step, cluster=autopar.Cluster.of("1x2 h100"), method=autopar.DataParallel(zero=3), batch_argnums=(1,)
+    ).plan(state, jnp.ones((4, 8)))
+    (weights, key), _ = plan.shardings[0]
+    assert any(weights) and not any(key)

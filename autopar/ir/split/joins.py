@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import ancestors, inputs_of, makers, reading
+from autopar.ir.dataflow import ancestors, inputs_of, known_as, makers, reading
 from autopar.ir.source import is_backward
 from autopar.ir.split.placement import Split
 from autopar.ir.split.solution import LoopSolution
@@ -45,6 +45,22 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), joins) if joins else (jaxpr, [])
 
 
+def with_rounds(jaxpr: Jaxpr, sums: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
+    """The program in which whatever reads some sums reads copies of them, and these copies; itself, if nothing does.
+
+    `sums`: what a backward pass makes of all samples, such as gradients by which parameters are moved before the next forward
+    pass: what is made of the copies is made between these passes.
+    """
+    wanted = dict.fromkeys(sums)
+    copies = {a: new_var(a.aval) for eqn in jaxpr.eqns for a in inputs_of(eqn) if a in wanted}
+    eqns, joins = Equations(), list[JaxprEqn]()
+    for eqn in jaxpr.eqns:
+        eqns.append(reading(eqn, copies))
+        joins += [eqns.name(copies[var], var, eqn.source_info) for var in eqn.outvars if var in copies]
+    outvars = [known_as(a, copies) for a in jaxpr.outvars]
+    return (make_jaxpr(jaxpr.invars, outvars, eqns), joins) if joins else (jaxpr, [])
+
+
 def samples_behind(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) -> list[Var]:
     """What single samples have, of the forward pass or the batch, and the backward pass makes values of.
 
@@ -56,9 +72,9 @@ def samples_behind(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) 
     return [var for var in seen if var not in behind and isinstance(solution.of(var), Split)]
 
 
-def made_behind(jaxpr: Jaxpr, late_inputs: Iterable[Var] = ()) -> dict[Var, None]:
-    """What the backward passes make, and whatever is made of that or of inputs that are there no sooner."""
-    behind = dict.fromkeys(late_inputs)
+def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:
+    """What the backward passes make, and whatever is made of that."""
+    behind: dict[Var, None] = {}
     for eqn in jaxpr.eqns:
         if is_behind(eqn, behind):
             behind.update(dict.fromkeys(eqn.outvars))

@@ -16,20 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
-from autopar.errors import BatchError, MicrobatchError
+from autopar.errors import BatchError
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import behind_gradients, inputs_of, makers, needed, read_by, variables
+from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
-from autopar.ir.split.forward_sums import with_forward_sums
-from autopar.ir.split.joins import samples_behind, with_joins
-from autopar.ir.split.phases import find_phases
-from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
-from autopar.ir.split.refusal import too_much_at_once
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split
 from autopar.ir.split.solution import LoopSolution
-from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
-from autopar.tuning import TUNING
 
 NO_BATCH = (
     "every argument is state, is not read, has no dims, or holds arrays that differ in their first dim; "
@@ -56,9 +50,9 @@ class Microbatches:
         invariants: Variables of the step that every microbatch reads whole.
         pieces: Variables of the step of which microbatch k reads the k-th part along dim 0.
         results: What comes of the loop.
-        between: Equations on what the forward passes of all microbatches make together, in order, whose values the backward
-            passes read among `invariants`: no backward pass may begin before (`joins.py`).
-        after: Equations that need all microbatches, in order.
+        between: Equations on what passes of all microbatches make together, in order, whose values later passes read among
+            `invariants`: none of these may begin before (`joins.py`).
+        after: Equations that need all microbatches, in order; they may read what is made between.
     """
 
     count: int
@@ -91,63 +85,6 @@ class Microbatches:
         return {outer_of[var]: None for var in read_by(eqns) if var in outer_of}
 
 
-def split_at_joins(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
-) -> tuple[Jaxpr, Microbatches]:
-    """Split a step into phases for stages: each adds up its part of a gradient, and all forward passes may be done first.
-
-    Args:
-        count: Number of microbatches, at least 2.
-        batch: Inputs whose leading dim runs over samples.
-        per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
-        name: What messages call the batch.
-
-    Returns:
-        The step, with a copy of each sum that backward passes wait for, and its phases.
-
-    Raises:
-        BatchError: There is no batch, or it does not divide.
-        MicrobatchError: The step cannot be split exactly.
-    """
-    check_divides(jaxpr, count, batch, name)
-    joins: list[JaxprEqn] | None = None
-    first: SamplesWaitError | None = None
-    while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
-        try:
-            solution = find_phases(jaxpr, count, batch, per_microbatch, apart=True, joins=joins)
-            return jaxpr, write_phases(jaxpr, solution)
-        except SamplesWaitError as waits:
-            first = first or waits
-            better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
-            if better is jaxpr:
-                better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
-            if better is jaxpr and joins is not None:
-                # What all samples have is joined, or what its gradient is made of, as of sums.
-                behind = samples_behind(jaxpr, (*waits.sums, *waits.samples), waits.solution)
-                better, more = with_joins(jaxpr, (*waits.samples, *behind))
-            if better is jaxpr and joins is not None:
-                of_pairs = waits.is_late_work and not first.sums
-                raise (too_much_at_once(first.error, TUNING.joined_work) if of_pairs else first.error) from None
-            jaxpr, joins = better, [*(joins or ()), *more]
-        except MicrobatchError as error:
-            raise (error if first is None else first.error) from None
-
-
-def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
-    """The phases of a step whose only microbatch is the whole batch: what needs gradients and is no gradient comes after.
-
-    A step without a backward pass is all loop.
-    """
-    solution = LoopSolution(Axis(1))
-    solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
-    for eqn, is_behind in zip(jaxpr.eqns, behind_gradients(jaxpr), strict=True):
-        solution.phase[eqn] = "after" if is_behind else "before"
-        if not is_behind and any(a in solution.placement_of for a in inputs_of(eqn)):
-            solution.phase[eqn] = "loop"
-            solution.placement_of.update(dict.fromkeys(eqn.outvars, BY_EACH))
-    return write_phases(jaxpr, solution)
-
-
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:
     """The phases of a program, once it is known how each equation is done."""
     return _Loop(jaxpr, solution).write()
@@ -168,7 +105,7 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
         assert inner == [*(var.aval.shape for var in split.invariants), *pieces], "the loop reads other shapes"
         there = dict.fromkeys([*jaxpr.invars, *made, *(result.var for result in split.results)])
         check_program(make_jaxpr([*there], joint, split.between))
-        check_program(make_jaxpr([*there], jaxpr.outvars, split.after))
+        check_program(make_jaxpr([*there, *joint], jaxpr.outvars, split.after))
 
     return check
 
@@ -233,20 +170,24 @@ class _Loop(ShardWriter):
 
     def write(self) -> Microbatches:
         before, late = [], []
+        made_late: set[Var] = set()
         in_order: list[JaxprEqn] = []
         for eqn in self.jaxpr.eqns:
             phase = self.phases.phase[eqn]
             *whole, own = barrier_apart(eqn, self.solution) if phase == "loop" else [eqn]
             in_order += [*whole, own]
-            before += whole
+            for part in whole:
+                (before if made_late.isdisjoint(inputs_of(part)) else late).append(part)
             if phase == "before" or eqn in self.phases.early:
                 before.append(own)
             if phase == "loop":
                 self.equation(own)
             elif phase in ("between", "after"):
                 late.append(own)
+            made_late.update(late[-1].outvars if late else ())
         between = needed(late, self.invariants, effects=False)
-        after = needed(late, variables(self.jaxpr.outvars))
+        there = set(between)
+        after = [eqn for eqn in needed(late, variables(self.jaxpr.outvars)) if eqn not in there]
         elsewhere = makers((*before, *late)).keys() | self.inputs
         read = read_by((*between, *after), self.jaxpr.outvars)
         results = [Result(var, self.joined(var)) for var in read if var not in elsewhere]
@@ -258,7 +199,7 @@ class _Loop(ShardWriter):
         pieces = tuple(var for var, inside in self.pieces.items() if inside in used)
         # Before the loop only what it needs; what could also come later comes with the update.
         kept = needed([eqn for eqn in before if eqn.outvars], [*invariants, *pieces, *read_by(between)])
-        later = {*before, *after}.difference(kept)
+        later = {*before, *after}.difference(kept, there)
         after = needed([eqn for eqn in in_order if eqn in later], read_by(after, self.jaxpr.outvars))
         return Microbatches(
             self.solution.count, tuple(kept), loop, invariants, pieces, tuple(results), tuple(after), tuple(between)

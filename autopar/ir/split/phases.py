@@ -146,6 +146,8 @@ class _Phases:
             return at + 1
         solution.phase[eqn] = "loop"
         solution.placement_of.update(zip(eqn.outvars, made, strict=True))
+        if any(a in self.between for a in inputs_of(eqn)):  # a barrier, of which parameters pass one of their own
+            self.between.update((var, None) for var, p in zip(eqn.outvars, made, strict=True) if p == REPLICATED)
         return at + 1
 
     def take_samples(self, at: int, late: Sequence[Var]) -> int:
@@ -248,7 +250,7 @@ class _Phases:
             gathers = any(a in late or isinstance(self.solution.of(a), Split) for a in inputs_of(eqn))
             if eqn in self.whole:
                 continue
-            if phase == "between" or (gathers and phase == "after"):
+            if gathers and phase in ("between", "after"):
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
                 if total > limit and (cost > limit / 2 or self.behind is not None):

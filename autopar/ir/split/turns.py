@@ -1,12 +1,13 @@
-"""Loops whose turns are training steps of their own: each turn works through its batch in microbatches.
+"""Loops whose turns are training steps of their own, and branches that are: each works through its batch in microbatches.
 
 In:     a flat program, its batch inputs, the number of microbatches.
 Out:    the program, whose loops that take gradients and go on with what these have moved have a loop over microbatches in
-        each turn (`rounds.py`); and these loops, which the step around them runs on all samples.
-Method: critics that are trained several times before the generator, epochs over minibatches, descent until it is good enough:
-        no microbatch can go from turn to turn by itself, for the next one waits for the sum of all. Of what is made of the
-        batch, a turn reads stacks of rows or all of it; whatever of that has as many rows is tried as its batch. That it is
-        one is shown by the phases (`phases.py`), which are exact for rows of anything.
+        each turn (`rounds.py`), and so have branches; and these loops, which the step around them runs on all samples.
+Method: critics that are trained several times before the generator, epochs over minibatches, descent until it is good enough,
+        a line search that asks for the gradient at each point: no microbatch can go from turn to turn by itself, for the next
+        one waits for the sum of all. Of what is made of the batch, a turn reads stacks of rows or all of it; whatever of that
+        has as many rows is tried as its batch. That it is one is shown by the phases (`phases.py`), which are exact for rows
+        of anything.
 """
 
 from __future__ import annotations
@@ -37,27 +38,39 @@ def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: SplitTurn
     for eqn in jaxpr.eqns:
         if any(a in of_batch for a in inputs_of(eqn)):
             of_batch.update(dict.fromkeys(eqn.outvars))
-            if is_loop_of_steps(eqn):
+            if holds_steps(eqn):
                 eqn = _in_microbatches(eqn, of_batch, count, split)
                 loops.append(eqn)
         eqns.append(eqn)
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), loops) if loops else (jaxpr, [])
 
 
-def is_loop_of_steps(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a loop that takes gradients in its turns, and is not of a gradient itself."""
-    if kind_of(eqn) not in ("scan", "while") or is_backward(eqn):
+def holds_steps(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop that takes gradients in its turns, or a condition that does so in a branch, and is not of a
+    gradient itself."""
+    if kind_of(eqn) not in ("scan", "while", "cond") or is_backward(eqn):
         return False
-    return any(is_backward(inner) for inner, _ in equations_within(region_of(eqn).bodies[-1]))
+    return any(map(_takes_gradients, region_of(eqn).bodies))
+
+
+def _takes_gradients(body: Jaxpr) -> bool:
+    return any(is_backward(inner) for inner, _ in equations_within(body))
 
 
 def _in_microbatches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int, split: SplitTurn) -> JaxprEqn:
-    first: MicrobatchError | None = None
-    loop = region_of(eqn)
-    *test, body = loop.bodies
-    for rows in _batches(loop, of_batch, count):
+    region = region_of(eqn)
+    bodies = list(region.bodies)
+    for k, body in enumerate(bodies):
+        if _takes_gradients(body):
+            bodies[k] = _split_body(region, k, of_batch, count, split)
+    return region.with_bodies(bodies)
+
+
+def _split_body(region: Region, number: int, of_batch: dict[Var, None], count: int, split: SplitTurn) -> Jaxpr:
+    eqn, first = region.eqn, None
+    for rows in _batches(region, number, of_batch, count):
         try:
-            return loop.with_bodies([*test, split(body, rows)])
+            return split(region.bodies[number], rows)
         except MicrobatchError as error:
             first = first or error
     if first is None:
@@ -73,12 +86,13 @@ def _in_microbatches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int, split
     raise first
 
 
-def _batches(loop: Region, of_batch: dict[Var, None], count: int) -> Iterator[list[int]]:
-    """Inputs of a loop's body that have as many rows, and are made of the step's batch; those of most bytes first."""
-    position = {var: k for k, var in enumerate(loop.bodies[-1].invars)}
+def _batches(region: Region, number: int, of_batch: dict[Var, None], count: int) -> Iterator[list[int]]:
+    """Inputs of a body that have as many rows, and are made of the step's batch; those of most bytes first."""
+    position = {var: k for k, var in enumerate(region.bodies[number].invars)}
     by_size: dict[int, list[Var]] = {}
-    for b in loop.of_role("const", "xs"):
-        if b.outer in of_batch and b.inner[-1] is not None and b.var.aval.shape and b.var.aval.shape[0] % count == 0:
-            by_size.setdefault(b.var.aval.shape[0], []).append(b.var)
+    for b in region.of_role("const", "xs"):
+        var = b.inner[number] if isinstance(b.outer, Var) and b.outer in of_batch else None
+        if var is not None and var.aval.shape and var.aval.shape[0] % count == 0:
+            by_size.setdefault(var.aval.shape[0], []).append(var)
     for group in sorted(by_size.values(), key=lambda group: -sum(map(num_bytes, group))):
         yield [position[var] for var in group]

@@ -14,7 +14,7 @@ from autopar.markup import tag
 KIND_NAMES = {
     "init": "before the first microbatch",
     "F": "forward",
-    "M": "between all forward and the backward passes",
+    "M": "between two passes of all microbatches",
     "B": "backward",
     "W": "gradients of weights",
     "U": "update",

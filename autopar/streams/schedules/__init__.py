@@ -10,7 +10,7 @@ from autopar.streams.schedules.gpipe import GPipe
 from autopar.streams.schedules.inference import Inference
 from autopar.streams.schedules.interleaved import Interleaved
 from autopar.streams.schedules.one_f_one_b import OneFOneB
-from autopar.streams.schedules.schedule import Schedule, Step, forward_first, in_flight, num_chunks, splits_backward
+from autopar.streams.schedules.schedule import Schedule, Step, in_flight, in_rounds, num_chunks, splits_backward
 from autopar.streams.schedules.zero_bubble import ZeroBubbleH1
 
 SCHEDULES: dict[str, Schedule] = {
@@ -63,7 +63,7 @@ __all__ = [
     "Step",
     "ZeroBubbleH1",
     "find_schedule",
-    "forward_first",
+    "in_rounds",
     "in_flight",
     "num_chunks",
     "splits_backward",

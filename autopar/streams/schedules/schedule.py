@@ -9,8 +9,8 @@ Method: a schedule only orders; when a step can start follows from what it recei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from autopar.inter_op.tasks import BackwardSplit
@@ -21,11 +21,13 @@ StepKind = Literal["F", "B", "W"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One task of one microbatch; `chunk` counts the parts of the model that one mesh holds."""
+    """One task of one microbatch; `chunk` counts the parts of the model that one mesh holds, `round` how often all
+    microbatches have gone forwards and backwards before."""
 
     kind: StepKind
     microbatch: int
     chunk: int = 0
+    round: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}"
@@ -57,6 +59,15 @@ def splits_backward(schedule: Schedule) -> BackwardSplit:
     return given
 
 
+def in_rounds(order: Sequence[Sequence[Step]], count: int, forward_first_in: Collection[int]) -> list[list[Step]]:
+    """The same order so many times, one after the other; in some of these rounds with the forward steps first."""
+    rounds = [forward_first(order) if number in forward_first_in else order for number in range(count)]
+    return [
+        [replace(step, round=number) for number, own in enumerate(rounds) for step in own[mesh]]
+        for mesh in range(len(order))
+    ]
+
+
 def forward_first(order: Sequence[Sequence[Step]]) -> list[list[Step]]:
     """The same order, but that every mesh does the forward steps of all microbatches before anything behind them."""
     return [sorted(steps, key=lambda step: step.kind != "F") for steps in order]
@@ -86,7 +97,7 @@ def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[i
     """
     num_meshes = len(order)
     num_stages = num_meshes * (1 + max((step.chunk for steps in order for step in steps), default=0))
-    done: dict[tuple[int, str, int], int] = {}
+    done: dict[tuple[int, str, int, int], int] = {}
     free, at = [0] * num_meshes, [0] * num_meshes
     found: list[list[tuple[int, Step]]] = [[] for _ in order]
     while any(k < len(steps) for k, steps in zip(at, order, strict=True)):
@@ -100,7 +111,7 @@ def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[i
             if all(need in done for need in needs):
                 start = max([free[mesh], *(done[need] for need in needs)])
                 end = start + (backward_clocks if step.kind == "B" else 1)
-                done[stage, step.kind, step.microbatch] = free[mesh] = end
+                done[stage, step.kind, step.microbatch, step.round] = free[mesh] = end
                 found[mesh].append((start, step))
                 at[mesh] += 1
                 moved = True
@@ -112,12 +123,12 @@ def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[i
     return max(free), found
 
 
-def _needs(stage: int, step: Step, num_stages: int) -> list[tuple[int, str, int]]:
+def _needs(stage: int, step: Step, num_stages: int) -> list[tuple[int, str, int, int]]:
+    which = step.microbatch, step.round
     match step.kind:
         case "F":
-            return [(stage - 1, "F", step.microbatch)] if stage else []
+            return [(stage - 1, "F", *which)] if stage else []
         case "B":
-            own = [(stage, "F", step.microbatch)]
-            return own + ([(stage + 1, "B", step.microbatch)] if stage + 1 < num_stages else [])
+            return [(stage, "F", *which), *([(stage + 1, "B", *which)] if stage + 1 < num_stages else [])]
         case _:
-            return [(stage, "B", step.microbatch)]
+            return [(stage, "B", *which)]

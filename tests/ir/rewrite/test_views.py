@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.rewrite.views import views_of_arguments
-from autopar.ir.split.microbatch import whole_batch
+from autopar.ir.split.stage_phases import whole_batch
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from tests.ir.traced import split_microbatches
@@ -48,7 +48,9 @@ def test_which_are():
 @pytest.mark.parametrize("count", [1, 4])
 def test_made_in_the_loop(count):
     found, roles = program()
-    split = split_microbatches(found.jaxpr, count, roles.batch) if count > 1 else whole_batch(found.jaxpr, roles.batch)
+    split = (
+        split_microbatches(found.jaxpr, count, roles.batch) if count > 1 else whole_batch(found.jaxpr, roles.batch)[1]
+    )
     views = views_of_arguments(found.jaxpr)
     assert len(views) == 3 and views.keys().isdisjoint(split.invariants)
     assert "reshape" in [eqn.primitive.name for eqn in split.loop.eqns]
@@ -62,7 +64,7 @@ def test_numbers_in_the_shape_of_an_array_are_made_in_the_loop():
         return params - 0.1 * grads
 
     found = trace_step(clipped, (KERNEL.reshape(8, 24), X))
-    split = whole_batch(found.jaxpr, find_roles(found, (1,)).batch)
+    _, split = whole_batch(found.jaxpr, find_roles(found, (1,)).batch)
     made = {var.aval.shape for eqn in split.loop.eqns if not inputs_of(eqn) for var in eqn.outvars}
     assert not split.before and (8, 24) in made
 

@@ -64,6 +64,26 @@ def until_good(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {**state, "params": params}, {"loss": value, "turns": number}
 
 
+def line_search(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The gradient is taken where the last step has not left it; then the stride is halved until the loss is smaller."""
+
+    def taken(params):
+        return jax.value_and_grad(lambda params: squares(params, batch).mean())(params)
+
+    stale = (jnp.float32(jnp.inf), jax.tree.map(jnp.zeros_like, state["params"]))
+    value, grads = jax.lax.cond(jnp.isinf(stale[0]), taken, lambda _: stale, state["params"])
+
+    def turn(carry):
+        stride, _, _ = carry
+        there, slope = taken(jax.tree.map(lambda p, g: p - stride * g, state["params"], grads))
+        falls = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(slope), jax.tree.leaves(grads), strict=True))
+        return jnp.where(falls > 0, stride, stride / 2), there, there <= value
+
+    goes_on = lambda carry: ~carry[2] & (carry[0] > 1e-3)  # noqa: E731
+    stride, there, _ = jax.lax.while_loop(goes_on, turn, (jnp.float32(4), value, False))
+    return {**state, "params": jax.tree.map(lambda p, g: p - stride * g, state["params"], grads)}, {"loss": there}
+
+
 def normed(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Batch statistics in every layer of a turn."""
 
@@ -78,7 +98,12 @@ def normed(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {**state, "params": params}, {"loss": jnp.zeros(())}
 
 
-CASES = {"critics": Case(critics), "epochs": Case(epochs), "until good": Case(until_good)}
+CASES = {
+    "critics": Case(critics),
+    "epochs": Case(epochs),
+    "until good": Case(until_good),
+    "line search": Case(line_search),
+}
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -1,0 +1,165 @@
+"""The phases of a step that is cut into stages: one forward and one backward pass, or several, in rounds.
+
+In:     a flat program, its batch inputs, the number of microbatches.
+Out:    the program with copies of what passes wait for, and its phases (`microbatch.py`).
+Method: where backward passes wait for what all samples make together, that is joined between them and the forward passes
+        (`joins.py`). Where a forward pass begins at what gradients have led to (a gradient is taken where another has led, the
+        second of two optimizers sees what the first has done), a round ends with these gradients: what moves parameters
+        stands between two rounds. A single microbatch has its own sums for those of the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from autopar._jax import Jaxpr, JaxprEqn
+from autopar.errors import MicrobatchError
+from autopar.ir.dataflow import behind_gradients, feeds_backward, inputs_of, makers, read_by
+from autopar.ir.source import is_ahead, is_backward, is_of_inner_gradient, source_line
+from autopar.ir.split.forward_sums import with_forward_sums
+from autopar.ir.split.joins import made_behind, samples_behind, with_joins, with_rounds
+from autopar.ir.split.microbatch import Microbatches, check_divides, write_phases
+from autopar.ir.split.phases import find_phases
+from autopar.ir.split.placement import BY_EACH, Axis, Split
+from autopar.ir.split.refusal import too_much_at_once
+from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.turns import holds_steps
+from autopar.ir.split.waiting import SamplesWaitError
+from autopar.ir.trace.inline_calls import is_recomputed
+from autopar.tuning import TUNING
+
+Decide = Callable[..., LoopSolution]
+"""`find_phases` of a program, with its `joins`."""
+
+
+def split_at_joins(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+) -> tuple[Jaxpr, Microbatches]:
+    """Split a step into phases for stages: each adds up its part of a gradient, and all forward passes may be done first.
+
+    Args:
+        count: Number of microbatches, at least 2.
+        batch: Inputs whose leading dim runs over samples.
+        per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
+        name: What messages call the batch.
+
+    Returns:
+        The step, with a copy of each sum that backward passes wait for, and its phases.
+
+    Raises:
+        BatchError: There is no batch, or it does not divide.
+        MicrobatchError: The step cannot be split exactly.
+    """
+    check_divides(jaxpr, count, batch, name)
+    decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
+    try:
+        return _at_joins(jaxpr, decide)
+    except MicrobatchError as error:
+        with contextlib.suppress(MicrobatchError):
+            if _goes_again(jaxpr, batch):
+                return _in_rounds(jaxpr, decide)
+        loop = next(filter(holds_steps, jaxpr.eqns), None)
+        raise (error if loop is None else _in_a_loop(count, loop)) from None
+
+
+def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
+    """One forward and one backward pass, between which all samples are waited for, if they must be."""
+    joins: list[JaxprEqn] | None = None
+    first: SamplesWaitError | None = None
+    while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
+        try:
+            return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
+        except SamplesWaitError as waits:
+            first = first or waits
+            better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
+            if better is jaxpr:
+                better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
+            if better is jaxpr and joins is not None:
+                # What all samples have is joined, or what its gradient is made of, as of sums.
+                behind = samples_behind(jaxpr, (*waits.sums, *waits.samples), waits.solution)
+                better, more = with_joins(jaxpr, (*waits.samples, *behind))
+            if better is jaxpr and joins is not None:
+                of_pairs = waits.is_late_work and not first.sums
+                raise (too_much_at_once(first.error, TUNING.joined_work) if of_pairs else first.error) from None
+            jaxpr, joins = better, [*(joins or ()), *more]
+        except MicrobatchError as error:
+            raise (error if first is None else first.error) from None
+
+
+def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
+    """The error where rounds would have to stand in a loop."""
+    return MicrobatchError(
+        "the step cannot be worked through in microbatches exactly.",
+        given=f"{count} microbatches; `{loop.primitive}` at {source_line(loop)}",
+        wrong="its turns, or its branches, are training steps: each takes a gradient and goes on with what that has moved. "
+        f"Stages do so up to {TUNING.stage_rounds} times where these stand in the step one after the other, but in no loop.",
+        do="use num_microbatches=1 (Auto() does), or, where the turns are few and their number is known, write them one by one "
+        "(a Python loop).",
+        operation=str(loop.primitive),
+        source=source_line(loop),
+    )
+
+
+def _goes_again(jaxpr: Jaxpr, batch: Sequence[int]) -> bool:
+    """Whether samples meet what gradients have led to, and not in their own backward pass."""
+    led, of_batch = made_behind(jaxpr), {jaxpr.invars[k]: None for k in batch}
+    for eqn in jaxpr.eqns:
+        samples = any(a in of_batch for a in inputs_of(eqn))
+        is_led = any(a in led for a in inputs_of(eqn))
+        if is_of_inner_gradient(eqn):
+            led.update(dict.fromkeys(eqn.outvars))
+        elif is_led and not (is_backward(eqn) or is_recomputed(eqn)):
+            if is_ahead(eqn) or samples:
+                return True
+        of_batch.update(dict.fromkeys(eqn.outvars if samples and not is_led else ()))
+    return False
+
+
+def _in_rounds(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
+    """Several forward and backward passes: each but the first begins with what is made of the sums of those before."""
+    joins: list[JaxprEqn] = []
+    for _ in range(TUNING.stage_rounds):
+        try:
+            return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
+        except SamplesWaitError as waits:
+            error = waits.error
+            better, more = with_rounds(jaxpr, (*waits.sums, *waits.complete))
+            if better is jaxpr:
+                break
+            jaxpr, joins = better, [*joins, *more]
+    raise error
+
+
+def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
+    """The phases of a step whose only microbatch is the whole batch, and the step: what needs gradients and is no gradient
+    comes after, or, if it leads to another forward pass, between.
+
+    A step without a backward pass is all loop.
+    """
+    if _goes_again(jaxpr, batch):
+        with contextlib.suppress(MicrobatchError, SamplesWaitError):
+            rounds = _whole_in_rounds(jaxpr, batch)
+            if rounds[1].between:
+                return rounds
+    solution = LoopSolution(Axis(1))
+    solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
+    for eqn, is_behind in zip(jaxpr.eqns, behind_gradients(jaxpr), strict=True):
+        solution.phase[eqn] = "after" if is_behind else "before"
+        if not is_behind and any(a in solution.placement_of for a in inputs_of(eqn)):
+            solution.phase[eqn] = "loop"
+            solution.placement_of.update(dict.fromkeys(eqn.outvars, BY_EACH))
+    return jaxpr, write_phases(jaxpr, solution)
+
+
+def _whole_in_rounds(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
+    """The only microbatch in several rounds: its own sums are those of the whole batch, and what moves parameters stands
+    between passes."""
+    decide = partial(find_phases, count=1, batch=batch, per_microbatch=True, apart=True)
+    solution, maker = decide(jaxpr, joins=[]), makers(jaxpr.eqns)
+    matters = zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True)
+    read = read_by(eqn for eqn, feeds in matters if feeds and not is_backward(eqn))
+    made = [var for var in read if var in maker and is_backward(maker[var])]
+    jaxpr, joins = with_rounds(jaxpr, [var for var in made if not isinstance(solution.made_as(var), Split)])
+    return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))

@@ -1,0 +1,211 @@
+"""Steps that take a gradient where another has led, in stages: as `jax.jit` of the same, leaf by leaf, over three steps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.errors import MicrobatchError
+from tests.sweep import QUICK, SLOW, _host, relative_error
+
+WIDTH, BATCH, STEPS = 12, 8, 3
+OPTIMIZER = optax.adam(1e-2)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def layers(seed, *widths):
+    return [
+        {"w": normal(seed + k, a, b) / a**0.5, "b": jnp.zeros(b)}
+        for k, (a, b) in enumerate(zip(widths, widths[1:], strict=False))
+    ]
+
+
+def mlp(params, x):
+    for layer in params[:-1]:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def update(grads, params, moments):
+    updates, moments = OPTIMIZER.update(grads, moments, params)
+    return optax.apply_updates(params, updates), moments
+
+
+def sharpness_aware():
+    """Foret et al., 2021: the gradient where the first one has led; layers run again for it."""
+    params = layers(0, WIDTH, WIDTH, WIDTH, 4)
+    hidden = jax.checkpoint(lambda layer, x: jnp.tanh(x @ layer["w"] + layer["b"]))
+
+    def loss_of(params, batch):
+        x = hidden(params[1], hidden(params[0], batch["x"]))
+        return jnp.mean((mlp(params[2:], x) - batch["y"]) ** 2)
+
+    def step(state, batch):
+        params, moments = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        norm = optax.global_norm(grads)
+        moved = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
+        grads = jax.grad(loss_of)(moved, batch)
+        return update(grads, params, moments), loss
+
+    return (
+        step,
+        (params, OPTIMIZER.init(params)),
+        lambda k: {"x": normal(k, BATCH, WIDTH), "y": normal(k + 9, BATCH, 4)},
+    )
+
+
+def adversaries():
+    """WGAN-GP: a critic with a penalty on its slope, then the generator against the critic that has just been trained."""
+    made, critic = layers(0, 4, WIDTH, WIDTH), layers(9, WIDTH, WIDTH, 1)
+
+    def step(state, batch):
+        made, critic, of_made, of_critic = state
+        fake = mlp(made, batch["z"])
+
+        def critic_loss(critic):
+            between = batch["t"] * batch["x"] + (1 - batch["t"]) * fake
+            slope = jax.vmap(jax.grad(lambda x: mlp(critic, x)[0]))(between)
+            penalty = jnp.mean((jnp.sqrt(jnp.sum(slope**2, -1) + 1e-12) - 1) ** 2)
+            return jnp.mean(mlp(critic, fake)) - jnp.mean(mlp(critic, batch["x"])) + 10 * penalty
+
+        lost, grads = jax.value_and_grad(critic_loss)(critic)
+        critic, of_critic = update(grads, critic, of_critic)
+        won, grads = jax.value_and_grad(lambda made: -jnp.mean(mlp(critic, mlp(made, batch["z"]))))(made)
+        made, of_made = update(grads, made, of_made)
+        return (made, critic, of_made, of_critic), (lost, won)
+
+    def batch(k):
+        return {
+            "x": normal(k, BATCH, WIDTH),
+            "z": normal(k + 9, BATCH, 4),
+            "t": jax.nn.sigmoid(normal(k + 20, BATCH, 1)),
+        }
+
+    return step, (made, critic, OPTIMIZER.init(made), OPTIMIZER.init(critic)), batch
+
+
+def actor_and_critic():
+    """Soft actor-critic: critics, then the actor against them, then the temperature; targets follow."""
+    actor, critics = layers(0, WIDTH, WIDTH, 4), [layers(5, WIDTH + 2, WIDTH, 1), layers(7, WIDTH + 2, WIDTH, 1)]
+    temperature = jnp.float32(0.5)
+
+    def act(actor, seen, noise):
+        mean, spread = jnp.split(mlp(actor, seen), 2, -1)
+        action = jnp.tanh(mean + jnp.exp(jnp.clip(spread, -3, 1)) * noise)
+        return action, -jnp.sum(noise**2 / 2 + jnp.clip(spread, -3, 1) + jnp.log(1 - action**2 + 1e-4), -1)
+
+    def worth(critics, seen, action):
+        return jnp.stack([mlp(one, jnp.concatenate([seen, action], -1))[:, 0] for one in critics])
+
+    def step(state, batch):
+        actor, critics, targets, temperature, moments = state
+        action, likely = act(actor, batch["next"], batch["noise"])
+        goal = batch["reward"] + 0.9 * (worth(targets, batch["next"], action).min(0) - temperature * likely)
+        lost, grads = jax.value_and_grad(lambda c: jnp.mean((worth(c, batch["seen"], batch["action"]) - goal) ** 2))(
+            critics
+        )
+        critics, of_critics = update(grads, critics, moments[0])
+
+        def actor_loss(actor):
+            action, likely = act(actor, batch["seen"], batch["noise"])
+            return jnp.mean(temperature * likely - worth(critics, batch["seen"], action).min(0)), likely
+
+        (won, likely), grads = jax.value_and_grad(actor_loss, has_aux=True)(actor)
+        actor, of_actor = update(grads, actor, moments[1])
+        temperature -= 0.01 * jax.grad(lambda t: -jnp.mean(t * (likely - 2.0)))(temperature)
+        targets = optax.incremental_update(critics, targets, 0.05)
+        return (actor, critics, targets, temperature, (of_critics, of_actor)), (lost, won)
+
+    def batch(k):
+        found = {name: normal(k + at, BATCH, WIDTH) for at, name in enumerate(("seen", "next"))}
+        return {
+            **found,
+            "action": normal(k + 3, BATCH, 2),
+            "noise": normal(k + 4, BATCH, 2),
+            "reward": normal(k + 5, BATCH),
+        }
+
+    moments = OPTIMIZER.init(critics), OPTIMIZER.init(actor)
+    return step, (actor, critics, jax.tree.map(jnp.copy, critics), temperature, moments), batch
+
+
+def measured_after():
+    """Three steps of descent, then the loss where they have led: four rounds, of which the last has no backward pass."""
+    params = layers(0, WIDTH, WIDTH, 4)
+
+    def loss_of(params, batch):
+        return jnp.mean((mlp(params, batch["x"]) - batch["y"]) ** 2)
+
+    def step(params, batch):
+        for _ in range(3):
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params, batch))
+        return params, loss_of(params, batch)
+
+    return step, params, lambda k: {"x": normal(k, BATCH, WIDTH), "y": normal(k + 9, BATCH, 4)}
+
+
+CELLS = [
+    (sharpness_aware, autopar.PipelineParallel(num_stages=2, num_microbatches=1)),
+    (sharpness_aware, autopar.PipelineParallel(num_stages=2, num_microbatches=4, schedule="zb-h1")),
+    (adversaries, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
+    (actor_and_critic, autopar.ThreeD(data=2, tensor=1, pipeline=2, num_microbatches=2)),
+    (measured_after, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
+]
+
+
+def parallel(case, method):
+    step, state, batch = case()
+    devices = jax.devices()[: getattr(method, "data", 1) * 2]
+    cluster = autopar.Cluster.local(devices, device=SLOW, intra=QUICK)
+    return (
+        autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=()),
+        state,
+        batch,
+    )
+
+
+@pytest.mark.parametrize("case, method", CELLS)
+def test_rounds_equal_jit(case, method):
+    step, state, batch = parallel(case, method)
+    plain, same = jax.jit(case()[0]), state
+    for k in range(STEPS):
+        state, told = step(state, batch(k))
+        same, wanted = plain(same, batch(k))
+        leaves = jax.tree_util.tree_leaves_with_path((state, told))
+        for (path, got), leaf in zip(leaves, jax.tree.leaves((same, wanted)), strict=True):
+            assert relative_error(_host(got), _host(leaf)) <= 2e-5, jax.tree_util.keystr(path)
+    num_rounds = step.plan(state, batch(0)).origin.pipeline.cut.chain.num_rounds
+    assert num_rounds == (4 if case is measured_after else 2)
+
+
+def test_rounds_are_told():
+    step, state, batch = parallel(*CELLS[0])
+    with pytest.warns(match="goes 2 times forwards and backwards through the stages"):
+        step.plan(state, batch(0))
+
+
+def test_a_loop_of_steps_is_no_round():
+    """Epochs over minibatches in a scan: the error says what else does it."""
+
+    def step(params, batch):
+        def one(params, rows):
+            grads = jax.grad(lambda p: jnp.mean((mlp(p, rows["x"]) - rows["y"]) ** 2))(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), None
+
+        rows = jax.tree.map(lambda a: a.reshape(2, BATCH // 2, -1), batch)
+        return jax.lax.scan(one, params, rows)[0]
+
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    found = autopar.parallelize(step, cluster=autopar.Cluster(1, 2, SLOW, QUICK), method=method, batch_argnums=(1,))
+    batch = {"x": normal(0, BATCH, WIDTH), "y": normal(1, BATCH, 4)}
+    with pytest.raises(MicrobatchError, match=r"`scan` at test_rounds_of_stages\.py") as raised:
+        found.plan(layers(0, WIDTH, WIDTH, 4), batch)
+    assert "in no loop" in str(raised.value) and "ShardParallel(num_microbatches=2)" in str(raised.value)
