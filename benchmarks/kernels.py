@@ -6,9 +6,10 @@ In:     the steps of `kernel_steps.py`; the file, which holds what was found bef
         of so many CPU seconds. What is compiled for a GPU needs `pip install 'autopar[verify]'`; else it is left out.
 Out:    a table. Equal: the largest difference of a leaf of state and loss to plain `jax.jit`, as a part of its largest number,
         after one step on 8 virtual CPU devices, with the kernels interpreted (cuDNN's is plain attention there). Compiled:
-        XLA's peak over the predicted one, and whether collectives move the bytes that were planned. Kernels: those in the
-        compiled programs, and the part of the whole that one of them works on; of interpreted ones, and of products, there
-        are none.
+        XLA's peak over the predicted one, whether collectives, and copies to and from the hosts' memory, move the bytes that
+        were planned, and the kernels in the compiled programs; of interpreted ones there are none. A part: of what a kernel
+        of the user's step reads or writes, how much one run of it does on one device, the least divided one; of kernels that
+        are found in the compiled program the same of their results there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from rich.table import Table
 import autopar
 from autopar._jax import all_equations, with_cudnn_of
 from autopar.errors import AutoparError
+from autopar.partition.task import abstract_mesh, device_program, jitted, structs
 from autopar.verify.targets import find_target
 
 METHODS: dict[str, Callable[[], Any]] = {
@@ -47,7 +50,13 @@ METHODS: dict[str, Callable[[], Any]] = {
     "3D": lambda: autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=2),
     "2 stages": lambda: autopar.PipelineParallel(num_stages=2, num_microbatches=2),
 }
-KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+KERNELS = {
+    "pallas_call": "Pallas",
+    "dot_product_attention_fwd_wrapper": "cuDNN forward",
+    "dot_product_attention_bwd_wrapper": "cuDNN backward",
+    "ragged_dot_general": "grouped product",
+    "grouped_product": "grouped product",
+}
 CLOSE = 1e-5
 Row = dict[str, Any]
 
@@ -106,9 +115,14 @@ def equal(make: Callable[[bool], Made], method: Any, target: str) -> Row:
     arguments = jax.tree_util.tree_map_with_path(_example, tuple(types))
     wanted = jax.jit(step)(*arguments)
     cluster = autopar.Cluster.local(jax.devices("cpu")[:8])
-    got = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=())(*arguments)
+    split = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=())
+    got, plan = split(*arguments), split.plan(*arguments)
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    return {"difference": max(_difference(np.asarray(a), np.asarray(b)) for a, b in pairs)}
+    return {
+        "difference": max(_difference(np.asarray(a), np.asarray(b)) for a, b in pairs),
+        "plan": _plan_text(plan),
+        "part": _part(plan, "cpu"),
+    }
 
 
 def _example(path: Any, leaf: Any) -> Any:
@@ -133,32 +147,66 @@ def compiled(make: Callable[[bool], Made], method: Any, target: str) -> Row:
     cluster = autopar.Cluster.of(f"8 {target}")
     plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(*types)
     checked = plan.verify(target)
-    with with_cudnn_of((9, 10)):
-        whole = _kernel_elements(step, types)
     own = [name for program in checked.programs for name in program.kernels if "[" in name]
+    with with_cudnn_of((9, 10)):
+        part = _part(plan, "cuda")
+    eqns = all_equations(plan.attached.program.jaxpr)
+    whole = max((eqn.outvars[0].aval.size for eqn in eqns if _kind(eqn)), default=0)
     return {
-        "plan": str(plan.mesh) if plan.is_one_program else f"{len(plan.stages)} stages",
+        "plan": _plan_text(plan),
         "predicted": list(checked.predicted_bytes),
         "compiled": list(checked.compiled_bytes),
         "planned": _total(checked.programs, "planned"),
         "emitted": _total(checked.programs, "emitted"),
         "kernels": sorted({name.split()[0] for name in own}),
-        "part": max(map(_elements, own)) / whole if own and whole else None,
+        "part": part,
+        "compiled part": max(map(_elements, own)) / whole if own and whole else None,
     }
 
 
+def _plan_text(plan: Any) -> str:
+    return str(plan.mesh) if plan.is_one_program else f"{len(plan.stages)} stages"
+
+
 def _total(programs: Any, side: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for program in programs:
         for kind, count in getattr(program, side).items():
-            found[kind] = found.get(kind, 0) + program.runs * count
+            found[kind] += program.runs * count
+    return dict(+found)
+
+
+def _part(plan: Any, platform: str) -> float | None:
+    """Of each kind of kernel the largest array of one run on one device, over that of the user's step; the largest part."""
+    whole, here = _largest(plan.attached.program.jaxpr), Counter[str]()
+    pipeline = plan.attached.pipeline
+    for stage in pipeline.stages:
+        places = abstract_mesh(stage.mesh)
+        for task in stage.tasks:
+            overwritten = pipeline.streams.overwritten[task.task.name]
+            made = device_program(task, stage.mesh, places, overwritten, platform=platform)
+            here |= _largest(jitted(made, places).trace(*structs(made.inputs, places)).jaxpr.jaxpr)
+    return max((here[kind] / size for kind, size in whole.items() if kind in here), default=None)
+
+
+def _largest(jaxpr: Any) -> Counter[str]:
+    """Elements of the largest array that each kind of kernel reads or writes."""
+    found: Counter[str] = Counter()
+    for eqn in all_equations(jaxpr):
+        kind = _kind(eqn)
+        if kind is not None:
+            found[kind] = max(found[kind], *(v.aval.size for v in (*eqn.invars, *eqn.outvars)))
     return found
 
 
-def _kernel_elements(step: Callable[..., Any], types: Any) -> int:
-    """Of the first result of the largest kernel."""
-    eqns = all_equations(jax.make_jaxpr(step)(*types).jaxpr)
-    return max((eqn.outvars[0].aval.size for eqn in eqns if eqn.primitive.name in KERNELS), default=0)
+def _kind(eqn: Any) -> str | None:
+    """The kind of kernel that an equation runs; None: it runs none."""
+    kind = KERNELS.get(eqn.primitive.name)
+    if kind == "Pallas":
+        return f"{kind} {eqn.params['name_and_src_info'].name if 'name_and_src_info' in eqn.params else ''}"
+    if eqn.primitive.name == "dot_general" and all(v.aval.dtype.itemsize == 1 for v in eqn.invars):
+        return "product of 8 bits"
+    return kind
 
 
 def _elements(kernel: str) -> int:
@@ -178,21 +226,25 @@ def table(found: dict[str, Row], target: str) -> Table:
 def _equal_text(cell: Row) -> str:
     if "error" in cell:
         return "FAILS: " + cell["error"][:40]
-    return f"{cell['difference']:.0e}" + ("" if cell["difference"] <= CLOSE else " DIFFERENT")
+    where = f"{cell['plan']}{_part_text(cell['part'])}"
+    return f"{cell['difference']:.0e}{'' if cell['difference'] <= CLOSE else ' DIFFERENT'}, {where}"
 
 
 def _compiled_texts(cell: Row | None, whole: list[str]) -> tuple[str, ...]:
     if cell is None or "error" in cell:
         return ("not compiled" if cell is None else "FAILS: " + cell["error"][:60], "", "", "", "")
     ratios = [b / a for a, b in zip(cell["predicted"], cell["compiled"], strict=True)]
-    part = cell["part"]
     return (
         cell["plan"],
         ", ".join(f"{ratio:.3f}" for ratio in ratios),
         "equal" if cell["planned"] == cell["emitted"] else "DIFFERENT",
         ", ".join(cell["kernels"]),
-        "WHOLE" if whole else "" if part is None else f"1/{1 / part:.0f}",
+        ("WHOLE" if whole else "") + _part_text(cell["part"]) + _part_text(cell["compiled part"]),
     )
+
+
+def _part_text(part: float | None) -> str:
+    return "" if part is None else f" 1/{1 / part:.3g}"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar import Cluster, DataParallel, PipelineParallel
+from autopar.verify.hlo import read_module
+from autopar.verify.host_copies import executed_copies, planned_copies
 from autopar.verify.targets import find_target
 
 LAYERS, WIDTH, TOKENS, BATCH = 4, 256, 512, 64
@@ -81,13 +83,15 @@ def memory_of(policy, cluster):
     """Where XLA and the plan have it."""
     step = autopar.parallelize(train_in_layers(policy), cluster=cluster, method=DataParallel())
     compiled = step.compile(*arguments())
-    (program,) = compiled.programs.values()
+    (program,), (stage,) = compiled.programs.values(), compiled.plan.attached.pipeline.stages
     found, cost = program.memory_analysis(), compiled.plan.cost
     return {
         "host": found.host_temp_size_in_bytes,
         "device": found.temp_size_in_bytes,
         "planned_host": cost.host_bytes,
         "planned_device": max(cost.peak_bytes),
+        "copies": executed_copies(read_module(program.as_text())),
+        "planned_copies": planned_copies(stage.tasks[0].body, stage.mesh),
     }
 
 
