@@ -5,7 +5,8 @@ Out:    `STEPS`: for each name a step and the types of its state and batch.
 Method: one model; of each step another part of it is a kernel. Kernels for TPUs are interpreted everywhere: the same
         program, of loops over blocks. For GPUs its layers are as wide as those of a GPT of 1.3 B: of a model that takes
         0.1 GB, what is gathered for a layer ahead of time, what small arrays are sent in, and how XLA packs its heap are a
-        tenth to a third of its memory, and of these GB a hundredth.
+        tenth to a third of its memory, and of these GB a hundredth. Where neither attention nor norms are what it is about,
+        attention is cuDNN's there: XLA's own would be most of the memory.
 """
 
 from __future__ import annotations
@@ -227,9 +228,12 @@ _MODELS = {
     "cuDNN attention": Parts(attend=cudnn),
     "fused norm, Pallas GPU": Parts(norm=fused_norm),
     "megablox, Pallas TPU": Parts(feed=functools.partial(grouped, in_blocks), leaves=_EXPERT_LEAVES),
-    "experts, ragged_dot": Parts(feed=functools.partial(grouped, jax.lax.ragged_dot), leaves=_EXPERT_LEAVES),
-    "offloading policy": Parts(policy=_OFFLOAD),
+    "experts, ragged_dot": Parts(
+        attend=cudnn, feed=functools.partial(grouped, jax.lax.ragged_dot), leaves=_EXPERT_LEAVES
+    ),
+    "offloading policy": Parts(attend=cudnn, policy=_OFFLOAD),
     "vocabulary of 50257": Parts(
+        attend=cudnn,
         small=Sizes(batch=16, tokens=8, layers=2, heads=4, head=4, vocabulary=50257, dtype=jnp.float32),
         full=Sizes(vocabulary=50257),
     ),

@@ -59,6 +59,8 @@ KERNELS = {
 }
 CLOSE = 1e-5
 Row = dict[str, Any]
+Place = tuple[str, int]
+"""A kind of kernel, and which of its operands and results."""
 
 
 def main() -> None:
@@ -177,25 +179,26 @@ def _total(programs: Any, side: str) -> dict[str, int]:
 
 
 def _part(plan: Any, platform: str) -> float | None:
-    """Of each kind of kernel the largest array of one run on one device, over that of the user's step; the largest part."""
-    whole, here = _largest(plan.attached.program.jaxpr), Counter[str]()
+    """Of what each kind of kernel reads and writes its largest array: how much of it one run on one device does, at most."""
+    whole, here = _sizes(plan.attached.program.jaxpr), Counter[Place]()
     pipeline = plan.attached.pipeline
     for stage in pipeline.stages:
         places = abstract_mesh(stage.mesh)
         for task in stage.tasks:
             overwritten = pipeline.streams.overwritten[task.task.name]
             made = device_program(task, stage.mesh, places, overwritten, platform=platform)
-            here |= _largest(jitted(made, places).trace(*structs(made.inputs, places)).jaxpr.jaxpr)
-    return max((here[kind] / size for kind, size in whole.items() if kind in here), default=None)
+            here |= _sizes(jitted(made, places).trace(*structs(made.inputs, places)).jaxpr.jaxpr)
+    largest = {place[0]: place for place in sorted(whole, key=whole.__getitem__)}  # of each kind the last one stays
+    return max((here[place] / whole[place] for place in largest.values() if place in here), default=None)
 
 
-def _largest(jaxpr: Any) -> Counter[str]:
-    """Elements of the largest array that each kind of kernel reads or writes."""
-    found: Counter[str] = Counter()
+def _sizes(jaxpr: Any) -> Counter[Place]:
+    """Elements of each array that a kind of kernel reads or writes, at most."""
+    found: Counter[Place] = Counter()
     for eqn in all_equations(jaxpr):
         kind = _kind(eqn)
-        if kind is not None:
-            found[kind] = max(found[kind], *(v.aval.size for v in (*eqn.invars, *eqn.outvars)))
+        for k, var in enumerate((*eqn.invars, *eqn.outvars) if kind else ()):
+            found[kind, k] = max(found[kind, k], var.aval.size)
     return found
 
 

@@ -51,7 +51,7 @@ def _copies_in(module: Module, computation: str, types: Mapping[str, str]) -> Co
             continue
         inner = [_copies_in(module, name, types) for name in hlo.called]
         if hlo.opcode == "conditional":
-            found.update(max(inner, key=lambda each: each.total()))
+            found.update(max(inner, key=lambda each: sum(each.values())))
         elif inner:
             times = hlo.trips or 0 if hlo.opcode == "while" else 1
             for each in inner:
