@@ -1,6 +1,7 @@
 """Steps with kernels, 8-bit floats, experts and offloading, under every method: planned, equal to jit, compiled for 8 H100.
 
     python benchmarks/kernels.py [kernels.json] [--seconds 240] [--steps flash,...] [--methods auto,...] [--target h100]
+    python benchmarks/kernels.py kernels.json --seconds 0 --page
 
 In:     the steps of `kernel_steps.py`; the file, which holds what was found before, so that the work can be done in slices
         of so many CPU seconds. What is compiled for a GPU needs `pip install 'autopar[verify]'`; else it is left out.
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", default="", help="those whose names contain one of these words")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--target", default="h100")
+    parser.add_argument("--page", action="store_true", help="print the table as a page of the documentation has it")
     parser.add_argument("--again", action="store_true", help="do what the file holds already again")
     chosen = parser.parse_args()
     found: dict[str, Row] = json.loads(chosen.file.read_text()) if chosen.file and chosen.file.exists() else {}
@@ -83,6 +85,9 @@ def main() -> None:
                 found[key] = row(STEPS[step], METHODS[method], chosen.target if can_compile else None)
                 if chosen.file:
                     chosen.file.write_text(json.dumps(found, indent=1) + "\n")
+    if chosen.page:
+        print(page(found))
+        return
     rows = [f"{step}; {method}" for step in STEPS for method in METHODS]
     Console(width=170).print(table({key: found[key] for key in rows if key in found}, chosen.target))
 
@@ -224,6 +229,22 @@ def table(found: dict[str, Row], target: str) -> Table:
     for key, row in found.items():
         made.add_row(key, _equal_text(row.get("equal", {})), *_compiled_texts(row.get("compiled"), row["whole"]))
     return made
+
+
+def page(found: dict[str, Row]) -> str:
+    """A line for each step: of each method the difference to jit, the part that a kernel does, XLA's memory over predicted."""
+    lines = [f"| step | {' | '.join(METHODS)} |", "|---" * (1 + len(METHODS)) + "|"]
+    lines += [f"| {step} | {' | '.join(_brief(found.get(f'{step}; {m}')) for m in METHODS)} |" for step in STEPS]
+    return "\n".join(lines)
+
+
+def _brief(row: Row | None) -> str:
+    if row is None or "error" in row.get("equal", {"error": ""}) or "error" in row.get("compiled", {"error": ""}):
+        return "not run" if row is None else "FAILS"
+    cell, whole = row["compiled"], "WHOLE " if row["whole"] else ""
+    ratios = ", ".join(f"{b / a:.3f}" for a, b in zip(cell["predicted"], cell["compiled"], strict=True))
+    bytes_text = "" if cell["planned"] == cell["emitted"] else "; BYTES DIFFER"
+    return f"{row['equal']['difference']:.0e};{_part_text(cell['part']) or ' –'}; {whole}{ratios}{bytes_text}"
 
 
 def _equal_text(cell: Row) -> str:
