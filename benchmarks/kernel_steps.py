@@ -2,8 +2,11 @@
 
 In:     "small" (kernels interpreted, float32, for a CPU) or not (for GPUs).
 Out:    `STEPS`: for each name a step and the types of its state and batch.
-Method: one model of two layers; of each step another part of it is a kernel. Kernels for TPUs are interpreted everywhere:
-        the same program, of loops over blocks.
+Method: one model; of each step another part of it is a kernel. Kernels for TPUs are interpreted everywhere: the same
+        program, of loops over blocks. For GPUs its layers are as wide as those of a GPT of 1.3 B: of a model that takes
+        0.1 GB, what is gathered for a layer ahead of time, what small arrays are sent in, and how XLA packs its heap are a
+        tenth to a third of its memory, and of these GB a hundredth. Where neither attention nor norms are what it is about,
+        attention is cuDNN's there: XLA's own would be most of the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from jax.experimental.pallas.ops.tpu import megablox
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from parts import make_train_step, state_types
 
-LAYERS, EXPERTS = 2, 4
+EXPERTS = 4
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,11 @@ class Sizes:
     """Of the model; the defaults are those for GPUs."""
 
     batch: int = 32
-    tokens: int = 256
-    heads: int = 8
-    head: int = 64
-    vocabulary: int = 8192
+    tokens: int = 2048
+    layers: int = 8
+    heads: int = 16
+    head: int = 128
+    vocabulary: int = 32768
     dtype: Any = jnp.bfloat16
 
     @property
@@ -44,7 +48,7 @@ class Sizes:
 
 
 FULL = Sizes()
-SMALL = Sizes(batch=16, tokens=32, heads=4, head=16, vocabulary=64, dtype=jnp.float32)
+SMALL = Sizes(batch=16, tokens=32, layers=2, heads=4, head=16, vocabulary=64, dtype=jnp.float32)
 Layer = Mapping[str, jax.Array]
 
 
@@ -152,7 +156,7 @@ class Parts:
         }
         layer = {"scale": (d,), "shift": (d,), "qkv": (3, d, sizes.heads, sizes.head), "out": (d, d)}
         layer |= {name: every[name] for name in self.leaves}
-        layers = {name: (LAYERS, *shape) for name, shape in layer.items()}
+        layers = {name: (sizes.layers, *shape) for name, shape in layer.items()}
         return {"embed": (sizes.vocabulary, d), "layers": layers}
 
 
@@ -185,14 +189,14 @@ def eight_bits(small: bool) -> Made:
     """Flax's dense layers of 8-bit floats, whose scales follow a history of the largest numbers."""
     from flax import linen
 
-    width, wide, rows = (64, 64, 128) if small else (1024, 4096, 8192)
+    layers, width, wide, rows = (2, 64, 64, 128) if small else (4, 2048, 8192, 65536)
     dtype = jnp.float32 if small else jnp.bfloat16
 
     class Model(linen.Module):
         @linen.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             how: Any = {"dot_general_cls": linen.Fp8DirectDotGeneralOp, "use_bias": False, "dtype": dtype}
-            for _ in range(LAYERS):
+            for _ in range(layers):
                 x = x + linen.Dense(width, **how)(jnp.tanh(linen.Dense(wide, **how)(x)))
             return x
 
@@ -216,7 +220,7 @@ _OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
-_SPLASH = Sizes(batch=16, tokens=128, heads=4, head=16, vocabulary=64, dtype=jnp.float32)
+_SPLASH = Sizes(batch=16, tokens=128, layers=2, heads=4, head=16, vocabulary=64, dtype=jnp.float32)
 _EXPERT_LEAVES = ("router", "ups", "downs")
 _MODELS = {
     "flash attention, Pallas GPU": Parts(attend=flash),
@@ -224,10 +228,13 @@ _MODELS = {
     "cuDNN attention": Parts(attend=cudnn),
     "fused norm, Pallas GPU": Parts(norm=fused_norm),
     "megablox, Pallas TPU": Parts(feed=functools.partial(grouped, in_blocks), leaves=_EXPERT_LEAVES),
-    "experts, ragged_dot": Parts(feed=functools.partial(grouped, jax.lax.ragged_dot), leaves=_EXPERT_LEAVES),
-    "offloading policy": Parts(policy=_OFFLOAD),
+    "experts, ragged_dot": Parts(
+        attend=cudnn, feed=functools.partial(grouped, jax.lax.ragged_dot), leaves=_EXPERT_LEAVES
+    ),
+    "offloading policy": Parts(attend=cudnn, policy=_OFFLOAD),
     "vocabulary of 50257": Parts(
-        small=Sizes(batch=16, tokens=8, heads=4, head=4, vocabulary=50257, dtype=jnp.float32),
+        attend=cudnn,
+        small=Sizes(batch=16, tokens=8, layers=2, heads=4, head=4, vocabulary=50257, dtype=jnp.float32),
         full=Sizes(vocabulary=50257),
     ),
 }

@@ -1,14 +1,16 @@
 """Steps with kernels, 8-bit floats, experts and offloading, under every method: planned, equal to jit, compiled for 8 H100.
 
     python benchmarks/kernels.py [kernels.json] [--seconds 240] [--steps flash,...] [--methods auto,...] [--target h100]
+    python benchmarks/kernels.py kernels.json --seconds 0 --page
 
 In:     the steps of `kernel_steps.py`; the file, which holds what was found before, so that the work can be done in slices
         of so many CPU seconds. What is compiled for a GPU needs `pip install 'autopar[verify]'`; else it is left out.
 Out:    a table. Equal: the largest difference of a leaf of state and loss to plain `jax.jit`, as a part of its largest number,
         after one step on 8 virtual CPU devices, with the kernels interpreted (cuDNN's is plain attention there). Compiled:
-        XLA's peak over the predicted one, and whether collectives move the bytes that were planned. Kernels: those in the
-        compiled programs, and the part of the whole that one of them works on; of interpreted ones, and of products, there
-        are none.
+        XLA's peak over the predicted one, whether collectives, and copies to and from the hosts' memory, move the bytes that
+        were planned, and the kernels in the compiled programs; of interpreted ones there are none. A part: of what a kernel
+        of the user's step reads or writes, how much one run of it does on one device, the least divided one; of kernels that
+        are found in the compiled program the same of their results there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ from rich.table import Table
 import autopar
 from autopar._jax import all_equations, with_cudnn_of
 from autopar.errors import AutoparError
+from autopar.partition.task import abstract_mesh, device_program, jitted, structs
 from autopar.verify.targets import find_target
 
 METHODS: dict[str, Callable[[], Any]] = {
@@ -47,9 +51,17 @@ METHODS: dict[str, Callable[[], Any]] = {
     "3D": lambda: autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=2),
     "2 stages": lambda: autopar.PipelineParallel(num_stages=2, num_microbatches=2),
 }
-KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+KERNELS = {
+    "pallas_call": "Pallas",
+    "dot_product_attention_fwd_wrapper": "cuDNN forward",
+    "dot_product_attention_bwd_wrapper": "cuDNN backward",
+    "ragged_dot_general": "grouped product",
+    "grouped_product": "grouped product",
+}
 CLOSE = 1e-5
 Row = dict[str, Any]
+Place = tuple[str, int]
+"""A kind of kernel, and which of its operands and results."""
 
 
 def main() -> None:
@@ -60,6 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", default="", help="those whose names contain one of these words")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--target", default="h100")
+    parser.add_argument("--page", action="store_true", help="print the table as a page of the documentation has it")
     parser.add_argument("--again", action="store_true", help="do what the file holds already again")
     chosen = parser.parse_args()
     found: dict[str, Row] = json.loads(chosen.file.read_text()) if chosen.file and chosen.file.exists() else {}
@@ -72,6 +85,9 @@ def main() -> None:
                 found[key] = row(STEPS[step], METHODS[method], chosen.target if can_compile else None)
                 if chosen.file:
                     chosen.file.write_text(json.dumps(found, indent=1) + "\n")
+    if chosen.page:
+        print(page(found))
+        return
     rows = [f"{step}; {method}" for step in STEPS for method in METHODS]
     Console(width=170).print(table({key: found[key] for key in rows if key in found}, chosen.target))
 
@@ -106,9 +122,14 @@ def equal(make: Callable[[bool], Made], method: Any, target: str) -> Row:
     arguments = jax.tree_util.tree_map_with_path(_example, tuple(types))
     wanted = jax.jit(step)(*arguments)
     cluster = autopar.Cluster.local(jax.devices("cpu")[:8])
-    got = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=())(*arguments)
+    split = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=())
+    got, plan = split(*arguments), split.plan(*arguments)
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    return {"difference": max(_difference(np.asarray(a), np.asarray(b)) for a, b in pairs)}
+    return {
+        "difference": max(_difference(np.asarray(a), np.asarray(b)) for a, b in pairs),
+        "plan": _plan_text(plan),
+        "part": _part(plan, "cpu"),
+    }
 
 
 def _example(path: Any, leaf: Any) -> Any:
@@ -133,32 +154,67 @@ def compiled(make: Callable[[bool], Made], method: Any, target: str) -> Row:
     cluster = autopar.Cluster.of(f"8 {target}")
     plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(*types)
     checked = plan.verify(target)
-    with with_cudnn_of((9, 10)):
-        whole = _kernel_elements(step, types)
     own = [name for program in checked.programs for name in program.kernels if "[" in name]
+    with with_cudnn_of((9, 10)):
+        part = _part(plan, "cuda")
+    eqns = all_equations(plan.attached.program.jaxpr)
+    whole = max((eqn.outvars[0].aval.size for eqn in eqns if _kind(eqn)), default=0)
     return {
-        "plan": str(plan.mesh) if plan.is_one_program else f"{len(plan.stages)} stages",
+        "plan": _plan_text(plan),
         "predicted": list(checked.predicted_bytes),
         "compiled": list(checked.compiled_bytes),
         "planned": _total(checked.programs, "planned"),
         "emitted": _total(checked.programs, "emitted"),
         "kernels": sorted({name.split()[0] for name in own}),
-        "part": max(map(_elements, own)) / whole if own and whole else None,
+        "part": part,
+        "compiled part": max(map(_elements, own)) / whole if own and whole else None,
     }
 
 
+def _plan_text(plan: Any) -> str:
+    return str(plan.mesh) if plan.is_one_program else f"{len(plan.stages)} stages"
+
+
 def _total(programs: Any, side: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for program in programs:
         for kind, count in getattr(program, side).items():
-            found[kind] = found.get(kind, 0) + program.runs * count
+            found[kind] += program.runs * count
+    return dict(+found)
+
+
+def _part(plan: Any, platform: str) -> float | None:
+    """Of what each kind of kernel reads and writes its largest array: how much of it one run on one device does, at most."""
+    whole, here = _sizes(plan.attached.program.jaxpr), Counter[Place]()
+    pipeline = plan.attached.pipeline
+    for stage in pipeline.stages:
+        places = abstract_mesh(stage.mesh)
+        for task in stage.tasks:
+            overwritten = pipeline.streams.overwritten[task.task.name]
+            made = device_program(task, stage.mesh, places, overwritten, platform=platform)
+            here |= _sizes(jitted(made, places).trace(*structs(made.inputs, places)).jaxpr.jaxpr)
+    largest = {place[0]: place for place in sorted(whole, key=whole.__getitem__)}  # of each kind the last one stays
+    return max((here[place] / whole[place] for place in largest.values() if place in here), default=None)
+
+
+def _sizes(jaxpr: Any) -> Counter[Place]:
+    """Elements of each array that a kind of kernel reads or writes, at most."""
+    found: Counter[Place] = Counter()
+    for eqn in all_equations(jaxpr):
+        kind = _kind(eqn)
+        for k, var in enumerate((*eqn.invars, *eqn.outvars) if kind else ()):
+            found[kind, k] = max(found[kind, k], var.aval.size)
     return found
 
 
-def _kernel_elements(step: Callable[..., Any], types: Any) -> int:
-    """Of the first result of the largest kernel."""
-    eqns = all_equations(jax.make_jaxpr(step)(*types).jaxpr)
-    return max((eqn.outvars[0].aval.size for eqn in eqns if eqn.primitive.name in KERNELS), default=0)
+def _kind(eqn: Any) -> str | None:
+    """The kind of kernel that an equation runs; None: it runs none."""
+    kind = KERNELS.get(eqn.primitive.name)
+    if kind == "Pallas":
+        return f"{kind} {eqn.params['name_and_src_info'].name if 'name_and_src_info' in eqn.params else ''}"
+    if eqn.primitive.name == "dot_general" and all(v.aval.dtype.itemsize == 1 for v in eqn.invars):
+        return "product of 8 bits"
+    return kind
 
 
 def _elements(kernel: str) -> int:
@@ -175,24 +231,44 @@ def table(found: dict[str, Row], target: str) -> Table:
     return made
 
 
+def page(found: dict[str, Row]) -> str:
+    """A line for each step: of each method the difference to jit, the part that a kernel does, XLA's memory over predicted."""
+    lines = [f"| step | {' | '.join(METHODS)} |", "|---" * (1 + len(METHODS)) + "|"]
+    lines += [f"| {step} | {' | '.join(_brief(found.get(f'{step}; {m}')) for m in METHODS)} |" for step in STEPS]
+    return "\n".join(lines)
+
+
+def _brief(row: Row | None) -> str:
+    if row is None or "error" in row.get("equal", {"error": ""}) or "error" in row.get("compiled", {"error": ""}):
+        return "not run" if row is None else "FAILS"
+    cell, whole = row["compiled"], "WHOLE " if row["whole"] else ""
+    ratios = ", ".join(f"{b / a:.3f}" for a, b in zip(cell["predicted"], cell["compiled"], strict=True))
+    bytes_text = "" if cell["planned"] == cell["emitted"] else "; BYTES DIFFER"
+    return f"{row['equal']['difference']:.0e};{_part_text(cell['part']) or ' –'}; {whole}{ratios}{bytes_text}"
+
+
 def _equal_text(cell: Row) -> str:
     if "error" in cell:
         return "FAILS: " + cell["error"][:40]
-    return f"{cell['difference']:.0e}" + ("" if cell["difference"] <= CLOSE else " DIFFERENT")
+    where = f"{cell['plan']}{_part_text(cell['part'])}"
+    return f"{cell['difference']:.0e}{'' if cell['difference'] <= CLOSE else ' DIFFERENT'}, {where}"
 
 
 def _compiled_texts(cell: Row | None, whole: list[str]) -> tuple[str, ...]:
     if cell is None or "error" in cell:
         return ("not compiled" if cell is None else "FAILS: " + cell["error"][:60], "", "", "", "")
     ratios = [b / a for a, b in zip(cell["predicted"], cell["compiled"], strict=True)]
-    part = cell["part"]
     return (
         cell["plan"],
         ", ".join(f"{ratio:.3f}" for ratio in ratios),
         "equal" if cell["planned"] == cell["emitted"] else "DIFFERENT",
         ", ".join(cell["kernels"]),
-        "WHOLE" if whole else "" if part is None else f"1/{1 / part:.0f}",
+        ("WHOLE" if whole else "") + _part_text(cell["part"]) + _part_text(cell["compiled part"]),
     )
+
+
+def _part_text(part: float | None) -> str:
+    return "" if part is None else f" 1/{1 / part:.3g}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from autopar.mesh import LogicalMesh
 from autopar.plan.decision import Decision
 from autopar.runtime.compile import compile_step
 from autopar.streams.instructions import Run
+from autopar.verify.host_copies import planned_copies
 from autopar.verify.targets import Target
 
 
@@ -35,6 +36,7 @@ class Program:
         compiled: XLA's.
         predicted_bytes: At its peak on one device, operands included.
         collectives: Of one run, as planned.
+        host_copies: Bytes of one run that go to the host's memory and come from there, as planned.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Program:
     compiled: Any
     predicted_bytes: int
     collectives: tuple[Collective, ...]
+    host_copies: Mapping[str, int]
 
     @property
     def working_bytes(self) -> int:
@@ -69,7 +72,8 @@ def compile_programs(plan: Decision, target: Target) -> list[Program]:
             peak = _peak_bytes(task, made.functions[name].donated)
             own = itertools.islice(told, len(task.collectives))
             once = tuple(dataclasses.replace(c, times=c.times // runs[name]) for c in own)
-            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, once))
+            copied = planned_copies(task.body, stage.mesh)
+            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, once, copied))
     return found
 
 

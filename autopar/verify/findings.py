@@ -3,7 +3,7 @@
 In:     (types only; `verify.py` makes them.)
 Out:    `Checked`, of one program; `Findings`, of all.
 Method: bytes of each kind of collective must be equal, executions counted: XLA joins small collectives, so their number is
-        its own. Memory must fit the budget.
+        its own. So must be what goes between the memories of devices and hosts. Memory must fit the budget.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from autopar.cost.steps import COLLECTIVE_KINDS
 from autopar.plan.words import bytes_text
+from autopar.verify.host_copies import DIRECTIONS
 from autopar.verify.schedule import Emitted
+
+MOVES = (*COLLECTIVE_KINDS, *DIRECTIONS)
+"""What moves bytes between memories: collectives, and copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Checked:
         runs: In one step.
         predicted_bytes: Of memory on one device at its peak.
         compiled_bytes: The same, by XLA.
-        planned: Bytes of collectives in one run, by kind.
+        planned: Bytes of collectives in one run, by kind (`MOVES`), and of copies to and from the host's memory.
         emitted: The same, by XLA.
         collectives: Of the compiled program.
         compute_seconds: Of its kernels in one run; XLA has not tuned them.
@@ -79,7 +83,7 @@ class Findings:
 
     def _problems(self) -> Iterator[str]:
         for program in self.programs:
-            for kind in COLLECTIVE_KINDS:
+            for kind in MOVES:
                 planned, emitted = program.planned.get(kind, 0), program.emitted.get(kind, 0)
                 if planned != emitted:
                     yield f"{program.name}: {kind} of {emitted:,} B are executed, and {planned:,} B planned."

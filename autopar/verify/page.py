@@ -14,7 +14,7 @@ from autopar.plan.words import bytes_text, seconds_text
 from autopar.report.html import table_html, wrapped
 from autopar.report.page import Table
 from autopar.report.text import wide_text
-from autopar.verify.findings import Findings
+from autopar.verify.findings import MOVES, Findings
 
 
 def verification_text(found: Findings) -> str:
@@ -66,7 +66,7 @@ def _tables(found: Findings) -> list[Table]:
     columns = ("program", "runs", "predicted", "XLA's peak", "ratio", "kernels", "waiting", "kernels not of XLA")
     collectives = []
     for program in found.programs:
-        for kind in COLLECTIVE_KINDS:
+        for kind in MOVES:
             of_kind = [c for c in program.collectives if c.kind == kind]
             planned, emitted = program.planned.get(kind, 0), program.emitted.get(kind, 0)
             if planned or emitted:
@@ -74,12 +74,13 @@ def _tables(found: Findings) -> list[Table]:
                 going = sum(c.times * c.seconds for c in of_kind if c.is_async) / total
                 hidden = sum(c.times * min(c.seconds, c.hidden_seconds) for c in of_kind) / total
                 shown = (bytes_text(planned), bytes_text(emitted), "equal" if planned == emitted else "DIFFERENT")
-                collectives.append((program.name, kind, *shown, f"{going:.0%}", f"{hidden:.0%}"))
+                shares = (f"{going:.0%}", f"{hidden:.0%}") if kind in COLLECTIVE_KINDS else ("", "")
+                collectives.append((program.name, kind, *shown, *shares))
     return [
         Table("Programs, one run of each on one device", columns, tuple(programs), tuple(range(1, 7))),
         Table(
-            "Bytes that collectives move in one run, loops counted",
-            ("program", "collective", "planned", "executed", "", "asynchronous", "kernels meanwhile"),
+            "Bytes that move in one run, loops counted",
+            ("program", "move", "planned", "executed", "", "asynchronous", "kernels meanwhile"),
             tuple(collectives),
             (2, 3, 5, 6),
         ),

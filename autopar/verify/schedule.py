@@ -231,4 +231,5 @@ def product_flops(hlo: Hlo, operands: list[str]) -> float:
 
 def program_kernels(kernels: Mapping[str, int]) -> dict[str, int]:
     """Kernels that are neither XLA's nor those of the libraries that it calls for products."""
-    return {name: n for name, n in kernels.items() if not name.startswith(("__cublas", "__cudnn$conv", "Sharding"))}
+    own = ("__cublas", "__cudnn$conv", "Sharding", "AllocateBuffer")
+    return {name: n for name, n in kernels.items() if not name.startswith(own)}

@@ -24,6 +24,7 @@ from autopar.streams.clock import simulate_streams
 from autopar.verify.compile import Program, compile_programs
 from autopar.verify.findings import Checked, Findings
 from autopar.verify.hlo import read_module
+from autopar.verify.host_copies import executed_copies
 from autopar.verify.page import verification_html, verification_text
 from autopar.verify.schedule import follow_program, program_kernels
 from autopar.verify.targets import Target, find_target
@@ -84,10 +85,14 @@ def _checked(program: Program, plan: Decision, target: Target) -> Checked:
     device = plan.attached.cluster.device
     if math.isinf(device.memory_bytes_per_second):
         device = find_device("h100").device
-    seen = follow_program(read_module(_text(program, target)), program.mesh, device)
+    module = read_module(_text(program, target))
+    seen = follow_program(module, program.mesh, device)
     planned: dict[str, int] = {}
     for c in program.collectives:
         planned[c.kind] = planned.get(c.kind, 0) + c.times * c.bytes
+    emitted = seen.bytes_of
+    if target.devices[0].platform != "cpu":  # whose memory is the host's
+        planned, emitted = {**planned, **program.host_copies}, {**emitted, **executed_copies(module)}
     return Checked(
         program.name,
         program.stage,
@@ -95,7 +100,7 @@ def _checked(program: Program, plan: Decision, target: Target) -> Checked:
         program.predicted_bytes,
         program.peak_bytes,
         planned,
-        seen.bytes_of,
+        emitted,
         tuple(seen.collectives),
         seen.compute_seconds,
         seen.exposed_seconds,

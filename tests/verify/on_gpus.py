@@ -18,6 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar import Cluster, DataParallel, PipelineParallel
+from autopar.verify.hlo import read_module
+from autopar.verify.host_copies import executed_copies, planned_copies
 from autopar.verify.targets import find_target
 
 LAYERS, WIDTH, TOKENS, BATCH = 4, 256, 512, 64
@@ -77,17 +79,24 @@ def train_in_layers(policy):
     return train_step
 
 
+def copies_of(program):
+    """Bytes that a compiled program copies to and from the host's memory."""
+    return executed_copies(read_module(program.as_text()))
+
+
 def memory_of(policy, cluster):
     """Where XLA and the plan have it."""
     step = autopar.parallelize(train_in_layers(policy), cluster=cluster, method=DataParallel())
     compiled = step.compile(*arguments())
-    (program,) = compiled.programs.values()
+    (program,), (stage,) = compiled.programs.values(), compiled.plan.attached.pipeline.stages
     found, cost = program.memory_analysis(), compiled.plan.cost
     return {
         "host": found.host_temp_size_in_bytes,
         "device": found.temp_size_in_bytes,
         "planned_host": cost.host_bytes,
         "planned_device": max(cost.peak_bytes),
+        "copies": copies_of(program),
+        "planned_copies": planned_copies(stage.tasks[0].body, stage.mesh),
     }
 
 
@@ -112,6 +121,7 @@ def main():
     sizes = {name: program.memory_analysis() for name, program in compiled.programs.items()}
     found["left"] = [sizes[f"stage{k}/F"].host_output_size_in_bytes for k in range(2)]
     found["planned_left"] = compiled.plan.cost.host_bytes
+    found["fetched"] = [copies_of(compiled.programs[f"stage{k}/B"])["from host"] for k in range(2)]
     found["offloaded"] = memory_of(offloads, cluster)
     found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)
     found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4

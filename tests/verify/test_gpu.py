@@ -60,11 +60,14 @@ def test_what_is_offloaded_lies_in_the_memory_of_hosts(found):
     there, saved = found["offloaded"], found["saved"]
     assert there["host"] == there["planned_host"] == found["entering"] and saved["host"] == 0
     assert there["device"] < saved["device"] and there["planned_device"] < saved["planned_device"]
+    both_ways = dict.fromkeys(("to host", "from host"), found["entering"])
+    assert there["copies"] == there["planned_copies"] == both_ways and not saved["copies"]
 
 
 def test_a_stage_leaves_there_what_its_backward_pass_reads(found):
     assert found["left"] == [found["entering"] // 2] * 2
     assert found["planned_left"] == 2 * found["left"][0]  # two microbatches are in flight on the first
+    assert found["fetched"] == found["left"]
 
 
 def test_weights_are_gathered_while_kernels_run(found):

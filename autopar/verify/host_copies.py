@@ -1,0 +1,77 @@
+"""Bytes that go between the memories of a device and of its host, as planned and as compiled.
+
+In:     what each device does; the compiled program.
+Out:    bytes in one run, loops counted, by direction.
+Method: the plan copies where an operation says so. XLA marks what lies in the host's memory in its layout, `S(5)`, and makes
+        a slice that is copied, or is written into a stack there, one instruction, which may be wrapped to run beside others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from autopar._jax import copies_to_or_from_host, on_host
+from autopar.intra_op.sharded import Body, Compute, Region, share_bytes
+from autopar.ir.region import trip_count
+from autopar.mesh import LogicalMesh
+from autopar.verify.hlo import Hlo, Module, parts_of, type_bytes
+
+DIRECTIONS = ("to host", "from host")
+_THERE = ":S(5)"
+_NAMES = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "custom-call", "copy-done", "async-done"}
+"""What shows an array that is there, or makes room for it, and copies nothing."""
+
+
+def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
+    """Bytes that a program copies, as planned; a loop of unknown length copies nothing."""
+    found: Counter[str] = Counter()
+    for instruction in body.instructions:
+        match instruction:
+            case Compute(eqn, _, strategy) if copies_to_or_from_host(eqn):
+                for atom, var, sharding in zip(eqn.invars, eqn.outvars, strategy.results, strict=True):
+                    if on_host(atom.aval) != on_host(var.aval):
+                        found[DIRECTIONS[on_host(atom.aval)]] += share_bytes(var, sharding, mesh)
+            case Region(eqn, bodies=bodies):
+                for inner in bodies:
+                    found.update(_times(planned_copies(inner, mesh), trip_count(eqn)))
+    return found
+
+
+def executed_copies(module: Module) -> Counter[str]:
+    """Bytes that a compiled program copies; a loop whose length XLA does not know copies nothing."""
+    types = {hlo.name: hlo.type for lines in module.computations.values() for hlo in lines}
+    return _copies_in(module, module.entry, types)
+
+
+def _copies_in(module: Module, computation: str, types: Mapping[str, str]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for hlo in module.computations[computation]:
+        if hlo.opcode in _NAMES or hlo.opcode.endswith("-done"):
+            continue
+        inner = [_copies_in(module, name, types) for name in hlo.called]
+        if hlo.opcode == "conditional":
+            found.update(max(inner, key=lambda each: sum(each.values())))
+        elif inner:
+            times = hlo.trips or 0 if hlo.opcode == "while" else 1
+            for each in inner:
+                found.update(_times(each, times))
+        else:
+            found.update(dict(_copied(hlo, types)))
+    return found
+
+
+def _copied(hlo: Hlo, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """The direction and the bytes of one instruction."""
+    made = next(parts_of(hlo.type)) if hlo.type.startswith("(") else hlo.type
+    read = [types.get(name, "") for name in hlo.operands]
+    is_there, was_there = _THERE in made, any(_THERE in kind for kind in read)
+    if hlo.opcode == "dynamic-update-slice" and is_there:
+        if _THERE not in read[1]:
+            yield DIRECTIONS[0], type_bytes(read[1])
+    elif is_there != was_there and read:
+        yield DIRECTIONS[was_there], type_bytes(made)
+
+
+def _times(found: Counter[str], times: int) -> dict[str, int]:
+    return {name: times * count for name, count in found.items()}
