@@ -85,7 +85,8 @@ class ArrayType:
         spec, memory = self.array.sharding.partition_spec(), "pinned_host" if self.on_host else None
         made = NamedSharding(places, spec, memory_kind=memory)
         # Devices that are only compiled for say that they have no such memory; of their mesh JAX believes it.
-        return made if made.memory_kind == memory else NamedSharding(places.abstract_mesh, spec, memory_kind=memory)
+        is_believed = memory is None or made.memory_kind == memory
+        return made if is_believed else NamedSharding(places.abstract_mesh, spec, memory_kind=memory)
 
     def struct(self, places: jax.sharding.Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
         """The array of `array` over these devices, as JAX wants it for lowering."""

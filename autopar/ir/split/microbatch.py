@@ -169,7 +169,8 @@ class _Loop(ShardWriter):
         return made
 
     def write(self) -> Microbatches:
-        before, late = [], []
+        before: list[JaxprEqn] = []
+        late: list[JaxprEqn] = []
         made_late: set[Var] = set()
         in_order: list[JaxprEqn] = []
         for eqn in self.jaxpr.eqns:
