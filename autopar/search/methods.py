@@ -135,7 +135,7 @@ class Auto(_StageSettings):
 class Inference(_Settings):
     """Decide everything, for a step that trains nothing: a model's answer, a prefill, one token of a decoder.
 
-    What goes in and comes back (a cache of keys and values) is state, donated as in training; parameters stay as they lie.
+    What goes in and comes back (a cache of keys and values) is state, donated as in training; parameters keep their sharding.
 
     Attributes:
         latency: True: the least seconds from a call to its result. False: the most calls per second, where they follow

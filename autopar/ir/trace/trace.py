@@ -48,7 +48,11 @@ TRACE: tuple[Pass[Traced], ...] = (
         lambda step: step.by(restore_scopes),
     ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
-    Pass("dim_order", "products take and make large arrays as they lie", lambda step: step.by(products_in_order)),
+    Pass(
+        "dim_order",
+        "products read and write large arrays in the layout that these have",
+        lambda step: step.by(products_in_order),
+    ),
     Pass(
         "written_once",
         "writes to places that are all different ask no more which was the last",
