@@ -74,7 +74,7 @@ class Options(Settings):
     """The planner's options: what a method was given, and what it stands for.
 
     Attributes:
-        recompute: What the backward pass of a pipeline stage runs again instead of keeping it. `"auto"`: what is cheap,
+        recompute: What the backward pass of a pipeline stage recomputes instead of keeping it. `"auto"`: what is cheap,
             and on stages that do not fit as much more as makes them fit; `"cheap"`: never more; `"all"`: everything; a
             number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
         goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
@@ -118,7 +118,7 @@ class Options(Settings):
         return repays(self.repaying_steps, won_seconds, planning_seconds)
 
     def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
-        """For each stage how many operations may run again for each byte saved; None: the planner decides.
+        """For each stage how many operations may be recomputed for each byte saved; None: the planner decides.
 
         Raises:
             PipelineError: They are given for another number of stages.

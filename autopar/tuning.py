@@ -170,13 +170,13 @@ class Tuning:
     made_of: int = 8
     """What is made of more values than these by operations that compilers fuse goes through memory in the prices of kernels."""
     made_of_bytes: float = 1.25
-    """Times the bytes of a value: so large may be what it is made of if each kernel that reads it makes it again."""
+    """Times the bytes of a value: so large may be what it is made of if each kernel that reads it recomputes it."""
     slow_flops: float = 16.0
     """Operations for each element: what takes more is held if several read it, as random bits are."""
     late_bytes: int = 1 << 22
     """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
     again_bytes: int = 1 << 20
-    """Bytes. What is smaller may live beside what runs again."""
+    """Bytes. What is smaller may live beside what is recomputed."""
     large_part: float = 1 / 8
     """Part of the largest array of a body. What makes one as large waits for what frees others."""
     late_part: float = 1 / 8

@@ -2,6 +2,6 @@
 
 from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import kernel_seconds
-from autopar.cost.reshard import cheapest_reshard, reshard_seconds
+from autopar.cost.reshard import reshard_seconds
 
-__all__ = ["cheapest_reshard", "collective_seconds", "kernel_seconds", "reshard_seconds"]
+__all__ = ["collective_seconds", "kernel_seconds", "reshard_seconds"]

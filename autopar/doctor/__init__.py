@@ -6,6 +6,6 @@ Method: `probe.py` tries each part in a process of its own, `child.py` ends it w
         answers mean, `report.py` prints them.
 """
 
-from autopar.doctor.findings import Finding, examine
+from autopar.doctor.findings import examine
 
-__all__ = ["Finding", "examine"]
+__all__ = ["examine"]

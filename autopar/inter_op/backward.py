@@ -1,10 +1,10 @@
-"""A stage's backward pass at a level of recomputation: what it keeps, what it runs again, and when.
+"""A stage's backward pass at a level of recomputation: what it keeps, what it recomputes, and when.
 
 In:     the equations of one stage (`Passes`), a level (`residuals.py`).
 Out:    `Backward`; `find_levels`: the levels that make a difference.
-Method: what runs again does so as late as its first reader allows, so that of layers whose inputs are kept one is alive
-        at a time. Where the backward is split into B and W, heavy equations run again in B, which passes on what W
-        needs of them. Levels are the corners of the lower envelope of bytes kept over operations run again, found from
+Method: what is recomputed is so as late as its first reader allows, so that of layers whose inputs are kept one is alive
+        at a time. Where the backward is split into B and W, heavy equations are recomputed in B, which passes on what W
+        needs of them. Levels are the corners of the lower envelope of bytes kept over operations recomputed, found from
         its ends inwards (Eisner and Severance, "Mathematical techniques for efficient record segmentation", JACM 1976).
 """
 
@@ -24,7 +24,7 @@ Gates = dict[JaxprEqn, tuple[Var, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """The equations of one stage, before it is decided what runs again.
+    """The equations of one stage, before it is decided what is recomputed.
 
     Attributes:
         forward: Its own forward equations, in order.
@@ -46,9 +46,7 @@ class Passes:
 
     def kept(self, level: float) -> Kept:
         """What the forward pass keeps at a level."""
-        return choose_residuals(
-            self.forward, self.wanted((*self.at_once, *self.later)), self.free, self.received, level
-        )
+        return choose_residuals(self.forward, self.wanted((*self.at_once, *self.later)), self.free, level)
 
     def wanted(self, eqns: Iterable[JaxprEqn]) -> list[Var]:
         """Forward values that equations read."""
@@ -65,8 +63,8 @@ class Backward:
         kept: What passes from forward to backward.
         eqns: Those of its task B, in order.
         weight: Those of its task W, in order.
-        passed: Forward values that B runs again and W reads: value -> the name of B's copy.
-        gates: Of tasks B and W: equations that run again, from which on the readers of some values wait for
+        passed: Forward values that B recomputes and W reads: value -> the name of B's copy.
+        gates: Of tasks B and W: equations that are recomputed, from which on the readers of some values wait for
             another, which comes first.
     """
 
@@ -84,7 +82,7 @@ def backward_at(passes: Passes, level: float) -> Backward:
     heavy, again = set(kept.heavy), kept.again
     passed: tuple[Var, ...] = ()
     if heavy and passes.at_once:
-        # Only what is cheap is run again once more; of the rest the fewest bytes pass from B to W.
+        # Only what is cheap is recomputed once more; of the rest the fewest bytes pass from B to W.
         for_weights = choose_residuals(again, passes.wanted(passes.later), {*passes.free, *kept.values})
         passed, again = for_weights.values, for_weights.again
     gates: dict[str, Gates] = {"B": {}, "W": {}}

@@ -62,7 +62,7 @@ class CutStep:
 
 
 Layout = tuple[int, int, Mapping[int, int]]
-"""In how many parts stacks lie, of how many layers, and which inputs are such, along which dim."""
+"""Into how many parts stacks are cut, of how many layers, and which inputs are such, along which dim."""
 
 
 def in_parts(
@@ -182,7 +182,7 @@ class TakenApart(Rewritten):
     Attributes:
         stacks: What has become of its stacks.
         num_parts: Into how many parts its scans over layers are to be taken.
-        layout: How stacks lie; None: as `num_parts` says.
+        layout: How stacks are cut; None: as `num_parts` says.
     """
 
     stacks: LayerSplit

@@ -55,7 +55,7 @@ def _pairs(jaxpr: Jaxpr) -> Iterator[tuple[int, int, list[Var]]]:
 def _lean(
     forward: JaxprEqn, backward: JaxprEqn, stacks: Sequence[Var], given: Collection[Var]
 ) -> tuple[JaxprEqn, JaxprEqn]:
-    """Both scans, of which the second makes again what it can. What is then not read any more is dead code."""
+    """Both scans, of which the second recomputes what it can. What is then not read any more is dead code."""
     first, second = region_of(forward), region_of(backward)
     value_of = {b.result: b.value for b in first.ys if b.result in stacks and not isinstance(b.value, Literal)}
     stack_of = {value: stack for stack, value in value_of.items()}

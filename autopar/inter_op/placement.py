@@ -1,4 +1,4 @@
-"""Where each stage lies: its devices, so that the fast links that its mesh counts on are there.
+"""Places each stage on devices between which there are the fast links that its mesh counts on.
 
 In:     devices of each stage, the cluster.
 Out:    the first device of each stage, which has that many from there on.

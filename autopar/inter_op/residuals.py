@@ -1,13 +1,13 @@
 """What a stage keeps between its forward and its backward pass.
 
-In:     the equations of one stage's forward pass, the forward values its backward pass reads, and how much may be run
-        again to keep less.
-Out:    `Kept`: the values to keep, and the forward equations to run again, which need only those.
-Method: minimum cut. A value is kept, which costs its bytes, or made again from values that are. What is cheap is made
-        again at no cost; what is heavy (products, convolutions, loops, random bits) at its operations, of which `level`
+In:     the equations of one stage's forward pass, the forward values its backward pass reads, and how much may be
+        recomputed to keep less.
+Out:    `Kept`: the values to keep, and the forward equations to recompute, which need only those.
+Method: minimum cut. A value is kept, which costs its bytes, or recomputed from values that are. What is cheap is
+        recomputed at no cost; what is heavy (products, convolutions, loops, random bits) at its operations, of which `level`
         are worth a byte: never at level 0, wherever a byte is saved at level inf. Between the two lie the selective ones
         (attention scores first, whole layers later), without a list of names. Among cuts of equal cost the one with the
-        least to run again, but for turning around what products made: compilers would do that twice. What lies in the
+        least to recompute, but for turning around what products made: compilers would do that twice. What lies in the
         host's memory costs nothing to keep, and no copy there or back is made twice unless memory demands it. The idea is
         that of the min-cut partitioner of PyTorch (Chen and others, "min-cut rematerialization"); the price makes it the
         Lagrangian of Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023.
@@ -30,7 +30,7 @@ from autopar.ir.rules import has_rule, rule_for
 from autopar.ir.work import Work, device_bytes, num_elements_of
 
 CHEAP, ALL = 0.0, math.inf
-"""The least and the greatest level: run again only what is cheap; all that saves a byte."""
+"""The least and the greatest level: recompute only what is cheap; all that saves a byte."""
 _BY_INDEX = frozenset({"scatter", "scatter-mul", "scatter-min", "scatter-max"})
 """Writing at places that others name is slow for its few operations, and its factors look like those of `concatenate`."""
 _DRAWS = frozenset({"rng_uniform"})
@@ -45,7 +45,7 @@ class Kept:
 
     Attributes:
         values: Kept per microbatch in flight.
-        again: Forward equations that the backward runs again, in order.
+        again: Forward equations that the backward recomputes, in order.
     """
 
     values: tuple[Var, ...]
@@ -58,7 +58,7 @@ class Kept:
 
     @property
     def heavy(self) -> tuple[JaxprEqn, ...]:
-        """Those of the equations run again that are not cheap."""
+        """The recomputed equations that are not cheap."""
         return tuple(eqn for eqn in self.again if not can_run_again(eqn))
 
 
@@ -66,24 +66,22 @@ def choose_residuals(
     eqns: Sequence[JaxprEqn],
     wanted: Sequence[Var],
     free: Collection[Var],
-    received: Collection[Var] = (),
     level: float = CHEAP,
 ) -> Kept:
     """Choose what to keep.
 
     Args:
-        eqns: Forward equations of the stage, in order.
+        eqns: Forward equations of the stage, in order; what others make, other stages too, can be kept and not recomputed.
         wanted: Forward values that the backward reads.
         free: Values that are at hand in both passes at no cost: parameters and what is made of next to nothing.
-        received: Values that come from other stages; they can be kept, not made again.
-        level: How many operations may be run again for each byte that is then not kept.
+        level: How many operations may be recomputed for each byte that is then not kept.
     """
     free = set(free)
     made_by = makers(eqns)
     costs = _Costs(level)
 
     def made_of(var: Var) -> list[Var]:
-        """What a value could be made again of."""
+        """What a value could be recomputed from."""
         eqn = made_by.get(var)
         if eqn is None or not math.isfinite(costs.of(eqn)):
             return []
@@ -144,7 +142,7 @@ class _Costs:
         self.known: dict[JaxprEqn, float] = {}
 
     def of(self, eqn: JaxprEqn) -> float:
-        """0 of what is cheap, inf of what may not run again."""
+        """0 of what is cheap, inf of what may not be recomputed."""
         if eqn not in self.known:
             self.known[eqn] = self.bytes(eqn)
         return self.known[eqn]
@@ -175,7 +173,7 @@ class _Network:
         self.infinite = total // self.scale + len(values) + 1
 
     def value(self, var: Var, eqn: JaxprEqn | None, again_bytes: float, is_turned: bool = False) -> None:
-        """A value: kept, or made again by its equation at a cost; inf: it cannot be. Rather what it was turned from."""
+        """A value: kept, or recomputed by its equation at a cost; inf: it cannot be. Rather what it was turned from."""
         enters = self.at[var]
         self.edges.append((enters, enters + 1, max(1, _capacity(var) // self.scale) + is_turned))
         if eqn is None or not math.isfinite(again_bytes):

@@ -2,8 +2,8 @@
 
 In:     a scan, and which of its results are waited for.
 Out:    two scans over the same trips. The first makes what is waited for, and stacks what the second reads of it.
-Method: of what goes from trip to trip the first carries what those results need. Of what it makes, the second makes again
-        what is cheap; the fewest bytes of the rest are stacked (`residuals.py`), such as the cotangents of products.
+Method: of what goes from trip to trip the first carries what those results need. Of what it makes, the second recomputes
+        what is cheap; of the rest the fewest bytes are stacked (`residuals.py`), such as the cotangents of products.
         What Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, do by hand for each kind of layer.
 """
 

@@ -74,9 +74,8 @@ def slice_stages(
     unit = math.gcd(num_devices, *submesh_sizes)
     sizes, total = np.array(submesh_sizes) // unit, num_devices // unit
     search = _Search(seconds, sizes, total, np.array(transfer_seconds, float), max_in_flight, num_microbatches)
-    bounds = np.unique(seconds[np.isfinite(seconds)])
-    free = search.least(np.inf)
-    if free is None:
+    unbounded = search.least(np.inf)
+    if unbounded is None:
         raise InfeasibleError(
             "no slicing into stages fits.",
             given=f"{num_layers} layers, submeshes of {list(submesh_sizes)} devices, {num_devices} devices",
@@ -84,30 +83,13 @@ def slice_stages(
             do="allow more kinds of submeshes, or raise the memory budget.",
             constraint="stages",
         )
-    best = Slicing(search.latency(free[1]), free[1])
-    tried = -np.inf
-    # Below some bound nothing fits: the first above is found by halving.
-    low, high = 0, len(bounds) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if search.least(float(bounds[middle]) * (1 + gap)) is None else (low, middle)
-    for bound in bounds[low:]:
-        # No slicing under a larger bound whose slowest stage comes near it can be better than this.
-        if free[0] + (num_microbatches - 1) * bound >= best.latency_seconds:
-            break
-        if bound <= tried * (1 + gap):
-            continue
-        tried = bound
-        found = search.least(float(bound) * (1 + gap))
-        if found is not None:
-            latency = search.latency(found[1])
-            if latency < best.latency_seconds:
-                best = Slicing(latency, found[1])
-    return best
+    return search.best(unbounded, gap)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Search:
+    """The dynamic program; attributes as of `slice_stages`, `border` being the seconds of transfers."""
+
     seconds: np.ndarray
     sizes: np.ndarray
     num_devices: int
@@ -119,6 +101,35 @@ class _Search:
         times = [float(self.seconds[s.first, s.last, s.submesh]) for s in stages]
         crossing = sum(float(self.border[s.first]) for s in stages[1:])
         return sum(times) + (self.num_microbatches - 1) * max(times) + crossing
+
+    def best(self, unbounded: tuple[float, tuple[SlicedStage, ...]], gap: float) -> Slicing:
+        """The slicing of least latency, by bounds on the slowest stage; `unbounded` is the least without one."""
+        least_sum, stages = unbounded
+        best = Slicing(self.latency(stages), stages)
+        tried = -np.inf
+        for bound in self.feasible_bounds(gap):
+            # No slicing under a larger bound whose slowest stage comes near it can be better than this.
+            if least_sum + (self.num_microbatches - 1) * bound >= best.latency_seconds:
+                break
+            if bound <= tried * (1 + gap):
+                continue
+            tried = bound
+            found = self.least(float(bound) * (1 + gap))
+            if found is not None:
+                latency = self.latency(found[1])
+                if latency < best.latency_seconds:
+                    best = Slicing(latency, found[1])
+        return best
+
+    def feasible_bounds(self, gap: float) -> np.ndarray:
+        """Ascending bounds on the slowest stage, from the first under which something fits: that is found by halving."""
+        bounds = np.unique(self.seconds[np.isfinite(self.seconds)])
+        low, high = 0, len(bounds) - 1
+        while low < high:
+            middle = (low + high) // 2
+            fits = self.least(float(bounds[middle]) * (1 + gap)) is not None
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return bounds[low:]
 
     def least(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
         """The slicing of least sum whose stages all take at most `bound`.

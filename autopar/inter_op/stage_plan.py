@@ -51,7 +51,7 @@ class Placed(Slot):
     """A slot as a task takes or leaves it on its mesh: the array that it is there.
 
     Attributes:
-        type: Of its array, and how that lies; of a piece or rows with a leading dim of microbatches.
+        type: Of its array, and its sharding; of a piece or rows with a leading dim of microbatches.
         num_bytes: Of that array in one device's memory.
         host_bytes: Of it that one device has in its host's memory.
     """
@@ -62,7 +62,7 @@ class Placed(Slot):
 
 
 def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mesh: LogicalMesh) -> Placed:
-    """A value that lies so."""
+    """A value in this sharding."""
     made = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
     here, there = (0, made.local_bytes) if made.on_host else (made.local_bytes, 0)
     own = slot.kind, slot.key, slot.var, slot.placement
@@ -119,7 +119,7 @@ class StagePlan:
         mesh: On which logical mesh.
         sharded: The solution of the joint program.
         tasks: In order of a step.
-        unchanged: Arguments that its loop reads as they lie, and not as copies: positions as of `read_as_given`.
+        unchanged: Arguments that its loop reads in place, and not as copies: positions as of `read_as_given`.
         borrowed: Whether `sharded`, and the bodies of the tasks, are those of an equal stage (`equal_stages.py`): good for
             the clock, and to be lowered before anything runs.
     """
@@ -164,7 +164,7 @@ def plan_stage(
         options: Solver, time limit, memory budget.
         restrict: Forbids choices.
         gap: Part of its cost by which it may miss the least.
-        all_again: Whether what its forward pass makes does not count as memory, for it may run again.
+        all_again: Whether what its forward pass makes does not count as memory, for it may be recomputed.
         like: As of `build_graph`.
         tables: As of `build_graph`.
         in_flight: Microbatches between their forward and their backward pass at once, each of which holds what it keeps.
@@ -266,7 +266,7 @@ class _Lowering:
         return made.shardings[self.choices[made.node]]
 
     def sharding(self, slot: Slot) -> Sharding:
-        """How a value lies on the mesh between tasks."""
+        """The sharding of a value between tasks."""
         match slot.kind:
             case "number":
                 return Sharding(())
@@ -310,7 +310,7 @@ class _Lowering:
         return placed(slot, self.sharding(slot), (*leading, *shape), dtype, self.mesh)
 
     def unchanged(self, first: Task) -> frozenset[int]:
-        """Results of the first task that are arguments, as these lie."""
+        """Results of the first task that are arguments in their own sharding."""
         return frozenset(at for at, slot in enumerate(first.outputs) if self._lies_as_given(slot))
 
     def _lies_as_given(self, slot: Slot) -> bool:

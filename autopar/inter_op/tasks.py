@@ -53,7 +53,7 @@ class Round:
 
     @property
     def by_kind(self) -> dict[str, tuple[JaxprEqn, ...]]:
-        """The equations by the kind of task; forward ones run again in backward."""
+        """The equations by the kind of task; forward ones recomputed in backward."""
         return {"F": self.forward, "B": self.behind.eqns, "W": self.behind.weight}
 
 
@@ -127,7 +127,7 @@ class Tasks:
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """Per stage, how much it runs again (`residuals.py`)."""
+        """Per stage, how much it recomputes (`residuals.py`)."""
         return tuple(rounds[0].behind.level for rounds in self.rounds)
 
     def levels_of(self, stage: int) -> list[float]:
@@ -135,7 +135,7 @@ class Tasks:
         return sorted({level for each in self.rounds[stage] for level in find_levels(each.passes)})
 
     def at_level(self, stage: int, level: float) -> Tasks:
-        """The same tasks, but for how much one stage runs again."""
+        """The same tasks, but for how much one stage recomputes."""
         if self.levels[stage] == level:
             return self
         changed = tuple(replace(each, behind=backward_at(each.passes, level)) for each in self.rounds[stage])
@@ -151,7 +151,7 @@ def make_tasks(
         cut: The step in phases.
         borders: First segment of each stage, from 0.
         split_backward: Where what no other stage waits for is made a task of its own.
-        levels: Per stage, how much it runs again; (): what is cheap.
+        levels: Per stage, how much it recomputes; (): what is cheap.
     """
     chain, jaxpr = cut.chain, cut.program.jaxpr
     num_stages = len(borders)

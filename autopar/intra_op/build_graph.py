@@ -196,7 +196,7 @@ class _Builder:
     def edge(
         self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
     ) -> None:
-        # What lies in the host's memory is copied there and back as it is: no collective reaches it.
+        # What is in the host's memory is copied there and back as it is: no collective reaches it.
         weight, communicates = place.weight, place.communicates and not on_host(var.aval)
         self.graph.edges.append(
             Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)

@@ -151,7 +151,7 @@ def _names(graph: Graph) -> Iterator[tuple[Hashable, int]]:
 
 
 Key = tuple[tuple[Sharding, ...], tuple[tuple[str, tuple[str, ...]], ...]]
-"""What a choice is: how each value lies, and reductions."""
+"""What a choice is: the sharding of each value, and reductions."""
 
 
 def _keys(node: Node) -> Iterator[Key]:

@@ -87,5 +87,5 @@ def _check_boundary(region: Region, mesh: LogicalMesh) -> None:
 
 
 def _row(sharding: Sharding, lead: int) -> Sharding:
-    """How a value lies in a body, which has so many dims less in front."""
+    """The sharding of a value in a body, which has so many dims less in front."""
     return Sharding(sharding.dims[lead:], sharding.partial)

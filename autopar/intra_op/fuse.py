@@ -104,7 +104,7 @@ def _key(instruction: Instruction, mesh: LogicalMesh, small: float) -> object:
 
 
 def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
-    """For each instruction, those that come before it: the makers of what it reads; of what it makes again, the readers
+    """For each instruction, those that come before it: the makers of what it reads; of what it recomputes, the readers
     of what was there."""
     maker: dict[Copy, int] = {}
     readers: dict[Copy, list[int]] = {}

@@ -8,7 +8,7 @@ Method: three kinds of node. An *operation* chooses a strategy of its rule. A *p
         chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward pass, backward
         pass and update have a hub each. A *keep* stands between the readers of the forward pass and those of the
         backward pass, or the results of a loop's body: it chooses the sharding in which the value waits, which is made
-        of the copy that the forward pass worked with. So a gather is kept or made again, whichever is better.
+        of the copy that the forward pass worked with. So a gather is kept or recomputed, whichever is better.
         New state has the old state's port: a port with two roles is one choice (the alias rows).
 """
 

@@ -33,7 +33,7 @@ from autopar.mesh import Sharding
 from autopar.tuning import TUNING
 
 REPLICATED, PARTIAL = -1, -2
-"""Beside the number of a dim: how a value lies along one axis."""
+"""Beside the number of a dim: the placements of a value on one axis."""
 
 
 def restrict_to_data_parallel(
@@ -138,7 +138,7 @@ def restrict_to_axes(
         allowed: Extended.
         state_inputs: Inputs that are state.
         zero: What of the state is split over the data axis, as of `restrict_to_data_parallel`.
-        sequence: Whether activations lie in parts over the tensor axis between products.
+        sequence: Whether activations are split over the tensor axis between products.
     """
     at = {axis: k for k, axis in enumerate(graph.mesh.axis_sizes)}
     multiplied: dict[Var, None] = {}

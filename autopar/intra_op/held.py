@@ -1,10 +1,10 @@
-"""Which values take memory while they wait. The others are made again by each kernel that reads them.
+"""Which values take memory while they wait. The others are recomputed by each kernel that reads them.
 
 In:     `Graph`.
 Out:    the values that are held; what reads another reads what that is made of (`liveness.py`).
 Method: compilers put elementwise operations, slices and the like into the kernels that read them, into each of several
         where these then move fewer bytes: n kernels that read a value of S bytes move S (n + 1) and the A bytes that it is
-        made of, or n A if each makes it again. That nothing waits in memory for the later of them is no reason for XLA.
+        made of, or n A if each recomputes it. That nothing waits in memory for the later of them is no reason for XLA.
         So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, or if
         so fewer bytes are moved: of how many arrays it is made does not matter to a kernel, of how large ones does. What is
         scattered into zeros to be added to a value is scattered into that.

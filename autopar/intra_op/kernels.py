@@ -107,7 +107,7 @@ def _lengths(eqn: JaxprEqn, shapes: Sequence[Shape]) -> tuple[int, int, int, int
 
 
 def _is_turned(eqn: JaxprEqn) -> bool:
-    """Whether what is summed over lies before the rows of the first operand."""
+    """Whether the contracted dims stand before the rows of the first operand."""
     (depth, _), (batch, _) = eqn.params["dimension_numbers"]
     rows = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in (*depth, *batch)]
     return bool(rows and depth) and max(depth) < max(rows)

@@ -228,13 +228,13 @@ def _peaks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Versions:
-    """The copies of a body in the order in which they are made, its inputs first; one that is made again is another.
+    """The copies of a body in the order in which they are made, its inputs first; one that is recomputed is another.
 
     Attributes:
         copies: Each.
         starts: The instruction that makes it; -1: it is an input.
         ends: The last that reads it, or what is made of it there; -1: none, the number of instructions: it stays.
-        takes_memory: Whether it does, or is made again by each that reads it.
+        takes_memory: Whether it does, or is recomputed by each that reads it.
     """
 
     copies: list[Copy]

@@ -5,7 +5,7 @@ Out:    `Body` (`sharded.py`).
 Method: values are converted when first needed, through the hub's sharding where the value has one; within one phase all
         copies made on the way may be used again. Between two phases a value waits in the sharding that its keep chose,
         and is converted to it after its last reader of the earlier phase; the later phase has that copy alone. What is
-        made again waits for what the gather before the last was made for: one at a time is ahead.
+        recomputed waits for what the gather before the last was made for: one at a time is ahead.
         Then small collectives are sent together (`fuse.py`).
 """
 
@@ -107,7 +107,7 @@ class _Lowering:
         self.narrow: dict[Copy, np.dtype | None] = {}
         self.emitted: list[list[Instruction]] = []
         self.last: Copy | None = None
-        self.pace: list[list[Copy]] = []  # of each open body, what was computed from copies made again, in order
+        self.pace: list[list[Copy]] = []  # of each open body, what was computed from recomputed copies, in order
         self.is_again = False
 
     def chosen(self, node: int) -> Sharding:
@@ -239,7 +239,7 @@ class _Lowering:
         return self.made[var] == sharding or self.was_made(var, sharding)
 
     def hold_back(self) -> Copy | None:
-        """What a copy that is made again waits for: what was computed from the one before the last."""
+        """What a copy that is recomputed waits for: what was computed from the one before the last."""
         pace = self.pace[-1]
         if not pace and self.last is not None:
             pace.append(self.last)

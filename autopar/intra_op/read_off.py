@@ -128,7 +128,7 @@ class Sharded:
         return dataclasses.replace(self, problem=problem, solution=solution, exposure=exposure)
 
     def input_sharding(self, position: int) -> Sharding:
-        """How an input lies on the mesh."""
+        """The sharding of an input."""
         node = self.graph.inputs[position]
         return self.graph.nodes[node].shardings[self.choices[node]]
 

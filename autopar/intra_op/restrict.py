@@ -91,7 +91,7 @@ def pin_borders(
 def pin_node(
     graph: Graph, node: Node, shape: tuple[int, ...], pin: tuple[str, object], path: str, allowed: Allowed
 ) -> None:
-    """Pin a decision on how an array of this shape lies; the rest is as of `pin_borders`."""
+    """Pin a decision on the sharding of an array of this shape; the rest is as of `pin_borders`."""
     text, spec = pin
     sharding, free = read_spec(spec, shape, graph.mesh, f"constraint {text!r} on {path}")
     mask = [matches_spec(s, sharding, free) for s in node.shardings]

@@ -4,7 +4,7 @@ In:     (types only; `lower.py` makes it.)
 Out:    `Body`, a list of `Move | Fused | Compute | Region`; `collectives_of` lists what it communicates, `calls_host` tells
         whether it calls the user's functions.
 Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction makes copies from copies. A copy may be
-        made again: who reads it from there on reads the new one. The plan's predictions (`plan/`) and the per-device
+        recomputed: who reads it from there on reads the new one. The plan's predictions (`plan/`) and the per-device
         program (`partition/`) are both read off this one list, so they agree.
 """
 
@@ -36,7 +36,7 @@ class Move:
 
     Attributes:
         reader: For whom, for people.
-        earlier: A copy that the move waits for: what is made again is not made too early.
+        earlier: A copy that the move waits for: what is recomputed is not made too early.
         phase: Of the reader.
         narrow: The dtype in which it travels (`narrow.py`); None: its own.
     """
@@ -103,7 +103,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """Whoever reads one of `copies` from here on waits for `earlier`: what runs again does not run too early."""
+    """Whoever reads one of `copies` from here on waits for `earlier`: what is recomputed does not run too early."""
 
     earlier: Copy
     copies: tuple[Copy, ...]
@@ -204,12 +204,12 @@ class Collective:
 
 
 def local_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
-    """Bytes of a value in one device's memory: none of what lies in the host's."""
+    """Bytes of a value in one device's memory: none if it is in the host's."""
     return 0 if on_host(atom.aval) else share_bytes(atom, sharding, mesh)
 
 
 def share_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
-    """Bytes of one device's share of a value, wherever it lies."""
+    """Bytes of one device's share of a value, in whichever memory."""
     return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
 
 

@@ -118,7 +118,7 @@ def _together(
 
 
 def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:
-    """How a value lies on the mesh, from how it lies on each axis; the largest and smallest are reduced at once."""
+    """The sharding of a value on the mesh, from its placement on each axis; the largest and smallest are reduced at once."""
     dims: list[tuple[str, ...]] = [()] * len(term)
     partial: tuple[str, ...] = ()
     for axis, placement in placements:

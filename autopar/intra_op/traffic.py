@@ -42,7 +42,7 @@ class Traffic:
         touched: For each of these, an index of another operand or result whose bytes count instead; its own where none.
         launches: Kernels that it launches.
         on_samples: Whether anything it reads or makes is of samples, as far as is known; else it works on parameters.
-        turned: The operands that lie in memory in another order of dims than that in which they are read.
+        turned: The operands that are stored in another order of dims than that in which they are read.
     """
 
     counts: tuple[float, ...]
@@ -60,7 +60,7 @@ def find_traffic(graph: Graph) -> dict[int, Traffic]:
 
 
 def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
-    """The stored values that each operation needs, its operands or what they are made again from, by its node."""
+    """The stored values that each operation needs, its operands or what they are recomputed from, by its node."""
     finder = _Finder(graph)
     return {
         node.index: tuple(
@@ -142,7 +142,7 @@ class _Finder:
         return [self.origin(atom) for atom in eqn.invars if not isinstance(atom, Literal)]
 
     def find_levels(self) -> None:
-        """How many kernels of their own stand before each operation; views and what is made again are told apart."""
+        """How many kernels of their own stand before each operation; views and what is recomputed are told apart."""
         ready: dict[Var, int] = {}  # where what floats can be made for the first time
         for node in self.ops:
             eqn = node.eqn
@@ -217,7 +217,7 @@ class _Finder:
         return index
 
     def is_read_turned(self, node: Node, atom: Atom) -> bool:
-        """Whether a kernel goes through an array in another order of dims than that in which it lies.
+        """Whether a kernel goes through an array in another order of dims than that in which it is stored.
 
         Elementwise work writes what it makes as its reader wants it, and compilers let a product make the turned matrix, from
         its operands the other way round; other kernels do not, and what a program is given lies as it does.
@@ -230,7 +230,7 @@ class _Finder:
     def all_traffic(self) -> dict[int, Traffic]:
         paid: set[tuple[int, Var]] = set()
         launched: set[int] = set()
-        # A kernel that leaves nothing behind is not run: whoever reads what it makes makes it again.
+        # A kernel that leaves nothing behind is not run: whoever reads what it makes recomputes it.
         leaving = {self.find(node.index) for node in self.ops if any(var in self.stored for var in node.eqn.outvars)}
         found: dict[int, Traffic] = {}
         same: dict[Traffic, Traffic] = {}

@@ -74,7 +74,7 @@ class Program:
         return [*physical, *self.consts]
 
     def spec_of(self, leaf: int, spec: PartitionSpec) -> PartitionSpec:
-        """How an argument leaf lies, of how the program's variable does: an array of keys lacks the dim of their integers."""
+        """The spec of an argument leaf, from its variable's: an array of keys lacks the dim of their integers."""
         return PartitionSpec(*tuple(spec)[: self.in_avals[leaf].ndim]) if self.key_inputs[leaf] else spec
 
     def in_containers(self, values: Sequence[object]) -> Any:

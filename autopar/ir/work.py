@@ -47,5 +47,5 @@ def num_bytes(var: Atom) -> int:
 
 
 def device_bytes(var: Atom) -> int:
-    """Bytes of a value, whole, if it lies in devices' memory."""
+    """Bytes of a value, whole, if it is in devices' memory."""
     return 0 if on_host(var.aval) else num_bytes(var)

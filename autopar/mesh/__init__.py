@@ -1,17 +1,15 @@
-"""The machine: devices, links, clusters, logical meshes, and how a tensor lies on one."""
+"""The machine: devices, links, clusters, logical meshes, and how a tensor is sharded over one."""
 
 from autopar.mesh.array_type import ArrayType, Box, boxes
-from autopar.mesh.catalog import MODELS, Model
 from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.device import Achieved, Device
 from autopar.mesh.find_device import find_device
 from autopar.mesh.link import Link
 from autopar.mesh.logical_mesh import LogicalMesh, finer_meshes, linked_mesh, logical_mesh, logical_meshes
-from autopar.mesh.machine_profile import MachineProfile, Measured
+from autopar.mesh.machine_profile import MachineProfile
 from autopar.mesh.sharding import Sharding
 
 __all__ = [
-    "MODELS",
     "Achieved",
     "ArrayType",
     "Box",
@@ -20,8 +18,6 @@ __all__ = [
     "Link",
     "LogicalMesh",
     "MachineProfile",
-    "Measured",
-    "Model",
     "Sharding",
     "boxes",
     "find_device",

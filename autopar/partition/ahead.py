@@ -1,11 +1,11 @@
-"""Makes loops, and what runs again, wait for work that compilers would leave for later, and keep all that it reads.
+"""Makes loops, and recomputation, wait for work that compilers would leave for later, and keep all that it reads.
 
-In:     a sharded body, the place in it of a loop, or of the barrier or gate before what runs again.
+In:     a sharded body, the place in it of a loop, or of the barrier or gate before what is recomputed.
 Out:    copies that are waited for there.
 Method: a scheduler that hides latency runs first what others wait for. The gradient of a model's head is needed by the
         update alone, and may come behind the loop of the backward pass, which waits for the other product with the same
         logits: these then live through the loop. So a loop waits for what it does not need, if that reads something large
-        which nobody needs afterwards, and makes less of it. What runs again, layer by layer, is like such a loop written
+        which nobody needs afterwards, and makes less of it. What is recomputed, layer by layer, is like such a loop written
         out: without waiting for the gradients of one layer's weights, the activations of all layers would be there at once.
         A product that is only added to something is waited for when it is added, which is one kernel. And the backward pass
         begins with numbers in which no array has a part: they wait for the loss, for which the logits would be kept.
@@ -30,7 +30,7 @@ from autopar.tuning import TUNING
 
 
 def waits_at(instruction: Instruction) -> bool:
-    """Whether an instruction is the first of what runs again: a barrier or a gate."""
+    """Whether an instruction is the first of what is recomputed: a barrier or a gate."""
     return isinstance(instruction, Gate) or (isinstance(instruction, Region) and kind_of(instruction.eqn) == "barrier")
 
 
@@ -82,7 +82,7 @@ class Ahead:
         return isinstance(instruction, Region) and kind_of(instruction.eqn) in ("scan", "while")
 
     def of_again(self, position: int) -> tuple[list[Copy], list[Copy]]:
-        """Copies that what runs again from this place on reads and that are there before their time, and what they wait for.
+        """Copies that the recomputation beginning here reads and that are there before their time, and what they wait for.
 
         Those are what the body has made before; else of what it is given the layer's input, as large as the gradient of its
         result. That is what comes last, and is waited for.

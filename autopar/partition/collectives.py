@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.cost.steps import AllGather, AllReduce, AllToAll, Mask, Permute, ReduceScatter, Slice, Step
+from autopar.ir.dims import apart, together
 from autopar.partition.owned import without_loss
 
 
@@ -144,11 +145,13 @@ def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Any], axis_sizes: M
             gathered = lax.all_gather(_pack([a.reshape(-1) for a in arrays]), axes, axis=0, tiled=False)
             pieces = _unpack(gathered.reshape(num_shards, -1), [a.size for a in arrays])
             return [
-                _merge_dim(piece.reshape(num_shards, *a.shape), step.dim)
+                together(jnp.moveaxis(piece.reshape(num_shards, *a.shape), 0, step.dim), step.dim)
                 for piece, a, step in zip(pieces, arrays, steps, strict=True)
             ]
         case ReduceScatter():
-            parted = [_part_dim(a, step.dim, num_shards) for a, step in zip(arrays, steps, strict=True)]
+            parted = [
+                jnp.moveaxis(apart(a, step.dim, num_shards), step.dim, 0) for a, step in zip(arrays, steps, strict=True)
+            ]
             packed = _pack([a.reshape(num_shards, -1) for a in parted])
             scattered = lax.psum_scatter(packed, axes, scatter_dimension=0, tiled=True)[0]
             pieces = _unpack(scattered, [a.size // num_shards for a in parted])
@@ -164,16 +167,3 @@ def _pack(arrays: Sequence[jax.Array]) -> jax.Array:
 def _unpack(packed: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
     ends = [sum(lengths[: k + 1]) for k in range(len(lengths))]
     return [packed[..., end - length : end] for end, length in zip(ends, lengths, strict=True)]
-
-
-def _part_dim(array: jax.Array, dim: int, parts: int) -> jax.Array:
-    """Cut `dim` into `parts` blocks and bring the block number to the front."""
-    shape = array.shape
-    return jnp.moveaxis(array.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :]), dim, 0)
-
-
-def _merge_dim(array: jax.Array, dim: int) -> jax.Array:
-    """The inverse of `_part_dim`."""
-    moved = jnp.moveaxis(array, 0, dim)
-    parts, size = moved.shape[dim : dim + 2]
-    return moved.reshape(*moved.shape[:dim], parts * size, *moved.shape[dim + 2 :])  # -1 fails on empty arrays

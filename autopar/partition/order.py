@@ -1,4 +1,4 @@
-"""Keep the order of the program where the backend does not: of collectives, and of what runs again.
+"""Keep the order of the program where the backend does not: of collectives, and of what is recomputed.
 
 In:     the results and operands of instructions, as the per-device program is traced.
 Out:    the same operands, each made to depend on what comes before it.

@@ -195,14 +195,14 @@ class Submesh:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What the backward pass of a stage runs again instead of keeping it.
+    """What the backward pass of a stage recomputes instead of keeping it.
 
     Attributes:
-        level: How many operations it may run again for each byte saved; 0: only what is cheap, inf: everything.
-        operations: Forward operations run again for a microbatch that are not cheap.
+        level: How many operations it may recompute for each byte saved; 0: only what is cheap, inf: everything.
+        operations: Forward operations recomputed for a microbatch that are not cheap.
         seconds: Time that these take in one step.
         kept_bytes: Kept for each microbatch in flight, on one device.
-        saved_bytes: As much more would be kept if only what is cheap were run again.
+        saved_bytes: As much more would be kept if only what is cheap were recomputed.
     """
 
     level: float = 0.0
@@ -224,7 +224,7 @@ class Stage:
         layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
         choices: Choice of every decision of this stage, in graph order.
         operations: The first and the last operation of its forward pass, for people.
-        recomputed: What its backward pass runs again.
+        recomputed: What its backward pass recomputes.
     """
 
     submesh: Submesh

@@ -7,16 +7,14 @@ Out:    `Profile`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from autopar.streams.timeline import EventKind
 
 CrossingKind = Literal["forward", "backward", "update"]
 """With each microbatch; or once per step."""
-CROSSINGS: tuple[CrossingKind, ...] = get_args(CrossingKind)
 MemoryUnit = Literal["seconds", "operations"]
 """Memory over the time of a step, or along its program."""
-MEMORY_UNITS: tuple[MemoryUnit, ...] = get_args(MemoryUnit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 
@@ -26,8 +25,6 @@ from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES, ValueRole
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import Event, Timeline
-
-_T = TypeVar("_T")
 
 
 def read_plan(entry: Entry) -> Decision:

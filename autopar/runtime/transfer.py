@@ -59,7 +59,7 @@ def _by_tiles(
     receivers = list(target_places.devices.flat)
     held = source.boxes()
     arriving = boxes(shape, plan.middle, target.mesh)
-    cuts = [cut_tile(held[tile.source], tile.box, shape) for tile in plan.tiles]
+    cuts = [cut_tile(held[tile.source], tile.box) for tile in plan.tiles]
     joins = joins_by_device(plan.tiles, arriving, dtype)
     middle, want = ArrayType(shape, dtype, plan.middle, target.mesh).on(target_places), target.on(target_places)
     finish = None if middle.spec == want.spec else _gather(source, middle, want)
@@ -98,7 +98,7 @@ def put_together(
     return put
 
 
-def cut_tile(held: Box, box: Box, shape: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
+def cut_tile(held: Box, box: Box) -> Callable[[jax.Array], jax.Array]:
     """A tile out of what a device holds."""
     if held == box:
         return lambda array: array

@@ -1,8 +1,8 @@
-"""One stage on all devices: gradients accumulated, and of the forward pass run again what memory demands.
+"""One stage on all devices: gradients accumulated, and as much of the forward pass recomputed as memory demands.
 
 In:     a traced step, the meshes that were best without; where memory binds.
 Out:    `Stages`: the fastest such step, if it is faster than what is known, and what was tried.
-Method: a pipeline of one stage, which no one waits for: its backward pass is a program of its own, and may make again what
+Method: a pipeline of one stage, which no one waits for: its backward pass is a program of its own, and may recompute what
         it would else have to find. In 1, 2, 4, ... microbatches, until more are no faster, or need about as many bytes as
         half as many, too many: what is left is no sample's.
 """

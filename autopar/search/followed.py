@@ -1,4 +1,4 @@
-"""The pipeline of a step that takes another step's state as it lies: an eval or inference step behind a training step.
+"""The pipeline of a step that takes another step's state in its sharding: an eval or inference step behind a training step.
 
 In:     a traced step, the plan it follows, which of its arguments are whose of that step.
 Out:    `PipelinePlan` on the same submeshes and logical meshes.
@@ -136,7 +136,7 @@ def aligned_borders(cut: CutStep, lies: Lies, num_stages: int) -> tuple[int, ...
 
 
 def _bytes_away(cut: CutStep, lies: Lies, num_stages: int) -> list[list[int]]:
-    """Per segment and stage: bytes of the state that the segment reads and that lies on other stages."""
+    """Per segment and stage: bytes of the state that the segment reads and that is on other stages."""
     split, chain = cut.split, cut.chain
     made_by = {var: eqn for eqn in split.before for var in eqn.outvars}
     read: list[dict[Var, None]] = [{} for _ in range(chain.num_segments)]

@@ -93,7 +93,7 @@ class LayerCosts:
             sizes: Devices that a stage may have.
             batch_sizes: Samples of the batch, of each argument that has some.
             counts: Numbers of microbatches, one of which each mesh is solved for.
-            terms: On which they are sharded, and run again.
+            terms: On which they are sharded, and recompute.
             report: Called with a line of progress before each mesh is tried.
         """
         cluster, options = terms.cluster, terms.options

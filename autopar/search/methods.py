@@ -37,7 +37,7 @@ class _StageSettings(_Settings):
     """What every method takes that may cut the step into pipeline stages.
 
     Attributes:
-        recompute: What the backward pass of a stage runs again: `"auto"`, as much as memory demands; `"cheap"`, `"all"`,
+        recompute: What the backward pass of a stage recomputes: `"auto"`, as much as memory demands; `"cheap"`, `"all"`,
             operations per byte saved, or a tuple of these for the stages.
     """
 
@@ -135,7 +135,7 @@ class Auto(_StageSettings):
 class Inference(_Settings):
     """Decide everything, for a step that trains nothing: a model's answer, a prefill, one token of a decoder.
 
-    What goes in and comes back (a cache of keys and values) is state, donated as in training; parameters stay as they lie.
+    What goes in and comes back (a cache of keys and values) is state, donated as in training; parameters keep their sharding.
 
     Attributes:
         latency: True: the least seconds from a call to its result. False: the most calls per second, where they follow
@@ -218,7 +218,7 @@ class ThreeD(_StageSettings):
             would compute something else.
         schedule: As of `PipelineParallel`.
         zero: What of the state is split over the data axis too, as of `DataParallel`.
-        sequence: Between products activations lie in parts over the tensor axis (sequence parallelism): sums are scattered
+        sequence: Between products activations are split over the tensor axis (sequence parallelism): sums are scattered
             and gathered where they would be added up for all.
     """
 
@@ -242,7 +242,7 @@ class ThreeD(_StageSettings):
 
 @dataclass(frozen=True)
 class Follow(_Settings):
-    """Run on the stages of another step's pipeline, its state where it lies; `autopar.follow` makes it.
+    """Run on the stages of another step's pipeline, its state where it is; `autopar.follow` makes it.
 
     Attributes:
         plan: The other step's.
@@ -260,10 +260,10 @@ class Follow(_Settings):
 
 @dataclass(frozen=True)
 class FollowMesh(ShardParallel):
-    """Run on the mesh of another step, of whose state some lies in the memory of the hosts; `autopar.follow` makes it.
+    """Run on the mesh of another step, of whose state some is in the memory of the hosts; `autopar.follow` makes it.
 
     Attributes:
-        on_host: Paths of the arguments that lie there.
+        on_host: Paths of the arguments that are there.
     """
 
     on_host: tuple[str, ...] = ()

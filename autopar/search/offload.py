@@ -66,7 +66,7 @@ def _again(error: InfeasibleError, given: str, do: str) -> InfeasibleError:
 
 
 def check_hosts(plan: Decision, device: Device) -> None:
-    """What lies in the hosts' memory must fit there.
+    """What is kept in the hosts' memory must fit there.
 
     Raises:
         InfeasibleError: It does not.

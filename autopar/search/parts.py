@@ -5,7 +5,7 @@ Out:    the number of parts with which the largest stage is nearly as small as i
         themselves.
 Method: stages begin between parts. With one part for each, what comes before and behind the layers (a large head) is on
         top of the first's and the last's share; with finer parts these get fewer layers. Each part is a loop of its own
-        to compile, so the fewest do that serve. A loop runs again only whole: where memory demands that something does,
+        to compile, so the fewest do that serve. A loop is recomputed only whole: where memory demands that something does,
         layers without loops have the choice of which, and of what in them.
 """
 
@@ -46,7 +46,7 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
 
 
 def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
-    """As many parts as layers, if these are in loops that memory demands to run again, and that keep what might; else 0.
+    """As many parts as layers, if these are in loops that memory demands to recompute, and that keep what might; else 0.
 
     `planned` is a pipeline of the step; None: none fits.
     """
@@ -56,7 +56,7 @@ def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) ->
 
 
 def finds_what_it_made(program: Program, roles: Roles) -> bool:
-    """Whether the backward pass finds most of what layers made, which might run again; as the program is written."""
+    """Whether the backward pass finds most of what layers made, which might be recomputed; as the program is written."""
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
     return _keep_what_they_make(program, length) if length else not any(map(is_recomputed, program.jaxpr.eqns))
 
@@ -64,7 +64,7 @@ def finds_what_it_made(program: Program, roles: Roles) -> bool:
 def _keep_what_they_make(program: Program, length: int) -> bool:
     """Whether scans over so many layers keep more of what a layer makes than what goes on to the next.
 
-    Where `jax.checkpoint` has all of a layer run again, its input is kept, and there is nothing left that might.
+    Where `jax.checkpoint` has all of a layer recomputed, its input is kept, and there is nothing left that might.
     """
     kept = carried = 0
     for eqn in program.jaxpr.eqns:

@@ -22,6 +22,7 @@ from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, resting_bytes
+from autopar.inter_op.tasks import Tasks
 from autopar.intra_op.problem import num_pairs
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
@@ -36,7 +37,7 @@ FLUSHED = "gpipe", "1f1b"
 
 
 class SlowerError(NoPlanFoundError):
-    """Within memory a pipeline is slower than the best step known, even if what may run again took no memory at all."""
+    """Within memory a pipeline is slower than the best step known, even if what may be recomputed took no memory at all."""
 
 
 def plan_pipeline(
@@ -56,14 +57,14 @@ def plan_pipeline(
         borders: First segment of each stage.
         meshes: Per stage, the logical meshes to try; the cheapest is taken. Stages take the cluster's devices in order.
         schedule: In which order stages work.
-        terms: On which they are sharded, and run again.
+        terms: On which they are sharded, and recompute.
         restrict: Forbids choices of a stage on a mesh, beside what the user's constraints do.
         beat: What is to be least (`Options.goal`), of the best pipeline known. One that takes as long even if memory were
             without end is returned as it is then, whether it fits or not.
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
-        SlowerError: `beat` is out of reach, whatever runs again.
+        SlowerError: `beat` is out of reach, whatever is recomputed.
         ConstraintError: A constraint cannot be kept on any mesh of a stage.
         PipelineError: The stages cannot be placed on the hosts.
     """
@@ -73,27 +74,16 @@ def plan_pipeline(
     levels = options.recompute_levels(len(borders))
     tasks, programs = terms.solved.pieces_of(cut, borders, splits_backward(schedule), levels or ())
     restrict = restrict_stages(cut, options.constraints, restrict)
+    attempts = _Attempts(cut, tasks, programs, meshes, schedule, terms, restrict, beat)
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
-    fastest, before, endless = 0.0, list[StagePlan](), list[float]()
-    is_bounded = schedule.name in FLUSHED and options.goal == "step"
-    room = _Room(len(borders))
     ways = [*_ways(terms)]
     for number, way in enumerate(ways):
-        part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
-            made = _shard_stages(cut, programs, meshes, way, restrict, part, room if number == 1 else None)
-            made = _not_beaten(made, endless, cut.split.count, beat, budget) if is_bounded and number else made
-            stages = [*made]
-            endless = endless if number else [*map(once_seconds, stages)]
-            if before and all(now.sharded is then.sharded for now, then in zip(stages, before, strict=True)):
-                continue  # it comes to the same
-            before = stages
-            planned = assemble(tasks, stages, cluster, schedule)
-            if not number:
-                room.divide(planned)
-            fastest = fastest or planned.seconds_for(options.goal)
-            if fastest >= beat:
+            planned = attempts.plan(number, way, part_of(report, number / len(ways), (number + 1) / len(ways)))
+            if planned is None:
+                continue
+            if attempts.fastest >= beat:
                 return planned
             planned = planned if levels else _run_again_what_does_not_fit(planned, cluster, budget)
             check_budget(planned, budget)
@@ -101,11 +91,60 @@ def plan_pipeline(
             failures.append(error)
         else:
             fitting.append(planned)
-        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - TUNING.near) <= fastest:
+        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - TUNING.near) <= attempts.fastest:
             break
     if not fitting:
         raise _to_be_told(failures, budget)
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
+
+
+class _Attempts:
+    """One pipeline, its stages sharded in one way after the other; arguments as of `plan_pipeline`.
+
+    Attributes:
+        fastest: What is to be least (`Options.goal`), of the first way that could be put together; 0: there is none yet.
+    """
+
+    def __init__(
+        self,
+        cut: CutStep,
+        tasks: Tasks,
+        programs: Sequence[StageProgram],
+        meshes: Sequence[Sequence[LogicalMesh]],
+        schedule: Schedule,
+        terms: Terms,
+        restrict: RestrictStage,
+        beat: float,
+    ):
+        self.cut, self.tasks, self.programs, self.meshes, self.schedule = cut, tasks, programs, meshes, schedule
+        self.terms, self.restrict, self.beat = terms, restrict, beat
+        self.fastest = 0.0
+        self._before: list[StagePlan] = []
+        self._endless: list[float] = []
+        self._is_bounded = schedule.name in FLUSHED and terms.options.goal == "step"
+        self._room = _Room(len(programs))
+
+    def plan(self, number: int, way: Terms, report: Report) -> PipelinePlan | None:
+        """The pipeline, its stages sharded in the way of this number, of which 0 is without a limit to memory.
+
+        Returns:
+            None: the stages are those of the way before.
+        """
+        room = self._room if number == 1 else None
+        made = _shard_stages(self.cut, self.programs, self.meshes, way, self.restrict, report, room)
+        if self._is_bounded and number:
+            made = _not_beaten(made, self._endless, self.cut.split.count, self.beat, self.terms.budget_bytes)
+        stages = [*made]
+        if not number:
+            self._endless = [*map(once_seconds, stages)]
+        before, self._before = self._before, stages
+        if before and all(now.sharded is then.sharded for now, then in zip(stages, before, strict=True)):
+            return None
+        planned = assemble(self.tasks, stages, self.terms.cluster, self.schedule)
+        if not number:
+            self._room.divide(planned)
+        self.fastest = self.fastest or planned.seconds_for(self.terms.options.goal)
+        return planned
 
 
 def _not_beaten(
@@ -130,7 +169,7 @@ def _not_beaten(
 
 def _to_be_told(failures: Sequence[InfeasibleError], budget: float) -> InfeasibleError:
     """Of what was infeasible, one way after the other, that which says most."""
-    # Of the last way the forward pass took no memory, if it may run again.
+    # Of the last way the forward pass took no memory, if it may be recomputed.
     if isinstance(failures[-1], SlowerError):
         return failures[-1]
     # Of all memory rather than of a stage's part of it.
@@ -139,10 +178,10 @@ def _to_be_told(failures: Sequence[InfeasibleError], budget: float) -> Infeasibl
 
 
 def _ways(terms: Terms) -> Iterator[Terms]:
-    """Ways to shard the stages, by the memory of a device and by whether what the forward pass makes may run again.
+    """Ways to shard the stages, by the memory of a device and by whether what the forward pass makes may be recomputed.
 
     Of the second each stage counts all microbatches in flight, within its part of the memory (`_Room`); of the third one,
-    within all of it: what is then too much runs again, or rounding alone made it so.
+    within all of it: what is then too much is recomputed, or rounding alone made it so.
     """
     yield dataclasses.replace(terms, options=dataclasses.replace(terms.options, memory_budget_bytes=math.inf))
     if math.isfinite(terms.budget_bytes):
@@ -209,7 +248,7 @@ class _Room:
 
 
 def once_seconds(stage: StagePlan) -> float:
-    """Of one microbatch, there and back; what the stage runs again comes on top."""
+    """Of one microbatch, there and back; what the stage recomputes comes on top."""
     return sum(t.seconds for t in stage.tasks if t.task.is_in_loop)
 
 

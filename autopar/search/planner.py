@@ -195,7 +195,7 @@ class _Search:
         self.tried += [(self._named(name), outcome) for name, outcome in further.tried]
 
     def alone(self) -> None:
-        """`Auto()`: as one stage whose forward pass may run again, where memory binds, or did before microbatches."""
+        """`Auto()`: as one stage whose forward pass may be recomputed, where memory binds, or did before microbatches."""
         method, searched, request = self.request.method, self.searched, self.request
         if self.report.reason or not isinstance(method, Auto):
             return

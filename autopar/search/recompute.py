@@ -1,4 +1,4 @@
-"""What the backward pass of a stage runs again, told for the plan.
+"""What the backward pass of a stage recomputes, told for the plan.
 
 In:     a pipeline.
 Out:    `Recomputed`: how many operations, how many seconds, how many bytes.
@@ -17,7 +17,7 @@ from autopar.streams.assemble import PipelinePlan
 
 
 def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recomputed:
-    """What one stage of a pipeline runs again."""
+    """What one stage of a pipeline recomputes."""
     tasks, planned = pipeline.tasks, pipeline.stages[stage]
     kept, level = kept_bytes(tasks, planned), tasks.levels[stage]
     if level == CHEAP:

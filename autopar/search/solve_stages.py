@@ -40,7 +40,7 @@ class Solved:
 
     Attributes:
         known: Key -> the stage that was.
-        counted: The same within memory in which everything counts, whatever else may run again.
+        counted: The same within memory in which everything counts, whatever else may be recomputed.
         graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
         tables: Of meshes, what all programs on them have in common.
         keys: Of programs, by identity, each beside what is equal for equal ones.
@@ -81,7 +81,7 @@ class Terms:
         options: Solver, time limit, memory budget.
         solved: Stages solved before; extended.
         gap: Part of its cost by which a stage may miss the least.
-        all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
+        all_again: Whether what its forward pass makes is not to count as memory, for it may be recomputed.
         in_flight: As of `plan_stage`.
     """
 
@@ -212,7 +212,7 @@ def stage_seconds(stage: StagePlan) -> float:
 
 
 class SameStacks:
-    """The equal parts of one stack shall lie alike on their stages: then they are one array to the user."""
+    """Shards the equal parts of one stack alike on their stages: then they are one array to the user."""
 
     def __init__(self, cut: CutStep):
         arguments = cut.program.jaxpr.invars
@@ -225,7 +225,7 @@ class SameStacks:
         self.chosen: dict[int, tuple[LogicalMesh, Sharding]] = {}
 
     def pins(self, program: StageProgram, stage: StagePlan) -> dict[int, Sharding]:
-        """Of a stage with an argument that lies otherwise than the parts before it: position -> how those lie."""
+        """Of a stage with an argument that is sharded otherwise than the parts before it: position -> the sharding of those."""
         known = {
             at: self.chosen[self.stack_of[var]]
             for at, var in program.arguments.items()
@@ -236,13 +236,13 @@ class SameStacks:
         return {at: sharding for at, (_, sharding) in known.items()} if same_mesh and differs else {}
 
     def mesh_of(self, program: StageProgram) -> LogicalMesh | None:
-        """The mesh on which earlier parts of a stage's stacks lie, if it is one."""
+        """The mesh of earlier parts of a stage's stacks, if it is one."""
         stacks = [self.stack_of.get(var, -1) for var in program.arguments.values()]
         meshes = [self.chosen[stack][0] for stack in stacks if stack in self.chosen]
         return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
 
     def add(self, program: StageProgram, stage: StagePlan) -> None:
-        """Remember how the parts of a stage lie."""
+        """Remember the sharding of the parts of a stage."""
         for at, var in program.arguments.items():
             if var in self.stack_of and at in program.aliases.values():
                 self.chosen.setdefault(self.stack_of[var], (stage.mesh, stage.sharded.input_sharding(at)))

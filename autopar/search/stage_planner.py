@@ -273,13 +273,13 @@ def _best_in_memory(
     report: Report,
     beat: float,
 ) -> PipelinePlan:
-    """The plan of a cut; or of one whose layers are in no loop, if memory demands that some run again, and that is faster.
+    """The plan of a cut; or of one whose layers are in no loop, if memory demands that some be recomputed, and that is faster.
 
     `beat` is as of `pipeline_under`.
 
     Raises:
         InfeasibleError: Neither fits.
-        SlowerError: `beat` is out of reach, whichever layers run again.
+        SlowerError: `beat` is out of reach, whichever layers are recomputed.
     """
     planned = failure = None
     try:

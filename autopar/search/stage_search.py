@@ -206,7 +206,7 @@ class _Attempts:
         self.expected, self._made = 1, 0
 
     def make_all(self, candidates: Iterable[Candidate], schedule: str) -> None:
-        """Plan some candidates under a schedule; of those in which loops over layers would run again, or that do not fit,
+        """Plan some candidates under a schedule; of those in which loops over layers would be recomputed, or that do not fit,
         the fastest with every layer by itself, too (`parts.py`)."""
         made = {candidate: self.make(candidate, schedule) for candidate in candidates}
         planned = [(candidate, *outcome) for candidate, outcome in made.items() if outcome is not None]

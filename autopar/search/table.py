@@ -56,7 +56,7 @@ class _Costs:
         working: While it runs.
         plain_kept: What it would keep, and
         plain_working: work with, if only what is cheap ran again.
-        again: Whether all of a stage may run again at once, from its input alone.
+        again: Whether all of a stage may be recomputed at once, from its input alone.
         budget: Bytes of one device; inf: these layers are larger than memory, and how they would be sharded within it is not
             known yet.
     """
@@ -106,7 +106,7 @@ def _holds(
     Args:
         costs: Of layers.
         share: `[stage, layer]`: how much of each layer is in a stage.
-        first: `[stage]`: the layer that a stage begins with, whose input it keeps where all else runs again.
+        first: `[stage]`: the layer that a stage begins with, whose input it keeps where all else is recomputed.
         count: Number of microbatches.
     """
     inside = share > 0

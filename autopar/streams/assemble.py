@@ -89,7 +89,7 @@ class StepPlan:
         return max(self.simulation.busy_seconds.values())
 
     def arguments_at_home(self) -> list[tuple[ArrayType, int]]:
-        """Each argument as it lies where it lives, and at which stage; what nothing reads is whole."""
+        """Each argument in the sharding in which it lives, and at which stage; what nothing reads is whole."""
         read: dict[int, list[Buffer]] = {}
         for k, at in self.streams.arguments:
             read.setdefault(k, []).append(self.streams.buffers[at])

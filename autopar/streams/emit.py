@@ -260,13 +260,13 @@ class _Emitter:
             self.message += 1
 
     def untouched(self, slot: Slot, stage: int) -> Placed:
-        """A value that no equation reads: it lies whole."""
+        """A value that no equation reads: it is replicated."""
         aval = slot.key.aval
         sharding = Sharding.replicated(len(aval.shape))
         return placed(slot, sharding, aval.shape, aval.dtype, self.stages[stage].mesh)
 
     def value_at_home(self, var: Var, stage: int) -> Placed | None:
-        """How an argument lies at a stage; None: the stage does not know it."""
+        """The sharding of an argument at a stage; None: the stage does not know it."""
         plan = self.stages[stage]
         at = next((at for at, argument in plan.program.arguments.items() if argument is var), None)
         if at is None:
@@ -275,7 +275,7 @@ class _Emitter:
         return placed(Slot("argument", var, var), sharding, var.aval.shape, var.aval.dtype, plan.mesh)
 
     def unread_state(self) -> None:
-        """Old state that its stage does not read lies there all the same, as the new does."""
+        """Old state that its stage does not read is there all the same, sharded as the new."""
         for stage, plan in enumerate(self.stages):
             for at in plan.program.aliases.values():
                 var = plan.program.arguments[at]

@@ -20,7 +20,7 @@ class Buffer:
     """What a buffer holds: a value that is somewhere, of some microbatch; there are as many as microbatches.
 
     Attributes:
-        value: The value, its type and how it lies on the mesh.
+        value: The value, its type and sharding.
         mesh: Where it is.
         stage: Whose it is.
         microbatch: Of which; -1: of none.

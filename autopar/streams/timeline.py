@@ -11,11 +11,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 EventKind = Literal["F", "M", "B", "W", "U", "init", "transfer"]
 """Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
-KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 WIDTH = 100
 """Columns of a timetable in text."""

@@ -58,9 +58,9 @@ def plan_transfer(
 
     Args:
         shape: Global shape.
-        source: How it lies on the source mesh; no partial sum.
+        source: Its sharding on the source mesh; no partial sum.
         source_mesh: The source.
-        target: How it shall lie.
+        target: The wanted one on the target mesh.
         target_mesh: The target.
     """
     shape = tuple(shape)

@@ -132,7 +132,7 @@ def test_products_again_against_brute_force(level):
     ran_again = 0
     for seed in range(60):
         jaxpr, wanted, free, received = draw(seed)
-        kept = choose_residuals(jaxpr.eqns, wanted, free, received, level)
+        kept = choose_residuals(jaxpr.eqns, wanted, free, level)
         found = cost_of(kept.values, kept.again, level), len(kept.again)
         assert found == brute_force(jaxpr.eqns, wanted, set(free), received, level), seed
         assert [eqn.primitive.name for eqn in kept.heavy] == ["dot_general"] * len(kept.heavy)
@@ -146,7 +146,7 @@ def test_against_brute_force(block):
     ran_again = kept_less = 0
     for seed in range(20 * block, 20 * block + 20):
         jaxpr, wanted, free, received = draw(seed)
-        kept = choose_residuals(jaxpr.eqns, wanted, free, received)
+        kept = choose_residuals(jaxpr.eqns, wanted, free)
         assert (kept.num_bytes, len(kept.again)) == brute_force(jaxpr.eqns, wanted, set(free), received, CHEAP), seed
         assert not any(eqn.primitive.name == "dot_general" for eqn in kept.again)
         assert not set(kept.values) & set(free) and len(set(kept.values)) == len(kept.values)
@@ -201,11 +201,11 @@ def test_small_programs_by_hand():
         ([], [], 0, "nothing is wanted"),
     ]
     for wanted, values, again, why in cases:
-        kept = choose_residuals(jaxpr.eqns, wanted, [], jaxpr.invars)
+        kept = choose_residuals(jaxpr.eqns, wanted, [])
         assert (list(kept.values), len(kept.again)) == (values, again), why
     kept = choose_residuals(jaxpr.eqns, [b], [a])
     assert kept.values == () and [eqn.primitive.name for eqn in kept.again] == ["tanh"] and kept.num_bytes == 0
-    kept = choose_residuals(jaxpr.eqns, [jaxpr.invars[0]], [], jaxpr.invars)
+    kept = choose_residuals(jaxpr.eqns, [jaxpr.invars[0]], [])
     assert kept.values == (jaxpr.invars[0],), "what was received can only be kept"
 
 
@@ -213,7 +213,7 @@ def test_small_programs_by_hand():
 def test_elementwise_work_needs_no_order_of_dims(reader, kept):
     """What a product made and a transpose turned is kept as it was made, unless another product wants it turned."""
     jaxpr = chain(lambda x: x @ x, jnp.transpose, reader)
-    assert choose_residuals(jaxpr.eqns, [jaxpr.outvars[1]], [], jaxpr.invars).values == (jaxpr.outvars[kept],)
+    assert choose_residuals(jaxpr.eqns, [jaxpr.outvars[1]], []).values == (jaxpr.outvars[kept],)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_what_may_never_run_twice(function, repeatable):
 def test_effects_are_kept_whatever_the_level():
     jaxpr = chain(jnp.tanh, lambda x: jax.pure_callback(lambda y: y, x, x), lambda x: x @ x)
     _, called, product = jaxpr.outvars
-    kept = choose_residuals(jaxpr.eqns, [called, product], [], jaxpr.invars, ALL)
+    kept = choose_residuals(jaxpr.eqns, [called, product], [], ALL)
     assert kept.values == (called,) and [eqn.primitive.name for eqn in kept.again] == ["dot_general"]
 
 

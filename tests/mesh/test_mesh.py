@@ -10,7 +10,6 @@ import pytest
 
 from autopar.errors import ClusterError, DeviceCountError, MeshError
 from autopar.mesh import (
-    MODELS,
     Cluster,
     Device,
     Link,
@@ -21,6 +20,7 @@ from autopar.mesh import (
     logical_mesh,
     logical_meshes,
 )
+from autopar.mesh.catalog import MODELS
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Lets barriers hold back only what has to wait, so that weights may be cast to 16 bits and gathered ahead of their layer.
 
-In:     a flat program. `jax.checkpoint` stands behind a barrier in the backward pass, so that what runs again is not taken
+In:     a flat program. `jax.checkpoint` stands behind a barrier in the backward pass, so that what is recomputed is not taken
         from the forward pass and not begun before its time.
 Out:    the same program. Parameters, and what only moves or casts one, have a barrier of their own, which waits for nothing.
         In a scan over layers there is often none: the forward pass is in another loop, and all that a layer reads is there

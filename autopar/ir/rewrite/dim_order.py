@@ -1,4 +1,4 @@
-"""Products take large arrays as they lie, and make them as they are read: in grouped attention no array of scores is turned.
+"""Products read and write large arrays in the layout that these have: in grouped attention no array of scores is transposed.
 
 In:     a flat program.
 Out:    the same function. Its products with several dims in one group, such as query and head of `bhgqk`, have operands,
@@ -28,14 +28,14 @@ from autopar.ir.rules.registry import family_of
 from autopar.ir.work import num_elements_of
 
 Order = tuple[int, ...]
-"""The dims of an array, major to minor, as it lies in memory."""
+"""The dims of an array, major to minor, in its layout."""
 Index = tuple[str, int]
 """A loop index of a product: `("batch", 0)`, `("sum", 1)`, or of one operand's own `("left", 2)`, `("right", 0)`."""
 _OWN = ("left", "right")
 
 
 def products_in_order(jaxpr: Jaxpr) -> Jaxpr:
-    """The program whose products take and make large arrays as they lie; over the same inputs and results."""
+    """The program whose products take and make large arrays without a change of layout; over the same inputs and results."""
     eqns = [in_bodies(eqn, products_in_order) for eqn in jaxpr.eqns]
     if any(map(_joins_dims, eqns)):
         eqns = _Walk(readers_of(eqns)).through(eqns)
@@ -153,7 +153,7 @@ class _Walk:
         return product.in_order(number, order or tuple(range(atom.aval.ndim)))
 
     def _follow(self, eqn: JaxprEqn) -> None:
-        """How the result of an equation lies, if an operand that lies in a known order says so."""
+        """The layout of an equation's result, if an operand of known layout determines it."""
         if eqn.primitive is primitives.dot_general_p:
             self.order[eqn.outvars[0]] = tuple(range(eqn.outvars[0].aval.ndim))
         known = [(k, self.order[a]) for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.order]
@@ -184,5 +184,5 @@ class _Walk:
 
 
 def _keeps_order(eqn: JaxprEqn) -> bool:
-    """Whether the result lies as the operands do: elementwise work, sums, and transposes until something reads them."""
+    """Whether the result has the layout of the operands: elementwise work, sums, and transposes until something reads them."""
     return family_of(eqn.primitive) in ("elementwise", "movement", "reductions") and len(eqn.outvars) == 1

@@ -1,4 +1,4 @@
-"""Which operations work on longer dims: matrix products over a length that does not divide, and what lies between them.
+"""Which operations work on longer dims: matrix products over a length that does not divide, and what stands between them.
 
 In:     a flat program, and for some lengths of its products' factors what these are to become.
 Out:    for each equation its rule and those of its factors that become longer.

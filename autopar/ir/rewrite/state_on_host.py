@@ -64,7 +64,7 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
 
 
 def returned_there(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
-    """The program of a step that puts new values of state into the host's memory: the old ones lie there, too."""
+    """The program of a step that puts new values of state into the host's memory: the old ones are there, too."""
     there = [k for k in aliases if on_host(jaxpr.outvars[k].aval)]
     if not there:
         return jaxpr

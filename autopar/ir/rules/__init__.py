@@ -17,7 +17,7 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     scatter,
     windows,
 )
-from autopar.ir.rules.registry import has_rule, register, replicated_rule, rule_for
-from autopar.ir.rules.rule import Shard, ShardingRule
+from autopar.ir.rules.registry import has_rule, register, rule_for
+from autopar.ir.rules.rule import ShardingRule
 
-__all__ = ["Shard", "ShardingRule", "has_rule", "register", "replicated_rule", "rule_for"]
+__all__ = ["ShardingRule", "has_rule", "register", "rule_for"]

@@ -112,7 +112,7 @@ def _unused(shape: tuple[int, ...], number: int, sizes: dict[Factor, int]) -> Te
 
 
 def _flops(eqn: JaxprEqn, sizes: Mapping[str, int], is_backward: bool) -> float:
-    """Two products forward, five backward (scores are made again); of a causal mask half of each, of a window that part."""
+    """Two products forward, five backward (scores are recomputed); of a causal mask half of each, of a window that part."""
     size = {factor: sizes.get(factor, 1) for factor in "bngtshv"}
     each = 2.0 * math.prod(size[factor] for factor in "bngts")
     work = each * (3 * size["h"] + 2 * size["v"] if is_backward else size["h"] + size["v"])

@@ -22,6 +22,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from autopar._jax import Aval, Primitive
+from autopar.ir.dims import apart, together
 
 MODULE = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 ROWS_OF_GROUPS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -104,24 +105,17 @@ def by_parts(
     (of_lhs, of_rhs), _ = numbers.dot_dimension_numbers
     if count == 1:
         return product(lhs, rhs, group_sizes[0])
-    lhs = _apart(lhs, ragged, count)
+    lhs = jnp.moveaxis(apart(lhs, ragged, count), ragged, 0)
     if ragged in of_lhs:
-        parts = lhs, _apart(rhs, of_rhs[of_lhs.index(ragged)], count), group_sizes
+        rows = of_rhs[of_lhs.index(ragged)]
+        parts = lhs, jnp.moveaxis(apart(rhs, rows, count), rows, 0), group_sizes
         made = jax.eval_shape(product, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in parts))
         wide = jnp.promote_types(made.dtype, jnp.float32) if jnp.issubdtype(made.dtype, jnp.floating) else made.dtype
         total, _ = lax.scan(lambda sum, part: (sum + product(*part), None), jnp.zeros(made.shape, wide), parts)
         return total.astype(made.dtype)
     made = lax.map(lambda part: product(part[0], rhs, part[1]), (lhs, group_sizes))
     at = sum(d < ragged and d not in of_lhs for d in range(lhs.ndim - 1))
-    shape = made.shape[1:]
-    return jnp.moveaxis(made, 0, at).reshape(*shape[:at], count * shape[at], *shape[at + 1 :])
-
-
-def _apart(rows: jax.Array, dim: int, count: int) -> jax.Array:
-    """`[part, ...]` of an array whose dim comes in so many parts."""
-    shape = rows.shape
-    parts = rows.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
-    return jnp.moveaxis(parts, dim, 0)
+    return together(jnp.moveaxis(made, 0, at), at)
 
 
 def _abstract(lhs: Aval, rhs: Aval, group_sizes: Aval, **params: Any) -> Aval:

@@ -269,7 +269,7 @@ class _Kernel:
                 self.whole.setdefault(dim, "results do not move with it: blocks are written at several of its steps")
 
     def _keep_what_is_overwritten(self, operands: Sequence[Term], results: Sequence[Term]) -> None:
-        """An operand whose memory a result takes must lie as the result does."""
+        """An operand whose memory a result takes must be sharded as the result is."""
         num_dynamic = sum(length is None for length in self.grid)
         for operand, result in self.overwrites:
             pair = [_without(term, self.never) for term in (operands[operand + num_dynamic], results[result])]

@@ -85,7 +85,7 @@ class ShardingRule:
         flops: Of the whole operation, on one device.
         local: Per-device program; None where binding the primitive to local operands is it.
         once: It calls into the host: one device runs it and hands its results to all.
-        turned: Operands that kernels want with their dims in another order: an array that lies as it was given is copied.
+        turned: Operands that kernels want with their dims in another order: an array that is stored as it was given is copied.
         zeros_like: The operand of whose shape the zeros are that the result begins as; None: it does not.
     """
 

@@ -34,11 +34,11 @@ from autopar._jax import (
 )
 from autopar.ir.build import Equations, flat_function
 from autopar.ir.dataflow import makers
+from autopar.ir.dims import apart
 from autopar.ir.region import Binding, new_scan, rows_in, rows_out
 from autopar.ir.rules.linearity import identity_of
 from autopar.ir.split.microbatch import Microbatches, Result
 from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Replicated, Split
-from autopar.ir.split.strategy import apart
 from autopar.ir.trace.flatten import flatten
 
 

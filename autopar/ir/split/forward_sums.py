@@ -156,7 +156,7 @@ class _Twins:
         return found
 
     def visit(self, eqn: JaxprEqn, numbers: ValueNumbers, at: JaxprEqn) -> dict[Var, Var]:
-        """Name what an equation makes; of sums that are made again, the first ones. It stands in, or is, equation `at`."""
+        """Name what an equation makes; of sums that are recomputed, the first ones. It stands in, or is, equation `at`."""
         first = numbers.visit(eqn)
         if first is None or not (is_recomputed(eqn) or is_backward(at)) or is_backward(first) or is_recomputed(first):
             return {}

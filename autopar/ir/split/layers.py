@@ -36,7 +36,7 @@ class LayerSplit:
         length: Number of layers; 0: of no scan.
         inputs: For each input of the original program its inputs here: one, or one for each part.
         outputs: The same for results.
-        input_dims: For each input of the original program the dim of layers, along which its parts lie; 0 if it is whole.
+        input_dims: For each input of the original program the dim of layers, along which it is cut; 0 if it is whole.
         output_dims: The same for results.
     """
 
@@ -100,7 +100,7 @@ def split_layers(
         length: Which scans: those with so many trips over stacked values.
         count: Number of parts, as even as can be; at most `length`, if that is not 0.
         aliases: Output -> input whose new value it is: both become parts, or neither.
-        stacked: Inputs that lie in parts, and along which dim: they are such also where they are read whole, and are put
+        stacked: Inputs that come in parts, and along which dim: they are such also where they are read whole, and are put
             together for that.
     """
     layers = LayerPlacements(jaxpr, length, count, aliases, stacked)

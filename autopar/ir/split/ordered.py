@@ -84,7 +84,7 @@ class Counts:
 
 
 Lies: TypeAlias = Rows | Counts | None
-"""How the rows of a value lie; None: as they were, if it has any."""
+"""The order of a value's rows; None: as they were, if it has any."""
 Known = Sequence[Lies]
 
 
@@ -93,7 +93,7 @@ class Transfer:
     """What is known of an equation.
 
     Attributes:
-        results: How the rows of its results lie.
+        results: The order of its results' rows.
         parts: Where an operation works on each part by itself: along which dim each operand comes in parts, None: it is whole.
         made: The same of its results; None: the sum of all parts.
     """

@@ -1,4 +1,4 @@
-"""How a value lies on one axis: replicated, split along a dim, or a partial result.
+"""The placement of a value on one axis: replicated, split along a dim, or a partial result.
 
 In:     (types only.)
 Out:    `Placement`, and `Axis`: the loop over microbatches, or the parts of a scan that all stand in the program. (For a mesh

@@ -26,65 +26,69 @@ def _what(placement: Placement) -> str:
 
 
 def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, can_stand_in: bool) -> MicrobatchError:
-    """The error.
+    """The error: which operation needs what of the whole batch, and what to do.
 
     `cause`: why `eqn`, on which samples wait, cannot run.
     `can_stand_in`: whether a microbatch's own value could be taken for the operand that is needed.
     """
-    placement, count = solution.of(cause.operand), solution.count
-    waits = "itself" if eqn is cause.eqn else _named(eqn)
-    shape = tuple(cause.operand.aval.shape)
-    summing = _summing(jaxpr, solution, cause.operand) if isinstance(placement, Partial) else None
-    needed = f"operand of shape {shape}"
-    if summing is not None and summing is not cause.eqn:
-        needed = f"which {_named(summing)} makes"
-    wrong = (
-        f"it needs {_what(placement)} the samples of the whole batch ({needed}), and single samples "
-        f"wait for it ({waits}), as with batch statistics or a loss over pairs of samples."
-    )
-    do = "use num_microbatches=1 (Auto() does)"
-    if isinstance(placement, Split):
-        do += (
-            ", or, if each sample is by itself in what is done there (rows sorted by expert and put back), make that one "
-            'function and say so above it: @autopar.sharding_rule("b d -> b d")'
-        )
-    match cause.eqn.primitive.name:
-        case "concatenate" if isinstance(placement, Split):
-            wrong = (
-                f"it puts samples (operand of shape {shape}) in one dim with rows that are no whole number of batches: "
-                "of these a microbatch has no part of its own."
-            )
-            do += ", or give what is not of the samples to the model in a call of its own"
-        case "scan" if not isinstance(placement, Partial) and _goes_by_trips(cause):
-            wrong = (
-                f"it goes over samples trip by trip (operand of shape {shape}), and from trip to trip it carries more "
-                "than sums, or its trips do not divide into microbatches."
-            )
-            do += (
-                ", or, if it goes over time and the samples are another dim than the first of the batch's arrays, pass "
-                "them with samples first, and swap the dims inside the step"
-            )
-    if eqn.primitive.name == "while" and isinstance(placement, Partial) and placement != SUM:
-        wrong = (
-            f"{_named(eqn)} goes on until all samples of the whole batch have ended ({needed}), and those of a microbatch may "
-            "end before."
-        )
-        do += (
-            ", or give the loop a fixed number of turns (lax.scan), where those behind a sample's end leave it as it is"
-        )
+    wrong, advice = _reason(jaxpr, solution, cause, eqn)
     if can_stand_in:
-        do += (
+        advice += (
             ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
             "another computation than the step's"
         )
     return MicrobatchError(
         "the step cannot be worked through in microbatches exactly.",
-        given=f"{count} microbatches; {_named(cause.eqn)}",
+        given=f"{solution.count} microbatches; {_named(cause.eqn)}",
         wrong=wrong,
-        do=f"{do}.",
+        do=f"use num_microbatches=1 (Auto() does){advice}.",
         operation=str(cause.eqn.primitive),
         source=source_line(cause.eqn),
     )
+
+
+def _reason(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn) -> tuple[str, str]:
+    """What is wrong, and what else could be done than without microbatches; arguments as of `refusal`."""
+    placement, shape = solution.of(cause.operand), tuple(cause.operand.aval.shape)
+    needed = _needed(jaxpr, solution, cause)
+    if eqn.primitive.name == "while" and isinstance(placement, Partial) and placement != SUM:
+        return (
+            f"{_named(eqn)} goes on until all samples of the whole batch have ended ({needed}), and those of a microbatch may "
+            "end before."
+        ), ", or give the loop a fixed number of turns (lax.scan), where those behind a sample's end leave it as it is"
+    advice = ""
+    if isinstance(placement, Split):
+        advice = (
+            ", or, if each sample is by itself in what is done there (rows sorted by expert and put back), make that one "
+            'function and say so above it: @autopar.sharding_rule("b d -> b d")'
+        )
+    match cause.eqn.primitive.name:
+        case "concatenate" if isinstance(placement, Split):
+            return (
+                f"it puts samples (operand of shape {shape}) in one dim with rows that are no whole number of batches: "
+                "of these a microbatch has no part of its own."
+            ), f"{advice}, or give what is not of the samples to the model in a call of its own"
+        case "scan" if not isinstance(placement, Partial) and _goes_by_trips(cause):
+            return (
+                f"it goes over samples trip by trip (operand of shape {shape}), and from trip to trip it carries more "
+                "than sums, or its trips do not divide into microbatches."
+            ), (
+                f"{advice}, or, if it goes over time and the samples are another dim than the first of the batch's arrays, "
+                "pass them with samples first, and swap the dims inside the step"
+            )
+    waits = "itself" if eqn is cause.eqn else _named(eqn)
+    return (
+        f"it needs {_what(placement)} the samples of the whole batch ({needed}), and single samples "
+        f"wait for it ({waits}), as with batch statistics or a loss over pairs of samples."
+    ), advice
+
+
+def _needed(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause) -> str:
+    """The operand that is needed, by the operation that sums it up if that is another one, else by its shape."""
+    summing = _summing(jaxpr, solution, cause.operand) if isinstance(solution.of(cause.operand), Partial) else None
+    if summing is not None and summing is not cause.eqn:
+        return f"which {_named(summing)} makes"
+    return f"operand of shape {tuple(cause.operand.aval.shape)}"
 
 
 def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:

@@ -17,12 +17,12 @@ import jax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, replace_eqn, resized
 from autopar.ir.build import Equations, flat_function
+from autopar.ir.dims import apart, together
 from autopar.ir.region import Binding, Region, equations_within, is_region, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.ordered import PRODUCTS, Counts, Lies, Ordering, Rows, Transfer, on_one_part
-from autopar.ir.split.strategy import apart, together
 
 
 def sort_in_parts(jaxpr: Jaxpr, num_devices: int, count: int = 1) -> Jaxpr:
@@ -44,7 +44,7 @@ def sort_in_parts(jaxpr: Jaxpr, num_devices: int, count: int = 1) -> Jaxpr:
 
 
 class _Found:
-    """How rows lie in a program.
+    """The order of rows in a program.
 
     Attributes:
         count: In how many parts.

@@ -68,7 +68,7 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
     """One forward and one backward pass, between which all samples are waited for, if they must be."""
     joins: list[JaxprEqn] | None = None
     first: SamplesWaitError | None = None
-    while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
+    while True:  # each turn has fewer sums that are recomputed, or in a loop, or read before they are joined
         try:
             return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
         except SamplesWaitError as waits:

@@ -22,6 +22,7 @@ import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
 from autopar.ir.build import flat_function
+from autopar.ir.dims import apart, together
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Factor, LocalProgram, Shard, Term
 from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Replicated, Split, local_aval
@@ -164,16 +165,6 @@ def has_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units
 
 
 # From one placement to another.
-
-
-def apart(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """A dim as two: so many equal blocks, and what is in each."""
-    return jnp.reshape(x, (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]))
-
-
-def together(x: jax.Array, dim: int) -> jax.Array:
-    """A dim and the one behind it as one."""
-    return jnp.reshape(x, (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
 
 
 def shard_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: int, size: int = 1) -> jax.Array:

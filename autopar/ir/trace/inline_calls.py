@@ -190,7 +190,7 @@ def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
 
 
 def _placed(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    """Each operand of a `device_put` by itself: copied to another memory, or as it is where it lies in that memory already."""
+    """Each operand of a `device_put` by itself: copied to another memory, or as it is where it is in that memory already."""
     placed = list(operands)
     for at, (operand, var) in enumerate(zip(operands, eqn.outvars, strict=True)):
         if on_host(operand.aval) != on_host(var.aval):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
@@ -47,7 +48,11 @@ TRACE: tuple[Pass[Traced], ...] = (
         lambda step: step.by(restore_scopes),
     ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
-    Pass("dim_order", "products take and make large arrays as they lie", lambda step: step.by(products_in_order)),
+    Pass(
+        "dim_order",
+        "products read and write large arrays in the layout that these have",
+        lambda step: step.by(products_in_order),
+    ),
     Pass(
         "written_once",
         "writes to places that are all different ask no more which was the last",
@@ -86,43 +91,70 @@ def trace_step(
     static = static or static_of(parameters_of(fn), static_argnums, static_argnames)
     call = static.split(args, kwargs)
     check_hashable(call.static, name)
-    dynamic_names = [argument.name for argument in call.arguments]
     passed = {*range(len(args)), *(static.parameters.number_of(key) for key in kwargs)}
-
-    paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))
-    in_paths = _shortened([(_argument_path(path, dynamic_names), path[-1]) for path, _ in paths_and_leaves])
-    in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
+    arguments = _typed(call, name)
 
     names = [key for key in sorted(kwargs) if key in static.names]
-    traced, out_tree = _traced(fn, call, in_tree, in_avals, static.positions(len(args)), names)
+    traced, out_tree = _traced(fn, call, arguments.tree, arguments.avals, static.positions(len(args)), names)
     jaxpr, keys = traced.jaxpr, raw_keys(traced.jaxpr)
     flat = run_passes(TRACE, traced, check_flat)
     out_avals = tuple(var.aval for var in jaxpr.outvars)
-    out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
-    out_paths = jax.tree_util.tree_flatten_with_path(out)[0]
-    assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
+    num_args = len(arguments.avals)
+    assert len(jaxpr.invars) == num_args, f"{len(jaxpr.invars)} invars for {num_args} argument leaves"
     return Program(
         name=name,
         jaxpr=flat.jaxpr,
         consts=tuple(flat.constants.values()),
-        in_tree=in_tree,
+        in_tree=arguments.tree,
         out_tree=out_tree,
-        in_paths=in_paths,
-        in_keys=tuple(path for path, _ in paths_and_leaves),
-        out_paths=_shortened(
-            [(_result_path(path, out_tree, dynamic_names), path[-1] if path else None) for path, _ in out_paths]
-        ),
-        in_avals=in_avals,
+        in_paths=arguments.paths,
+        in_keys=arguments.keys,
+        out_paths=_result_paths(call, out_tree, out_avals),
+        in_avals=arguments.avals,
         out_avals=out_avals,
-        key_inputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in in_avals),
-        key_outputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in out_avals),
-        num_args=len(in_avals),
+        key_inputs=_key_impls(arguments.avals),
+        key_outputs=_key_impls(out_avals),
+        num_args=num_args,
         static=tuple((argument, repr(value)) for argument, value in call.static),
         arguments=call.arguments,
         raw_keys=tuple(k for k, var in enumerate(jaxpr.invars) if var in keys),
         left_out=tuple(n for n in static.parameters.optional if n not in passed),
         gradient=gradient_line(jaxpr),
     )
+
+
+class _Typed(NamedTuple):
+    """The argument leaves of a call: their tree, and of each its path, in words and in JAX's keys, and its type."""
+
+    tree: PyTreeDef
+    paths: tuple[str, ...]
+    keys: tuple[KeyPath, ...]
+    avals: tuple[Aval, ...]
+
+
+def _typed(call: Split, name: str) -> _Typed:
+    """The leaves of a call of the step of this name.
+
+    Raises:
+        TraceError: A leaf is no array, or is being traced.
+    """
+    found, tree = jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))
+    names = [argument.name for argument in call.arguments]
+    paths = _shortened([(_argument_path(path, names), path[-1]) for path, _ in found])
+    avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(paths, found, strict=True))
+    return _Typed(tree, paths, tuple(path for path, _ in found), avals)
+
+
+def _result_paths(call: Split, tree: PyTreeDef, avals: Sequence[Aval]) -> tuple[str, ...]:
+    """Paths of the leaves of a step's result, which have these types."""
+    names = [argument.name for argument in call.arguments]
+    found = jax.tree_util.tree_flatten_with_path(in_containers(tree, [_type_of(aval) for aval in avals], ()))[0]
+    return _shortened([(_result_path(path, tree, names), path[-1] if path else None) for path, _ in found])
+
+
+def _key_impls(avals: Sequence[Aval]) -> tuple[str | None, ...]:
+    """The generator of each array of random keys; None of other arrays."""
+    return tuple(key_impl_name(aval) if is_key(aval) else None for aval in avals)
 
 
 def _traced(
@@ -165,7 +197,7 @@ def _call_flat(fn: Function, call: Split, tree: PyTreeDef, *leaves: object) -> o
 
 
 def _type_of(aval: Aval) -> jax.ShapeDtypeStruct:
-    """A type in the place of an array, so that nobody sees where one lies."""
+    """A type in the place of an array, so that the array's placement has no influence."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
@@ -235,7 +267,7 @@ def check_not_traced(leaf: object, path: str, name: str) -> None:
 def _aval_of(leaf: object, path: str, name: str) -> Aval:
     check_not_traced(leaf, path, name)
     try:
-        return on_device(shaped(leaf))  # where it lies now decides nothing
+        return on_device(shaped(leaf))  # where it is now decides nothing
     except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"argument `{path}` of `{name}` is not an array.",

@@ -111,10 +111,7 @@ class Direct:
             held = have.boxes()
             own = [t for t in self._tiles(_planned(have, want), message) if t.source in self._seat.devices]
             moves.append(
-                [
-                    (t, _own if over and t.box == held[t.source] else cut_tile(held[t.source], t.box, have.shape))
-                    for t in own
-                ]
+                [(t, _own if over and t.box == held[t.source] else cut_tile(held[t.source], t.box)) for t in own]
             )
         devices = [self._places.devices(kind) for kind in message.sent]
 
