@@ -151,14 +151,16 @@ class _Builder:
             kind: TaskKind = "U" if each.behind == AFTER_LOOP else "M"
             number = each.number if kind == "U" else 2 * at
             if eqns:
-                yield dataclasses.replace(self.task(kind, number, inputs, outputs, eqns), behind=each.behind)
+                made_here = self.task(kind, number, inputs, outputs, eqns)
+                yield dataclasses.replace(made_here, behind=each.behind, round=each.number)
             foreign = {v: inner for v, inner in late.items() if v not in done} if is_last else {}
-            if foreign:  # in a task of its own: their makers may wait for what was made here
+            if foreign:  # in a task of its own behind all others: their makers may wait for what was made here
                 slots = (
                     [Slot("value", v, v) for v in foreign],
                     [Slot("const", inner, v) for v, inner in foreign.items()],
                 )
-                yield dataclasses.replace(self.task("M", 2 * at + 1, *slots, ()), behind=each.behind)
+                handed_on = self.task("M", 2 * at + 1, *slots, ())
+                yield dataclasses.replace(handed_on, behind=each.behind, round=AFTER_LOOP)
 
     def finished(self, behind: int, done: Collection[Var]) -> list[JaxprEqn]:
         """What makes the step's own values of what the loop has added up: those that are first wanted behind a pass."""

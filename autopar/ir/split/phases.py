@@ -225,7 +225,8 @@ class _Phases:
     def check_waiting(self, late_work: bool = False) -> None:
         """Samples wait for nothing that all of them make together. `late_work`: nor are they too much work for one go."""
         if self.waiting:
-            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late, late_work)
+            uneven = self.solver.uneven
+            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late, late_work, uneven)
 
     # Work.
 

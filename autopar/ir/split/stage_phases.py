@@ -58,7 +58,7 @@ def split_at_joins(
         return _at_joins(jaxpr, decide)
     except MicrobatchError as error:
         with contextlib.suppress(MicrobatchError):
-            if _goes_again(jaxpr, batch):
+            if _goes_again(jaxpr, batch) or _waits_for_rows(jaxpr, decide):
                 return _in_rounds(jaxpr, decide)
         loop = next(filter(holds_steps, jaxpr.eqns), None)
         raise (error if loop is None else _in_a_loop(count, loop)) from None
@@ -114,6 +114,15 @@ def _goes_again(jaxpr: Jaxpr, batch: Sequence[int]) -> bool:
             if is_ahead(eqn) or samples:
                 return True
         of_batch.update(dict.fromkeys(eqn.outvars if samples and not is_led else ()))
+    return False
+
+
+def _waits_for_rows(jaxpr: Jaxpr, decide: Decide) -> bool:
+    """Whether samples first wait for nothing but rows of others: where they are shuffled between two layers."""
+    try:
+        decide(jaxpr, joins=None)
+    except SamplesWaitError as waits:
+        return waits.is_for_rows
     return False
 
 

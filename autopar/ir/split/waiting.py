@@ -31,6 +31,7 @@ class SamplesWaitError(Exception):
         incomplete: All values of the step that are not complete before every microbatch has made its part.
         solution: How far it has come.
         is_late_work: Nothing waits any more, but too much would be done of all samples at once.
+        is_for_rows: All of `sums` are of single elements, or hold what is added once: samples wait for rows of others.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class SamplesWaitError(Exception):
         waiting: Mapping[JaxprEqn, MicrobatchError],
         late: Collection[Var],
         is_late_work: bool = False,
+        uneven: Collection[Var] = (),
     ):
-        """`waiting`: equations on samples that would have to run after the loop; `late`: what is made there."""
+        """`waiting`: equations on samples that would have to run after the loop; `late`: what is made there; `uneven`: as of
+        `Solver`."""
         super().__init__()
         self.is_late_work = is_late_work
         self.error, self.solution, maker = next(iter(waiting.values())), solution, makers(jaxpr.eqns)
@@ -60,6 +63,7 @@ class SamplesWaitError(Exception):
                 rows.update(dict.fromkeys(_in_parts(inputs_of(eqn), solution)))
                 behind.update(dict.fromkeys(eqn.outvars))
         self.sums, self.samples, self.rows = tuple(sums), tuple(samples), tuple(rows)
+        self.is_for_rows = bool(sums) and all(var in uneven for var in sums)
         roots = (root for var in sums for root in sums_behind(jaxpr, solution, var))
         added_up = (var for var in read_by(maker[root] for root in roots if root in maker) if var in maker)
         self.summed = tuple(_in_parts(added_up, solution))
