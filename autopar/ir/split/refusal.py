@@ -62,7 +62,8 @@ def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, c
             )
             do += (
                 ", or, if it goes over time and the samples are another dim than the first of the batch's arrays, pass "
-                "them with samples first, and swap the dims inside the step"
+                "them with samples first, and swap the dims inside the step; or, where each trip is a training step that "
+                "carries what it trains, call a step of one trip once for each"
             )
     if eqn.primitive.name == "while" and isinstance(placement, Partial) and placement != SUM:
         wrong = (
@@ -94,7 +95,7 @@ def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:
         given=error.given,
         wrong=f"{error.wrong} To do that of all samples at once, while the stages wait, is more than {limit:.0%} of the work.",
         do=error.do.removesuffix(".")
-        + ", or a smaller batch: what is done for all pairs of samples grows with its square.",
+        + ", or, of a loss over pairs of samples, a smaller batch: what is done for all pairs grows with its square.",
         **error.facts,
     )
 
