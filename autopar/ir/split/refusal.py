@@ -74,7 +74,8 @@ def _reason(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn) -
                 "than sums, or its trips do not divide into microbatches."
             ), (
                 f"{advice}, or, if it goes over time and the samples are another dim than the first of the batch's arrays, "
-                "pass them with samples first, and swap the dims inside the step"
+                "pass them with samples first, and swap the dims inside the step; or, where each trip is a training step "
+                "that carries what it trains, call a step of one trip once for each"
             )
     waits = "itself" if eqn is cause.eqn else _named(eqn)
     return (
@@ -98,7 +99,7 @@ def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:
         given=error.given,
         wrong=f"{error.wrong} To do that of all samples at once, while the stages wait, is more than {limit:.0%} of the work.",
         do=error.do.removesuffix(".")
-        + ", or a smaller batch: what is done for all pairs of samples grows with its square.",
+        + ", or, of a loss over pairs of samples, a smaller batch: what is done for all pairs grows with its square.",
         **error.facts,
     )
 
