@@ -9,6 +9,7 @@ from jax import lax
 
 from autopar.ir.printer import print_equation, print_jaxpr
 from autopar.ir.program import print_program
+from autopar.ir.trace.parameters import parameters_of, static_of
 from autopar.ir.trace.trace import trace_step
 
 
@@ -33,7 +34,7 @@ def make_step():
 
 def traced():
     fn, args = make_step()
-    return trace_step(fn, args, static_argnums=2)
+    return trace_step(fn, args, static=static_of(parameters_of(fn), 2))
 
 
 def test_golden(golden):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -67,8 +67,6 @@ def trace_step(
     fn: Function,
     args: Sequence[object],
     kwargs: Mapping[str, object] | None = None,
-    static_argnums: int | Iterable[int] | None = (),
-    static_argnames: str | Iterable[str] | None = (),
     static: Static | None = None,
 ) -> Program:
     """Trace `fn(*args, **kwargs)`.
@@ -76,19 +74,16 @@ def trace_step(
     Args:
         fn: The step. Its own exceptions pass through unchanged.
         args: Positional arguments: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`.
-        static_argnums: Positions of arguments that are part of the program, as in `jax.jit`.
-        static_argnames: Names of such arguments.
-        static: The same, found before; None: those two.
+        static: Which parameters are part of the program; None: none is.
 
     Raises:
         TraceError: A leaf is no array, a static argument has no hash, an argument or a captured value belongs to another
             trace, or `jax.disable_jit` is on.
-        AutoparError: There is no such argument.
     """
     kwargs = dict(kwargs or {})
     name = name_of(fn)
     _check_jit(name)
-    static = static or static_of(parameters_of(fn), static_argnums, static_argnames)
+    static = static or static_of(parameters_of(fn))
     call = static.split(args, kwargs)
     check_hashable(call.static, name)
     passed = {*range(len(args)), *(static.parameters.number_of(key) for key in kwargs)}

@@ -94,7 +94,7 @@ def test_a_static_argument_without_a_hash():
         check_hashable([("flag", True), ("n", [3])], "step")
     assert caught.value.path == "n"
     with pytest.raises(TraceError, match="static argument `n`"):
-        trace_step(step, (jnp.ones(2), jnp.ones(2)), {"n": [3]}, static_argnums=2)
+        trace_step(step, (jnp.ones(2), jnp.ones(2)), {"n": [3]}, static_of(parameters_of(step), 2))
 
 
 def test_what_a_call_leaves_out():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.errors import BatchError
+from autopar.ir.trace.parameters import parameters_of, static_of
 from autopar.ir.trace.state import find_batch, find_roles
 from autopar.ir.trace.trace import trace_step
 
@@ -37,8 +38,8 @@ def names(program, leaves):
     return [program.in_paths[k] for k in leaves]
 
 
-def roles_of(fn, args, kwargs=None, batch="auto", donate="auto", **static):
-    program = trace_step(fn, args, kwargs, **static)
+def roles_of(fn, args, kwargs=None, batch="auto", donate="auto", static_argnums=()):
+    program = trace_step(fn, args, kwargs, static_of(parameters_of(fn), static_argnums))
     roles = find_roles(program, batch, donate)
     donated = [k for k, gone in enumerate(roles.donated[: program.num_args]) if gone]
     return names(program, roles.state), names(program, roles.batch), names(program, donated)

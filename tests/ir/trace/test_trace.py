@@ -14,6 +14,7 @@ import pytest
 from autopar._jax import eval_jaxpr
 from autopar.errors import TraceError
 from autopar.ir.check import check_program
+from autopar.ir.trace.parameters import parameters_of, static_of
 from autopar.ir.trace.trace import trace_step
 
 F32 = jnp.float32
@@ -75,17 +76,19 @@ def test_static_arguments():
     def step(x, mode, *rest, act):
         return (act(x) if mode == "train" else x) + sum(rest)
 
-    program = trace_step(step, (jnp.ones(3), "train", 1.0), {"act": jnp.tanh}, static_argnums=1, static_argnames="act")
+    of = parameters_of(step)
+    program = trace_step(step, (jnp.ones(3), "train", 1.0), {"act": jnp.tanh}, static_of(of, 1, "act"))
     assert program.in_paths == ("x", "rest/0")
     assert program.static[0] == ("mode", "'train'") and program.static[1][0] == "act"
-    named = trace_step(step, (jnp.ones(3), "eval"), {"act": jnp.tanh}, static_argnames=("mode", "act"))
+    named = trace_step(step, (jnp.ones(3), "eval"), {"act": jnp.tanh}, static_of(of, (), ("mode", "act")))
     assert named.in_paths == ("x",)
-    by_name = trace_step(step, (jnp.ones(3),), {"mode": "eval", "act": jnp.tanh}, (1,), "act")
+    by_name = trace_step(step, (jnp.ones(3),), {"mode": "eval", "act": jnp.tanh}, static_of(of, (1,), "act"))
     assert by_name.in_paths == ("x",) and [name for name, _ in by_name.static] == ["act", "mode"]
 
 
 def test_static_position_counted_from_the_end():
-    program = trace_step(lambda x, mode: x * len(mode), (jnp.ones(3), "train"), static_argnums=-1)
+    step = lambda x, mode: x * len(mode)  # noqa: E731
+    program = trace_step(step, (jnp.ones(3), "train"), static=static_of(parameters_of(step), -1))
     assert program.in_paths == ("x",)
 
 
