@@ -58,8 +58,8 @@ def _equations(eqns: Sequence[JaxprEqn], names: Names) -> Iterator[str]:
 
 def _segments(chain: Chain, borders: tuple[int, ...]) -> Iterator[str]:
     yield f"{chain.num_segments} segments; stages begin at {', '.join(map(str, borders))}"
-    for eqn, segment, backward in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
-        place = "   any" if segment < 0 else f"{segment:4d} {'B' if backward else 'F'}"
+    for eqn, segment, number in zip(chain.loop.eqns, chain.segment, chain.passes, strict=True):
+        place = "   any" if segment < 0 else f"{segment:4d} {'FB'[number % 2]}{number // 2 or ''}"
         yield f"{place}  {print_equation(eqn)}"
 
 

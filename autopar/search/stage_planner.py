@@ -233,7 +233,7 @@ def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> Micro
     return MicrobatchError(
         error.summary,
         given=error.given,
-        wrong=f"{error.wrong} A pipeline goes through its microbatches again only where a gradient has led.",
+        wrong=error.wrong,
         do=f"{error.do.removesuffix('.')}; or, on one mesh, ShardParallel(num_microbatches={count}), which goes through them "
         "again for what waits, and is exact.",
         **error.facts,
