@@ -139,9 +139,10 @@ class Ahead:
         return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
 
     def _made_bytes(self, instruction: Instruction) -> int:
-        """The largest array that an operation makes."""
-        made = copies_made(instruction) if isinstance(instruction, Compute) else ()
-        return max(map(self.num_bytes, made), default=0)
+        """The largest array that an operation makes; what only repeats numbers is made by those who read it."""
+        if not isinstance(instruction, Compute) or instruction.eqn.primitive.name == "broadcast_in_dim":
+            return 0
+        return max(map(self.num_bytes, copies_made(instruction)), default=0)
 
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
         """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""
