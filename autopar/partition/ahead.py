@@ -23,7 +23,18 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from autopar._jax import Literal, on_host
-from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, copies_made, copies_read
+from autopar.intra_op.sharded import (
+    Body,
+    Compute,
+    Copy,
+    Fused,
+    Gate,
+    Instruction,
+    Move,
+    Region,
+    copies_made,
+    copies_read,
+)
 from autopar.ir.region import kind_of, region_of
 from autopar.ir.source import is_backward
 from autopar.tuning import TUNING
@@ -51,9 +62,23 @@ class Ahead:
             for copy in copies_read(instruction):
                 self.readers.setdefault(copy, []).append(position)
             self.made_at.update(dict.fromkeys(copies_made(instruction), position))
-        self.waits = [k for k, i in enumerate(body.instructions) if waits_at(i)]
+        given = self._given()
+        self.waits = [
+            k for k, i in enumerate(body.instructions) if waits_at(i) and not given.issuperset(copies_read(i))
+        ]
         self.stay = {*body.inputs, *((a, s) for a, s in body.outputs if not isinstance(a, Literal))}
         self.of_large = dict(self._of_large())
+
+    def _given(self) -> set[Copy]:
+        """What the body is given, also moved or in another form: a barrier for that alone waits for nothing."""
+        given = set(self.body.inputs)
+        for instruction in self.body.instructions:
+            is_form = isinstance(instruction, Move | Fused) or (
+                isinstance(instruction, Compute) and not instruction.rule.summed
+            )
+            if is_form and given.issuperset(copies_read(instruction)):
+                given.update(copies_made(instruction))
+        return given
 
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
@@ -92,7 +117,7 @@ class Ahead:
             latest, delayed = instruction.earlier, list(instruction.copies)
         else:
             read = [copy for copy in dict.fromkeys(copies_read(instruction)) if not on_host(copy[0].aval)]
-            if all(self.made_at[copy] < 0 for copy in read):
+            if position not in self.waits or all(self.made_at[copy] < 0 for copy in read):
                 return [], []
             latest = max(read, key=lambda copy: self.made_at[copy])
             others = [copy for copy in read if copy != latest]
@@ -139,9 +164,10 @@ class Ahead:
         return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
 
     def _made_bytes(self, instruction: Instruction) -> int:
-        """The largest array that an operation makes."""
-        made = copies_made(instruction) if isinstance(instruction, Compute) else ()
-        return max(map(self.num_bytes, made), default=0)
+        """The largest array that an operation makes; what only repeats numbers is made by those who read it."""
+        if not isinstance(instruction, Compute) or instruction.eqn.primitive.name == "broadcast_in_dim":
+            return 0
+        return max(map(self.num_bytes, copies_made(instruction)), default=0)
 
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
         """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 import autopar
 from autopar._jax import all_equations, on_host
 from autopar.intra_op.sharded import Region, local_bytes
-from autopar.partition.ahead import Ahead, waits_at
+from autopar.partition.ahead import Ahead
 from autopar.partition.order import after
 from autopar.partition.program import run_body
 from autopar.tuning import TUNING
@@ -128,8 +128,8 @@ def test_what_runs_again_waits_for_the_gradients_of_the_layer_behind_it():
         return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss_of)(weights))
 
     body, mesh = body_of(train_step, [array(width, width)] * layers, array(8 * rows, width))
-    starts = [k for k, instruction in enumerate(body.instructions) if waits_at(instruction)]
-    assert len(starts) == layers
+    starts = Ahead(body, lambda copy: local_bytes(*copy, mesh)).waits
+    assert len(starts) == layers, "barriers for weights alone wait for nothing"
     waits = [Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_again(k) for k in starts]
     for held, awaited in waits[1:]:
         assert [var.aval.shape for var, _ in held] == [(8 * rows, width)]
@@ -279,3 +279,26 @@ def test_what_lies_on_the_host_does_not_wait():
     there = [eqn for eqn in all_equations(program) for var in eqn.outvars if on_host(var.aval)]
     assert any(eqn.primitive.name == "device_put" for eqn in there)
     assert not any(eqn.primitive.name == "select_n" for eqn in there)
+
+
+def test_numbers_that_are_repeated_wait_for_nothing():
+    """XLA scales a product to 8 bits within it, and finds its largest number there: the scale must not wait for that."""
+    width, rows = 1024, 65536
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for _ in range(3):
+                how = {"dot_general_cls": linen.Fp8DirectDotGeneralOp, "use_bias": False, "dtype": jnp.bfloat16}
+                x = x + jnp.tanh(linen.Dense(width, **how)(x))
+            return x
+
+    def train_step(state, x):
+        return jax.grad(lambda state: jnp.mean(Model().apply(state, x).astype(jnp.float32) ** 2), allow_int=True)(state)
+
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    body, mesh = body_of(train_step, jax.eval_shape(Model().init, jax.random.key(0), x), x)
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    made = [body.instructions[position].eqn.primitive.name for position in waits]
+    assert made and "broadcast_in_dim" not in made
