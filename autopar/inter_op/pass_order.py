@@ -27,8 +27,8 @@ class PassOrder:
     Attributes:
         passes: Of each equation of the loop, in order, the number of its pass.
         behind: Of each value that is made between passes, the pass behind which it is made.
-        beside: What is made there and the loop reads, as the loop calls it: what of the loop its makers have at hand, a
-            parameter or a microbatch's part of a result.
+        beside: What is made behind a backward pass and the loop reads, as the loop calls it: what of the loop its makers have
+            at hand, a parameter or a microbatch's part of a result. What joins samples behind a forward pass is anywhere.
     """
 
     passes: tuple[int, ...]
@@ -58,7 +58,8 @@ def pass_order(split: Microbatches) -> PassOrder:
         known = [a for a in inputs_of(eqn) if a in beside]
         if known:
             beside.update((var, beside[max(known, key=num_bytes)]) for var in eqn.outvars)
-    return PassOrder(tuple(passes), behind, {inner_of[v]: beside[v] for v in behind if v in inner_of and v in beside})
+    led_to = [v for v, k in behind.items() if k % 2 and v in inner_of and v in beside]
+    return PassOrder(tuple(passes), behind, {inner_of[v]: beside[v] for v in led_to})
 
 
 def _made_of_gradients(between: Sequence[JaxprEqn]) -> dict[Var, None]:

@@ -12,6 +12,7 @@ Method: an equation that makes new state runs where the old lives, any other whe
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,6 +149,8 @@ class _Placement:
         waiting: dict[Var, JaxprEqn] = {}
         for eqn in self.eqns:
             operands = inputs_of(eqn)
+            if eqn in self.joint:
+                continue
             if any(var in self.stage for var in operands):
                 self.settle(eqn, self.stage_for(eqn), waiting)
             elif (
@@ -161,6 +164,11 @@ class _Placement:
                 self.settle(eqn, min(range(self.num_stages), key=lambda s: (self.load[s], s)), waiting)
             elif not eqn.outvars and eqn not in self.stage_of_eqn:  # it is there for its effect
                 self.settle(eqn, 0, waiting)
+
+    @functools.cached_property
+    def joint(self) -> frozenset[JaxprEqn]:
+        """What joins samples behind the only forward pass: each stage does it itself, as soon as it has the others' part."""
+        return frozenset(self.split.between if set(self.behind.values()) == {0} else ())
 
     def settle(self, eqn: JaxprEqn, at: int, waiting: dict[Var, JaxprEqn]) -> None:
         """Place an equation, the ones that waited for it, and the arguments that no other has placed."""
@@ -234,18 +242,25 @@ class _Placement:
         order = {eqn: k for k, eqn in enumerate(self.eqns)}
         round_of: dict[Var, tuple[int, int]] = {}
         by_round: list[dict[tuple[int, int], list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
-        for eqn in self.eqns:
-            at = self.stage_of_eqn.get(eqn)
-            if at is None:
-                continue
-            behind, number = self.behind_of(eqn), 0
-            for var in inputs_of(eqn):
+
+        def number_at(read: Collection[Var], at: int, behind: int) -> int:
+            """The round behind a pass in which a stage has all that is read."""
+            number = 0
+            for var in read:
                 if var in self.stage and var not in self.arguments:
                     before, so_far = round_of.get(var, (behind, 0))
                     if var not in round_of and self.stage[var] != at:
                         by_round[self.stage[var]].setdefault((behind, 0), [])  # where it is handed out
                     if before == behind:
                         number = max(number, so_far + (self.stage[var] != at))
+            return number
+
+        for eqn in self.eqns:
+            at = self.stage_of_eqn.get(eqn)
+            if at is None:
+                continue
+            behind = self.behind_of(eqn)
+            number = number_at(read_by(with_makers([eqn], (), floating, order)), at, behind)
             round_of.update(dict.fromkeys(eqn.outvars, (behind, number)))
             by_round[at].setdefault((behind, number), []).append(eqn)
         last = self.num_stages - 1
@@ -254,13 +269,13 @@ class _Placement:
         ]  # by the last stage, whoever reads it
         at_home = {**self.stage, **dict.fromkeys(made_there, last)}
         outputs = [at_home.get(atom, 0) if isinstance(atom, Var) else 0 for atom in self.jaxpr.outvars]
+        wanted_at: list[dict[tuple[int, int], list[Var]]] = [{} for _ in range(self.num_stages)]
+        wanted_there = [(stage, var, self.behind[var]) for stage, late in enumerate(self.late) for var in late]
+        for stage, var, behind in (*wanted_there, *((last, var, AFTER_LOOP) for var in made_there)):
+            number = number_at(read_by(with_makers((), [var], floating, order)), stage, behind)
+            wanted_at[stage].setdefault((behind, number), []).append(var)
         rounds = []
-        for stage in range(self.num_stages):
-            wanted: dict[tuple[int, int], list[Var]] = (
-                {(AFTER_LOOP, 0): made_there} if stage == last and made_there else {}
-            )
-            for var in self.late[stage]:
-                wanted.setdefault((self.behind[var], 0), []).append(var)
+        for stage, wanted in enumerate(wanted_at):
             done: dict[JaxprEqn, None] = {}
             of_stage = []
             for behind, number in self.places(by_round[stage].keys() | wanted):
