@@ -21,7 +21,7 @@ from autopar.inter_op.lean_scans import lean_scans
 from autopar.inter_op.pass_order import pass_order
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.check import check_program
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import descendants
 from autopar.ir.equal_rules import EqualRules
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
@@ -271,10 +271,7 @@ def cut_step(
 
 def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
     """What enters the loop for all microbatches, and is made of arguments; a mask that is made of none is anyone's."""
-    made = set(jaxpr.invars)
-    for eqn in (*split.before, *split.between):
-        if any(a in made for a in inputs_of(eqn)):
-            made.update(eqn.outvars)
+    made = descendants((*split.before, *split.between), given=jaxpr.invars)
     return [var for var, outside in split.invariant_of.items() if outside in made]
 
 

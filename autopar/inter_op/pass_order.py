@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
-from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by, readers_of
+from autopar.ir.dataflow import ancestors, descendants, inputs_of, makers, read_by, readers_of
 from autopar.ir.source import is_ahead, is_backward
 from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.trace.inline_calls import is_recomputed
@@ -40,7 +40,7 @@ def pass_order(split: Microbatches) -> PassOrder:
     """Number the passes of a step in phases."""
     part_of = {r.var: part for r, part in zip(split.results, split.loop.outvars, strict=True)}
     inner_of = {outer: inner for inner, outer in split.invariant_of.items()}
-    gradients = _made_of_gradients(split.between)
+    gradients = descendants(split.between, is_backward)
     behind: dict[Var, int] = {}
     while True:  # each turn knows of one more pass what is made behind it
         # Of a forward pass, what gradients make goes backwards; of a backward pass it is what it has led to.
@@ -60,15 +60,6 @@ def pass_order(split: Microbatches) -> PassOrder:
             beside.update((var, beside[max(known, key=num_bytes)]) for var in eqn.outvars)
     led_to = [v for v, k in behind.items() if k % 2 and v in inner_of and v in beside]
     return PassOrder(tuple(passes), behind, {inner_of[v]: beside[v] for v in led_to})
-
-
-def _made_of_gradients(between: Sequence[JaxprEqn]) -> dict[Var, None]:
-    """What is made between passes by equations of a gradient."""
-    found: dict[Var, None] = {}
-    for eqn in between:
-        if is_backward(eqn) or any(a in found for a in inputs_of(eqn)):
-            found.update(dict.fromkeys(eqn.outvars))
-    return found
 
 
 def _followed(loop: Jaxpr, late: Mapping[Var, tuple[int, bool]]) -> list[int]:

@@ -83,6 +83,17 @@ def ancestors(wanted: Iterable[Var], made_of: Callable[[Var], Iterable[Var]]) ->
     return found
 
 
+def descendants(
+    eqns: Iterable[JaxprEqn], begins: Callable[[JaxprEqn], bool] = lambda _: False, given: Iterable[Var] = ()
+) -> dict[Var, None]:
+    """Values that are given, what equations make that begin something, and whatever is made of any of these."""
+    found = dict.fromkeys(given)
+    for eqn in eqns:
+        if begins(eqn) or any(a in found for a in inputs_of(eqn)):
+            found.update(dict.fromkeys(eqn.outvars))
+    return found
+
+
 def with_makers(
     eqns: Iterable[JaxprEqn],
     wanted: Iterable[Var],

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations, rebuilt_apart
-from autopar.ir.dataflow import ancestors, behind_gradients, inputs_of, makers, needed, read_by, variables
+from autopar.ir.dataflow import ancestors, behind_gradients, descendants, inputs_of, makers, needed, read_by, variables
 from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
@@ -130,10 +130,7 @@ class _Branch:
     def __init__(self, body: Jaxpr, work: Work):
         self.body, self.given = body, set[Var]()
         self.made_by = makers(body.eqns)
-        dear: set[Var] = set()
-        for eqn in body.eqns:
-            if not _is_cheap(eqn, work) or any(var in dear for var in inputs_of(eqn)):
-                dear.update(eqn.outvars)
+        dear = descendants(body.eqns, lambda eqn: not _is_cheap(eqn, work))
         single = {eqn.outvars[0] for eqn in body.eqns if len(eqn.outvars) == 1}
         self.numbers = {var for var in single if num_elements_of(var) <= 1 and var not in dear}
 

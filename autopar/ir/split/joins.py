@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import ancestors, inputs_of, known_as, makers, reading
+from autopar.ir.dataflow import ancestors, descendants, inputs_of, known_as, makers, reading
 from autopar.ir.source import is_backward
 from autopar.ir.split.placement import Split
 from autopar.ir.split.solution import LoopSolution
@@ -74,13 +74,9 @@ def samples_behind(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) 
 
 def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:
     """What the backward passes make, and whatever is made of that."""
-    behind: dict[Var, None] = {}
-    for eqn in jaxpr.eqns:
-        if is_behind(eqn, behind):
-            behind.update(dict.fromkeys(eqn.outvars))
-    return behind
+    return descendants(jaxpr.eqns, is_behind)
 
 
-def is_behind(eqn: JaxprEqn, behind: Collection[Var]) -> bool:
+def is_behind(eqn: JaxprEqn, behind: Collection[Var] = ()) -> bool:
     """Whether an equation is of the backward passes, or reads what is made behind."""
     return is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in inputs_of(eqn))

@@ -37,13 +37,18 @@ def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, c
             ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
             "another computation than the step's"
         )
+    return refused(solution.count, cause.eqn, wrong, advice)
+
+
+def refused(count: int, eqn: JaxprEqn, wrong: str, advice: str) -> MicrobatchError:
+    """The error of an operation that microbatches cannot do; `advice`: what else there is to do, if anything."""
     return MicrobatchError(
         "the step cannot be worked through in microbatches exactly.",
-        given=f"{solution.count} microbatches; {_named(cause.eqn)}",
+        given=f"{count} microbatches; {_named(eqn)}",
         wrong=wrong,
         do=f"use num_microbatches=1 (Auto() does){advice}.",
-        operation=str(cause.eqn.primitive),
-        source=source_line(cause.eqn),
+        operation=str(eqn.primitive),
+        source=source_line(eqn),
     )
 
 

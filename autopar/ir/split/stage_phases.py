@@ -17,13 +17,13 @@ from functools import partial
 from autopar._jax import Jaxpr, JaxprEqn
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import behind_gradients, feeds_backward, inputs_of, makers, read_by
-from autopar.ir.source import is_ahead, is_backward, is_of_inner_gradient, source_line
+from autopar.ir.source import is_ahead, is_backward, is_of_inner_gradient
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import made_behind, samples_behind, with_joins, with_rounds
 from autopar.ir.split.microbatch import Microbatches, check_divides, write_phases
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import BY_EACH, Axis, Split
-from autopar.ir.split.refusal import too_much_at_once
+from autopar.ir.split.refusal import refused, too_much_at_once
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.turns import holds_steps
 from autopar.ir.split.waiting import SamplesWaitError
@@ -90,15 +90,12 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
 
 def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
     """The error where rounds would have to stand in a loop."""
-    return MicrobatchError(
-        "the step cannot be worked through in microbatches exactly.",
-        given=f"{count} microbatches; `{loop.primitive}` at {source_line(loop)}",
-        wrong="its turns, or its branches, are training steps: each takes a gradient and goes on with what that has moved. "
+    return refused(
+        count,
+        loop,
+        "its turns, or its branches, are training steps: each takes a gradient and goes on with what that has moved. "
         f"Stages do so up to {TUNING.stage_rounds} times where these stand in the step one after the other, but in no loop.",
-        do="use num_microbatches=1 (Auto() does), or, where the turns are few and their number is known, write them one by one "
-        "(a Python loop).",
-        operation=str(loop.primitive),
-        source=source_line(loop),
+        ", or, where the turns are few and their number is known, write them one by one (a Python loop)",
     )
 
 

@@ -17,9 +17,10 @@ from typing import TypeAlias
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import descendants, inputs_of
 from autopar.ir.region import Region, equations_within, kind_of, region_of
-from autopar.ir.source import is_backward, source_line
+from autopar.ir.source import is_backward
+from autopar.ir.split.refusal import refused
 from autopar.ir.work import num_bytes
 
 SplitTurn: TypeAlias = Callable[[Jaxpr, Sequence[int]], Jaxpr]
@@ -32,15 +33,13 @@ def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: SplitTurn
     Raises:
         MicrobatchError: A turn cannot be worked through in microbatches.
     """
-    of_batch = dict.fromkeys(jaxpr.invars[k] for k in batch)
+    of_batch = descendants(jaxpr.eqns, given=(jaxpr.invars[k] for k in batch))
     eqns: list[JaxprEqn] = []
     loops: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if any(a in of_batch for a in inputs_of(eqn)):
-            of_batch.update(dict.fromkeys(eqn.outvars))
-            if holds_steps(eqn):
-                eqn = _in_microbatches(eqn, of_batch, count, split)
-                loops.append(eqn)
+        if any(a in of_batch for a in inputs_of(eqn)) and holds_steps(eqn):
+            eqn = _in_microbatches(eqn, of_batch, count, split)
+            loops.append(eqn)
         eqns.append(eqn)
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), loops) if loops else (jaxpr, [])
 
@@ -74,14 +73,12 @@ def _split_body(region: Region, number: int, of_batch: dict[Var, None], count: i
         except MicrobatchError as error:
             first = first or error
     if first is None:
-        first = MicrobatchError(
-            "the step cannot be worked through in microbatches exactly.",
-            given=f"{count} microbatches; `{eqn.primitive}` at {source_line(eqn)}",
-            wrong="each of its turns takes a gradient and goes on with what that has moved, and nothing that a turn reads of "
+        first = refused(
+            count,
+            eqn,
+            "each of its turns takes a gradient and goes on with what that has moved, and nothing that a turn reads of "
             f"the batch has rows that divide into {count} microbatches.",
-            do="use num_microbatches=1 (Auto() does), or minibatches of a multiple of them.",
-            operation=str(eqn.primitive),
-            source=source_line(eqn),
+            ", or minibatches of a multiple of them",
         )
     raise first
 
