@@ -284,8 +284,10 @@ class Tuning:
     """Equal layers of which each has a share of the work; more parts of a scan than these are interpolated."""
     layer_slack: float = 0.35
     """Part of an even layer by which layers may be uneven, so that more of them are equal, and are sharded once."""
-    microbatch_counts: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
-    """Numbers of microbatches that are tried, if they divide the batch."""
+    fewest_microbatches: int = 4
+    """Microbatches of a pipeline that are tried, at least, if the batch divides so."""
+    most_microbatches: int = 128
+    """And at most."""
     few_microbatches: tuple[int, ...] = (1, 2)
     """Such numbers as well where there is no backward pass: then the pipeline fills at once."""
     guesses_solved: int = 12

@@ -3,8 +3,8 @@
 In:     what was found of the step as a whole (`meshes.py`).
 Out:    `Accumulated`: the step in microbatches, how many, and what was found of it; or None: nothing better.
 Method: a microbatch holds less, and costs its collectives and its small operations once more. So it is tried where memory
-        binds: nothing fits, or what fits was chosen for that and is slower than it would be without. 2, 4, 8, ..., from
-        where it may fit, on the meshes that were best before, until that is no faster.
+        binds: nothing fits, or what fits was chosen for that and is slower than it would be without. About twice as many
+        each time, from where it may fit, on the meshes that were best before, until that is no faster.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def search_accumulation(
     found: Accumulated | None = None
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
     needed = needed_bytes(whole.failure)
-    for count in counts_of(request):
+    for count in request.microbatch_counts(shared=True):
         if not whole.results and needed > count * request.budget_bytes and math.isfinite(needed):
             continue  # a part of the batch needs no smaller part of the memory
         try:
@@ -100,14 +100,6 @@ def _to_beat(known: Searched | Accumulated, count: int) -> tuple[float, Exposure
 def memory_binds(searched: Searched) -> bool:
     """Whether more memory would have given a faster plan, or any."""
     return not searched.results or bool(searched.best[1].problem.rows)
-
-
-def counts_of(request: Request) -> Iterator[int]:
-    """2, 4, 8, ...: as far as they divide the batch."""
-    count = 2
-    while request.divides_into(count):
-        yield count
-        count *= 2
 
 
 def best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:

@@ -3,8 +3,8 @@
 In:     a traced step, the meshes that were best without; where memory binds.
 Out:    `Stages`: the fastest such step, if it is faster than what is known, and what was tried.
 Method: a pipeline of one stage, which no one waits for: its backward pass is a program of its own, and may recompute what
-        it would else have to find. In 1, 2, 4, ... microbatches, until more are no faster, or need about as many bytes as
-        half as many, too many: what is left is no sample's.
+        it would else have to find. In one microbatch, then about twice as many each time, until more are no faster, or
+        need about as many bytes as half as many, too many: what is left is no sample's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from autopar.errors import AutoparError, needed_bytes
 from autopar.mesh import LogicalMesh
-from autopar.search.accumulation import counts_of
 from autopar.search.methods import Auto, PipelineParallel
 from autopar.search.progress import Report, silent
 from autopar.search.request import Request
@@ -25,11 +24,20 @@ from autopar.tuning import TUNING
 
 
 def search_alone(
-    request: Request, method: Auto, meshes: Sequence[LogicalMesh], found: Stages, report: Report, known: float
+    request: Request,
+    method: Auto,
+    meshes: Sequence[LogicalMesh],
+    found: Stages,
+    report: Report,
+    known: float,
+    accumulated: int = 1,
 ) -> None:
-    """Plan the step as one stage on one of the meshes; extends `found`. `known` is the seconds of the best step so far."""
+    """Plan the step as one stage on one of the meshes; extends `found`. `known` is the seconds of the best step so far.
+
+    `accumulated`: in so many microbatches that step is best otherwise; as many are tried, whatever fewer come to.
+    """
     needed = math.inf
-    for count in (1, *counts_of(request)):
+    for count in (1, *request.microbatch_counts(shared=True)):
         text = f"1 stage on {request.cluster.num_devices}, {count} microbatches"
         report(f"planning {text}", None, known)
         try:
@@ -37,14 +45,16 @@ def search_alone(
         except AutoparError as error:
             found.tried.append((text, error.summary))
             before, needed = needed, needed_bytes(error)
-            if math.isfinite(before) and needed > (1 - TUNING.accumulation_bytes) * before:
+            stalls = math.isfinite(before) and needed > (1 - TUNING.accumulation_bytes) * before
+            if stalls and count >= accumulated:
                 return
             continue
         wins = planned.seconds < known
         found.tried.append((text, f"{'' if wins else 'at least '}{planned.seconds:.3e} s"))
-        if not wins:  # more microbatches take longer still
+        if wins:
+            found.best, known = planned, planned.seconds
+        elif count >= accumulated:  # more microbatches take longer still
             return
-        found.best, known = planned, planned.seconds
 
 
 def _as_stage(method: Auto, count: int) -> PipelineParallel:

@@ -205,7 +205,7 @@ class _Search:
         best = best_meshes(self.meshes, searched)
         meshes = [mesh for mesh in best if len(mesh.shape) < 3] or best[:1]
         with self._a_pass("run again"):
-            search_alone(request, method, meshes, self.stages, self._silently, self._least)
+            search_alone(request, method, meshes, self.stages, self._silently, self._least, self.count)
 
     def in_stages(self) -> None:
         """Pipelines."""

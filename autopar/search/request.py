@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 
 from autopar.ir.program import Program
@@ -51,6 +52,24 @@ class Request:
     def divides_into(self, count: int) -> bool:
         """Whether there is a batch, and it comes in so many microbatches."""
         return bool(self.batch_sizes) and all(size % count == 0 for size in self.batch_sizes)
+
+    def microbatch_counts(self, least: int = 2, most: float = math.inf, shared: bool = False) -> list[int]:
+        """Numbers of microbatches to try: of those that divide the batch the first from each power of two on.
+
+        `shared`: and the first whose microbatches the devices share best, as 20 rows, and not 30 or 15, on 4 devices.
+        """
+        whole, devices = math.gcd(*self.batch_sizes), self.cluster.num_devices
+        by_power: dict[int, list[int]] = {}
+        for count in range(least, int(min(whole, most)) + 1):
+            if whole % count == 0:
+                by_power.setdefault(count.bit_length(), []).append(count)
+        found: list[int] = []
+        for counts in by_power.values():
+            found.append(counts[0])
+            best = max(counts, key=lambda count: math.gcd(whole // count, devices))
+            if shared and math.gcd(whole // best, devices) > math.gcd(whole // counts[0], devices):
+                found.append(best)
+        return found
 
     def most_microbatches(self, wanted: int) -> int:
         """The most, up to as many as are wanted, into which the batch divides; without a batch any number does."""

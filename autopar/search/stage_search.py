@@ -315,8 +315,8 @@ def _try_finer_meshes(attempts: _Attempts, cluster: Cluster, wide: bool, schedul
 
 
 def _counts(request: Request) -> list[int]:
-    found = list(filter(request.divides_into, TUNING.microbatch_counts))
-    return found or [*filter(request.divides_into, range(2, 129))][-3:] or [1]
+    least, most = TUNING.fewest_microbatches, TUNING.most_microbatches
+    return request.microbatch_counts(least, most) or request.microbatch_counts(most=least) or [1]
 
 
 def _plan(

@@ -126,6 +126,22 @@ def test_accumulation_wins_where_memory_binds():
             assert seconds is None or tight.cost.step_seconds < seconds, asked
 
 
+@pytest.mark.parametrize("budget, count", [(40.8e6, 3), (20.4e6, 5)])
+def test_batches_that_are_not_even_accumulate(budget, count):
+    """In odd numbers of microbatches; and as one stage in as many as are best otherwise, though no fewer fit."""
+    rows, width, hidden = 4095, 16, 4096
+    kernels = {"up": (width, hidden), "down": (hidden, width)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in kernels.items()}
+    args = params, {name: jax.ShapeDtypeStruct((rows, width), jnp.float32) for name in ("x", "y")}
+    cluster, memory = autopar.Cluster.of("3 h100"), {"memory_budget_bytes": budget}
+    best = seconds_of(wide_step, args, cluster, autopar.Auto(**memory))
+    for method in (
+        autopar.DataParallel(num_microbatches=count, **memory),
+        autopar.PipelineParallel(num_stages=1, num_microbatches=count, **memory),
+    ):
+        assert best <= seconds_of(wide_step, args, cluster, method) * ROUNDING, method
+
+
 def test_what_divides_on_no_axis_may_divide_on_two():
     """64 rows on 6 devices: on one axis each repeats all products, which says nothing of what is left to be won."""
     cluster, args = autopar.Cluster.of("6 h100"), arguments("scan", 2, batch=64)
