@@ -143,7 +143,12 @@ def _in_parts(
     picked = tuple(f for f in (group,) if f in rule.summed)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
 
-    def local(eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> list[jax.Array]:
+    def local(
+        eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+    ) -> Sequence[jax.Array]:
+        if shard.num_shards(group) == 1 < len(group_sizes):  # of fewer parts, which a mesh may split further
+            return bind_eqn(eqn, lhs, rhs, group_sizes)
+
         def one(lhs: jax.Array, rhs: jax.Array, lengths: jax.Array) -> jax.Array:
             return _ragged_here(eqn, shard, lhs, rhs, lengths, rows=rows, group=group)[0]
 
