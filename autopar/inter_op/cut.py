@@ -29,11 +29,13 @@ from autopar.ir.region import equations_within, is_region
 from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
+from autopar.ir.rewrite.steps_written_out import write_out_steps
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, check_phases
 from autopar.ir.split.sorted_parts import sort_in_parts
 from autopar.ir.split.stage_phases import split_at_joins, whole_batch
 from autopar.ir.trace.state import Roles
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,6 +217,11 @@ FREE: Pass[Any] = Pass(
     lambda step: step.by(lambda jaxpr: drop_barriers(jaxpr, step.roles.batch)),
 )
 APART: tuple[Pass[TakenApart], ...] = (
+    Pass(
+        "steps_written_out",
+        "loops of a few training steps, step by step",
+        lambda step: step.by(lambda jaxpr: write_out_steps(jaxpr, TUNING.stage_rounds)),
+    ),
     SORTED,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
     Pass(

@@ -94,8 +94,8 @@ def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
         count,
         loop,
         "its turns, or its branches, are training steps: each takes a gradient and goes on with what that has moved. "
-        f"Stages do so up to {TUNING.stage_rounds} times where these stand in the step one after the other, but in no loop.",
-        ", or, where the turns are few and their number is known, write them one by one (a Python loop)",
+        f"Stages do so up to {TUNING.stage_rounds} times, in a loop if its turns are known to be no more (`lax.scan`).",
+        ", or take fewer such turns in one call of the step",
     )
 
 
