@@ -6,7 +6,7 @@ Method: values are converted when first needed, through the hub's sharding where
         copies made on the way may be used again. Between two phases a value waits in the sharding that its keep chose,
         and is converted to it after its last reader of the earlier phase; the later phase has that copy alone. What is
         recomputed waits for what the gather before the last was made for: one at a time is ahead.
-        Then small collectives are sent together (`fuse.py`).
+        Then what nothing reads goes (`unread.py`), and small collectives are sent together (`fuse.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.narrow import narrow_dtype
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, copies_made, describe
+from autopar.intra_op.unread import drop_unread
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.region import Role, is_region, region_of
@@ -88,6 +89,11 @@ def _convert(given: Lowered) -> Lowered:
 
 LOWER: tuple[Pass[Lowered], ...] = (
     Pass("lower", "every conversion in its place, those that were chosen and no others", _convert),
+    Pass(
+        "unread",
+        "conversions that nothing reads go",
+        lambda given: dataclasses.replace(given, body=drop_unread(given.body)),
+    ),
     Pass(
         "fuse",
         "small collectives of one kind that are ready together are sent as one",

@@ -56,6 +56,17 @@ def test_a_value_is_converted_once_where_it_is_first_needed():
     assert words(body) == ["sin", f"{ROWS} => {COLUMNS}", "tanh", "exp", "cos"]
 
 
+def test_no_conversion_that_nothing_reads():
+    """Where a value's hub lies no reader wants it, nor is it nearer from there."""
+
+    def step(x):
+        first = jnp.sin(x)
+        return jnp.tanh(first), jnp.cos(first)
+
+    body = lowered(step, ROWS, WHOLE, sin=ROWS, **{"hub f": COLUMNS})
+    assert words(body) == ["sin", f"{ROWS} => {WHOLE}", "tanh", "cos"]
+
+
 def test_what_leaves_in_another_sharding_is_converted_last():
     assert words(lowered(jnp.sin, ROWS, WHOLE, sin=ROWS)) == ["sin", f"{ROWS} => {WHOLE}"]
 
