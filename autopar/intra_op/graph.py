@@ -15,6 +15,7 @@ Method: three kinds of node. An *operation* chooses a strategy of its rule. A *p
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -168,7 +169,7 @@ class Graph:
         outputs: Port of each program output.
         batch: Which dims run over samples.
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
-        held: Values that take memory, once that is known (`held.held_values`).
+        held: Values that take memory, and how many times their bytes, once that is known (`held.held_values`).
         priced: What operations take, as far as that is known (`costs.py`).
         computes: Of operations, their instructions under choices that were lowered, by node and choice (`lower.py`).
         signatures: What the signature of a node stands for.
@@ -189,7 +190,7 @@ class Graph:
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
     traffic: Any = None
-    held: frozenset[Var] | None = None
+    held: Mapping[Var, int] | None = None
     priced: dict[Any, Any] = field(default_factory=dict)
     computes: dict[int, dict[int, Any]] = field(default_factory=dict)
     signatures: list[object] = field(default_factory=list)

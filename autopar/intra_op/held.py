@@ -1,18 +1,22 @@
 """Which values take memory while they wait. The others are recomputed by each kernel that reads them.
 
 In:     `Graph`.
-Out:    the values that are held; what reads another reads what that is made of (`liveness.py`).
+Out:    the values that are held, and how many times their bytes; what reads another reads what that is made of (`liveness.py`).
 Method: compilers put elementwise operations, slices and the like into the kernels that read them, into each of several
         where these then move fewer bytes: n kernels that read a value of S bytes move S (n + 1) and the A bytes that it is
         made of, or n A if each recomputes it. That nothing waits in memory for the later of them is no reason for XLA.
         So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, or if
         so fewer bytes are moved: of how many arrays it is made does not matter to a kernel, of how large ones does. What is
-        scattered into zeros to be added to a value is scattered into that.
+        scattered into zeros to be added to a value is scattered into that. Numbers of bfloat16 that are worked out in
+        float32 (a quotient, a hyperbolic tangent) wait in float32 where a reader takes them so: XLA may compute more exactly
+        than it is told, and leaves the rounding between the two out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
 
 from autopar._jax import Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
@@ -28,15 +32,23 @@ SLOW = frozenset(
 """What several read of these is held: many instructions for each element; exponentials and roots are single ones."""
 
 
-def held_values(graph: Graph) -> frozenset[Var]:
-    """Values that take memory; found once for a graph."""
+_IN_FLOAT32 = SLOW | {"clamp", "div", "exp", "exp2", "rem", "rsqrt", "sqrt"}
+"""What GPUs do with numbers of bfloat16 in float32; sums, products, the larger one they do as it is."""
+
+
+def held_values(graph: Graph) -> Mapping[Var, int]:
+    """Values that take memory, and how many times the bytes of their type: 2 of those that wait in float32, else 1.
+
+    Found once for a graph.
+    """
     if graph.held is None:
-        graph.held = frozenset(_find_held(graph))
+        nodes = [node for node in graph.nodes if node.kind == "op"]
+        held, wide = _find_held(graph, nodes), set(_wide_values(nodes))
+        graph.held = {var: 1 + (var in wide) for var in held}
     return graph.held
 
 
-def _find_held(graph: Graph) -> set[Var]:
-    nodes = [node for node in graph.nodes if node.kind == "op"]
+def _find_held(graph: Graph, nodes: Sequence[Node]) -> set[Var]:
     readers: dict[Var, int] = {}
     for node in nodes:
         for var in dict.fromkeys(inputs_of(node.eqn)):
@@ -64,6 +76,22 @@ def _find_held(graph: Graph) -> set[Var]:
             else:
                 made_of[var] = leaves
     return held
+
+
+def _wide_values(nodes: Sequence[Node]) -> Iterator[Var]:
+    """Values of bfloat16 that are worked out in float32 and that a reader takes so, none as an array of bfloat16."""
+    made = {node.eqn.outvars[0] for node in nodes if _is_in_float32(node)}
+    taken = {var for node in nodes if _is_in_float32(node) or _widens(node) for var in inputs_of(node.eqn)}
+    narrow = {var for node in nodes for var in _read_from_memory(node)}
+    yield from (var for var in made if var in taken and var not in narrow and var.aval.dtype == jnp.bfloat16)
+
+
+def _is_in_float32(node: Node) -> bool:
+    return node.eqn.primitive.name in _IN_FLOAT32
+
+
+def _widens(node: Node) -> bool:
+    return node.eqn.primitive.name == "convert_element_type" and node.eqn.params["new_dtype"] == jnp.float32
 
 
 def _leaves(node: Node, made_of: Mapping[Var, Mapping[Var, int]]) -> dict[Var, int]:

@@ -65,7 +65,7 @@ class Alive(NamedTuple):
     Attributes:
         copy: The value and its sharding.
         num_bytes: On one device, `times` times.
-        times: How many there are, of as many microbatches.
+        times: How many there are, of as many microbatches; what waits in float32 counts as two of 16 bits.
         body: Where it is: the program, or the body of a loop or branch.
         position: The moment: index of an instruction there.
     """
@@ -106,7 +106,7 @@ _EMPTY = Liveness(0, 0)
 def measure_liveness(
     body: Body,
     mesh: LogicalMesh,
-    stored: AbstractSet[Var],
+    stored: Mapping[Var, int],
     donated: Sequence[bool] = (),
     in_place: AbstractSet[Copy] = frozenset(),
 ) -> Liveness:
@@ -115,7 +115,7 @@ def measure_liveness(
     Args:
         body: The program.
         mesh: Its mesh.
-        stored: Values that take memory (`held.py`).
+        stored: Values that take memory, and how many times their bytes (`held.py`).
         donated: For each input, whether its memory may be reused after its last reader.
         in_place: Results that are written over inputs.
     """
@@ -125,7 +125,7 @@ def measure_liveness(
 def fullest_moments(
     body: Body,
     mesh: LogicalMesh,
-    stored: AbstractSet[Var],
+    stored: Mapping[Var, int],
     donated: Sequence[bool] = (),
     count: int = 1,
     waiting: Waiting = ONE_PROGRAM,
@@ -181,7 +181,7 @@ def _pinned(body: Body, donated: Sequence[bool]) -> set[Copy]:
 def _peaks(
     body: Body,
     mesh: LogicalMesh,
-    stored: AbstractSet[Var],
+    stored: Mapping[Var, int],
     pinned: AbstractSet[Copy],
     count: int,
     curve: list[int],
@@ -235,12 +235,14 @@ class _Versions:
         starts: The instruction that makes it; -1: it is an input.
         ends: The last that reads it, or what is made of it there; -1: none, the number of instructions: it stays.
         takes_memory: Whether it does, or is recomputed by each that reads it.
+        widths: How many times the bytes of its type.
     """
 
     copies: list[Copy]
     starts: list[int]
     ends: list[int]
     takes_memory: list[bool]
+    widths: list[int]
 
     def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
         """Of the beginning and then each of so many instructions, the bytes that it adds, and those that are free behind it
@@ -253,7 +255,7 @@ class _Versions:
 
     def times(self, body: Body, waiting: Waiting) -> list[int]:
         """How many there are of each copy: of one that waits for the backward pass, as many as microbatches are in flight."""
-        found = [1] * len(self.copies)
+        found = list(self.widths)
         if waiting.in_flight > 1:
             made_at = [start for copy, start in zip(self.copies, self.starts, strict=True) if copy[0] in waiting.kept]
             made_at = [at for at in made_at if at >= 0 and isinstance(body.instructions[at], Compute | Region)]
@@ -270,7 +272,9 @@ class _Versions:
                 yield Alive(copy, num_bytes, number, body, moment)
 
 
-def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | None, given: bool = False) -> _Versions:
+def _versions(
+    body: Body, pinned: AbstractSet[Copy], stored: Mapping[Var, int] | None, given: bool = False
+) -> _Versions:
     """When each copy is made and read last; who reads what takes no memory reads what that is made of.
 
     With `given` inputs lie as they were given: one that is read turned is there twice from then on. What is scattered into
@@ -318,7 +322,11 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | 
             ends.append(-1)
     for result in dict.fromkeys((a, s) for a, s in body.outputs if not isinstance(a, Literal)):
         ends[current[result]] = count
-    return _Versions(copies, starts, ends, [number in made for number, made in enumerate(made_of)])
+    widths = [stored.get(var, 1) for var, _ in copies] if stored else [1] * len(copies)
+    for k in [k for k, width in enumerate(widths) if width > 1]:
+        if starts[k] < 0 or copies[k] in moved or copies[k] in results:  # those are of the type that they have
+            widths[k] = 1
+    return _Versions(copies, starts, ends, [number in made for number, made in enumerate(made_of)], widths)
 
 
 def _turned_inputs(instruction: Instruction, current: Mapping[Copy, int], starts: Sequence[int]) -> list[int]:
@@ -357,7 +365,7 @@ def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
     return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 
 
-def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var], waiting: Waiting) -> Liveness:
+def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var, int], waiting: Waiting) -> Liveness:
     """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
     if isinstance(instruction, Fused):
         num_bytes = sum(packed_bytes(move, mesh) for move in instruction.moves)

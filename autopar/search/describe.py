@@ -133,7 +133,7 @@ def _values(planned: StepPlan) -> Iterator[Value]:
         for task in stage.tasks:
             if task.task.kind == "step":
                 returned = {atom for atom, _ in task.body.outputs if isinstance(atom, Var)}
-                held = held_values(stage.sharded.graph) - returned
+                held = held_values(stage.sharded.graph).keys() - returned
                 for name, var, sharding in _activations(task.body):
                     if var in held:
                         shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)

@@ -74,13 +74,47 @@ def turned(x, w):
 )
 def test_what_is_held(step, held):
     program, graph = planned(step)
-    found = [e.primitive.name for e in program.jaxpr.eqns if not held_values(graph).isdisjoint(e.outvars)]
+    found = [e.primitive.name for e in program.jaxpr.eqns if not held_values(graph).keys().isdisjoint(e.outvars)]
     assert found == held
 
 
 def planned(step):
     program = trace_step(step, [jax.ShapeDtypeStruct((N, N), jnp.float32)] * 2)
     return program, build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
+
+
+def narrow_steps():
+    def quotient_taken_wide(x, w):
+        h = jnp.tanh(x @ w)
+        return (jnp.abs(h) @ w) + h / w
+
+    def sum_taken_wide(x, w):
+        h = x @ w + w @ w + w.T @ x
+        return (jnp.abs(h) @ w) + h / w
+
+    def taken_as_it_is(x, w):
+        h = jnp.tanh(x @ w)
+        return (jnp.abs(h) @ w) + h * w
+
+    def multiplied(x, w):
+        h = jnp.tanh(x @ w)
+        return (h @ w) + h / w
+
+    return [(quotient_taken_wide, 2), (sum_taken_wide, 1), (taken_as_it_is, 1), (multiplied, 1)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("step, width", narrow_steps())
+def test_what_waits_in_float32(step, width, dtype):
+    """What is worked out in float32 and read so: a product between its readers finds twice its bytes there."""
+    program = trace_step(step, [jax.ShapeDtypeStruct((N, N), dtype)] * 2)
+    graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
+    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    held, size = held_values(graph), N * N * jnp.dtype(dtype).itemsize
+    as_typed = measure_liveness(body, graph.mesh, dict.fromkeys(held, 1)).peak_bytes
+    expected = width if dtype == jnp.bfloat16 else 1
+    assert sorted(held.values())[-1] == expected
+    assert measure_liveness(body, graph.mesh, held).peak_bytes == as_typed + (expected - 1) * size
 
 
 def test_what_a_value_is_made_of_waits_for_its_readers():

@@ -102,6 +102,11 @@ class OpaqueCall:
     host_call: str | None = None
     batched: tuple[tuple[bool, ...], ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Of the function; of one with arguments filled in, what it prints."""
+        return getattr(self.function, "__qualname__", repr(self.function))
+
     def run(self, *operands: jax.Array) -> list[jax.Array]:
         """The function on flat operands, of global or local shapes; flat results."""
 
@@ -113,7 +118,7 @@ class OpaqueCall:
         return flat(*operands)
 
     def __repr__(self) -> str:
-        return f"{self.function.__module__}.{self.function.__qualname__}: {self.text}"
+        return f"{self.function.__module__}.{self.name}: {self.text}"
 
 
 def _host_call(program: Jaxpr) -> str | None:
@@ -168,7 +173,7 @@ def _check_fit(
     call: OpaqueCall, parsed: Any, operands: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct]
 ) -> None:
     shapes = [tuple(array.shape) for array in (*operands, *results)]
-    names = f"{call.function.__qualname__}, {call.text!r}, on {shapes[: len(operands)]} gives {shapes[len(operands) :]}"
+    names = f"{call.name}, {call.text!r}, on {shapes[: len(operands)]} gives {shapes[len(operands) :]}"
     wrong = ""
     for what, terms, arrays in (("operands", parsed[0], operands), ("results", parsed[1], results)):
         if len(terms) != len(arrays):

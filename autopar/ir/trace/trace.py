@@ -30,6 +30,7 @@ from autopar.ir.garbage import without_collection
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
+from autopar.ir.rewrite.one_dtype import products_of_one_dtype
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.rewrite.written_once import find_written_once
 from autopar.ir.source import gradient_line
@@ -48,6 +49,7 @@ TRACE: tuple[Pass[Traced], ...] = (
         lambda step: step.by(restore_scopes),
     ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
+    Pass("one_dtype", "products of two types convert their operands", lambda step: step.by(products_of_one_dtype)),
     Pass(
         "dim_order",
         "products read and write large arrays in the layout that these have",

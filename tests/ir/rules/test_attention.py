@@ -146,6 +146,17 @@ def test_keys_in_pages_are_split_by_samples_and_heads():
     assert check_equation(eqn, limit=5) > 1
 
 
+def test_dropout_stays_whole():
+    """Which scores it drops follows from their place in the whole array: said, with the reason."""
+    shapes = [(8, 16, 4, 8)] * 3
+    dropping = functools.partial(cudnn.dot_product_attention, dropout_rate=0.1, seed=42)
+    both = flat_kernels(gradient_of(dropping), *(jnp.ones(shape, jnp.float16) for shape in shapes))
+    for eqn in both:
+        with pytest.warns(UserWarning, match="computed whole .*dropout counts heads from the first of the whole batch"):
+            assert not rule_for(eqn).splittable()
+    assert len(both) == 2
+
+
 def test_gradients_are_sums_over_what_they_lack():
     assert rule_for(kernels(4, 1)[1]).summed == ("g",)
     assert rule_for(kernels(4, 4, bias_of(1, 4))[1]).summed == ("b",)

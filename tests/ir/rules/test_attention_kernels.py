@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas.ops.gpu import attention, paged_attention
 from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as paged_on_tpus
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
+from autopar import sharding_rule
 from autopar.ir.rules import rule_for
 from tests.ir.rules.harness import check_function, flat_eqns, gradient_of
 from tests.ir.rules.test_pallas import BLOCKS
@@ -78,6 +81,38 @@ def test_variants_of_attention_split_by_batch_and_heads(name):
     fun, shapes, splits = VARIANTS[name]
     kernels = [eqn for eqn in flat_eqns(fun, *shapes) if eqn.primitive.name == "pallas_call"]
     assert [sorted(rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()) for eqn in kernels] == splits
+
+
+LENGTHS, LISTED = jnp.full((8,), 64, jnp.int32), jnp.zeros((8, 16), jnp.int32)
+BEGINS, COUNT = jnp.arange(9, dtype=jnp.int32), jnp.array([8], jnp.int32)
+PAGED = {
+    "whole samples": (lambda q, k, v: paged_on_tpus(q, k, v, LENGTHS, LISTED, pages_per_compute_block=4)),
+    "block by block": (
+        lambda q, k, v: paged_on_tpus(q, k, v, LENGTHS, LISTED, pages_per_compute_block=4, inline_seq_dim=False)
+    ),
+    "ragged": (
+        lambda q, kv: ragged_paged_attention(
+            q, kv, LENGTHS, LISTED, BEGINS, COUNT, num_kv_pages_per_block=4, num_queries_per_block=8
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_keys_in_pages_on_tpus_stay_whole(name):
+    """Each step fetches the pages of the next one, which it tells by its place in the grid: said, with what to write."""
+    shapes = [(64, 4, 128), (128, 16, 4, 128)] if name == "ragged" else [(8, 4, 128), *[(2, 64, 16, 128)] * 2]
+    (kernel,) = (eqn for eqn in flat_eqns(PAGED[name], *shapes) if eqn.primitive.name == "pallas_call")
+    with pytest.warns(UserWarning, match=r"computed whole .*asks for its index .*(?s:.*)@autopar\.sharding_rule"):
+        assert not rule_for(kernel).splittable()
+
+
+def test_keys_in_pages_on_tpus_with_a_rule():
+    """As the page on kernels has it: samples and heads of keys are split, and every device calls the kernel on its own."""
+    text = "b (k g) d, k p s d, k p s d, b, b i -> b (k g) d {whole d}"
+    attend = sharding_rule(text)(functools.partial(paged_on_tpus, pages_per_compute_block=4))
+    (eqn,) = flat_eqns(lambda *qkv: attend(*qkv, LENGTHS, LISTED), (8, 4, 128), (2, 64, 16, 128), (2, 64, 16, 128))
+    assert " ".join(rule_for(eqn).splittable()) == "b k"
 
 
 def test_parts_of_splash_attention():

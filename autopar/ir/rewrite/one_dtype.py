@@ -1,0 +1,52 @@
+"""Products of two types of numbers multiply numbers of one, as they do when they run.
+
+In:     a flat program. A product of bfloat16 with float32 is one equation of JAX, and most compilers have none of that kind.
+Out:    the same function, in which both operands of such a product are first converted to the type of its result.
+Method: what JAX's lowering does for CPUs and GPUs (`lax._handle_dot_precision`), done where the planner sees it: the operand
+        that is wider then takes memory, and what is communicated of it may be the narrow one. TPUs multiply the same
+        numbers, and put conversions into the product. Left alone are 8-bit floats, which have products of two types, and
+        products that name their algorithm, which says what is converted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, primitives, replace_eqn
+from autopar.ir.build import Equations
+from autopar.ir.region import in_bodies, is_region
+from autopar.ir.rewrite.dead_code import with_equations
+
+
+def products_of_one_dtype(jaxpr: Jaxpr) -> Jaxpr:
+    """The program whose products have operands of one type; over the same inputs and results."""
+    eqns = Equations()
+    for eqn in jaxpr.eqns:
+        if is_region(eqn):
+            eqns.append(in_bodies(eqn, products_of_one_dtype))
+        elif _is_mixed(eqn):
+            operands = [_converted(eqns, atom, eqn) for atom in eqn.invars]
+            eqns.append(replace_eqn(eqn, invars=operands))
+        else:
+            eqns.append(eqn)
+    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else with_equations(jaxpr, eqns)
+
+
+def _is_mixed(eqn: JaxprEqn) -> bool:
+    if eqn.primitive is not primitives.dot_general_p:
+        return False
+    lhs, rhs = (atom.aval.dtype for atom in eqn.invars)
+    names_algorithm = isinstance(eqn.params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    both_small = all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1 for dtype in (lhs, rhs))
+    return lhs != rhs and not names_algorithm and not both_small
+
+
+def _converted(eqns: Equations, atom: Atom, eqn: JaxprEqn) -> Atom:
+    (result,) = eqn.outvars
+    if atom.aval.dtype == result.aval.dtype:
+        return atom
+    return eqns.call_one(partial(lax.convert_element_type, new_dtype=result.aval.dtype), [atom], eqn.source_info)
