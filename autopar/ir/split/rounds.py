@@ -173,7 +173,7 @@ def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]
             cuts = [rows if by_rows else waits.sums + rows]
             if waits.sums and not by_rows:  # other layers' gradients, which the same pass makes
                 cuts.append((*cuts[0], *(var for var in waits.complete if var not in cuts[0])))
-            halves, gathered = min((_halves(current, cut) for cut in cuts), key=_work_of), rounds[at].gathered
+            halves, gathered = _best_halves(current, cuts, decide), rounds[at].gathered
             of_halves = (gathered, gathered + rows)
             rounds[at : at + 1] = [_Round(half, own) for half, own in zip(halves, of_halves, strict=False)]
             if not halves or len(rounds) > TUNING.most_rounds or not _is_worth_it(jaxpr, rounds):
@@ -181,6 +181,22 @@ def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]
     if first is not None and not _is_worth_it(jaxpr, rounds):
         raise first.error
     return rounds
+
+
+def _best_halves(jaxpr: Jaxpr, cuts: Sequence[Sequence[Var]], decide: Decide) -> list[Jaxpr]:
+    """Halves of least work; or others behind which no samples wait any more, if behind those some do: that is a round less."""
+    ways = sorted((_halves(jaxpr, cut) for cut in cuts), key=_work_of)
+    if len(ways) == 1 or not ways[0]:
+        return ways[0]
+    return next((halves for halves in ways if halves and not _samples_wait(halves[-1], decide)), ways[0])
+
+
+def _samples_wait(jaxpr: Jaxpr, decide: Decide) -> bool:
+    try:
+        decide(jaxpr)
+    except (MicrobatchError, SamplesWaitError):
+        return True
+    return False
 
 
 def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:

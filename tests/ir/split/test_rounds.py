@@ -32,6 +32,15 @@ def redundancy_loss(params: Tree, batch: Tree) -> jax.Array:
     return ((z.T @ jnp.roll(z, 1, axis=1) / len(z) - jnp.eye(z.shape[1])) ** 2).sum()
 
 
+def overlap_and_entropy_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Segmentation: one minus the overlap of all samples together, class by class, and the entropy of those that count."""
+    logits, target = mlp(params, batch["x"]), jax.nn.softmax(batch["y"])
+    counts, shares = batch["y"][:, 0] > 0, jax.nn.softmax(logits)
+    overlap = (2 * (shares * target).sum(0) + 1) / (shares.sum(0) + target.sum(0) + 1)
+    entropy = optax.softmax_cross_entropy(logits, target)
+    return (entropy * counts).sum() / jnp.maximum(counts.sum(), 1) + (1 - overlap).mean()
+
+
 def sharpness_aware(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """A gradient where another has led."""
     params = state["params"]
@@ -81,6 +90,7 @@ CASES = {
     "extragradient": (Case(extragradient), 2),
     "measured after": (Case(measured_after), 2),
     "contrastive": (Case(sgd(contrastive_loss)), 2),
+    "overlap and entropy": (Case(sgd(overlap_and_entropy_loss)), 2),
     "redundancy": (Case(sgd(redundancy_loss)), 2),
     "normalized": (Case(sgd(normalized_head_loss)), 2),
     "sharpness-aware": (Case(sharpness_aware), 2),
