@@ -38,9 +38,12 @@ def weakly_typed(array: Any) -> Any:
     return array
 
 
+_HOST = jax.memory.Space.Host
+
+
 def on_host(aval: Any) -> bool:
     """Whether a value of this type lies in the host's memory."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    return getattr(aval, "memory_space", None) is _HOST
 
 
 def on_device(aval: Any) -> Any:

@@ -88,20 +88,23 @@ def build_graph(
     graph.batch = follow_batch(
         jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
     )
+    values = {edge.var for edge in graph.edges}
     if batch:
         waited_for = between_samples(jaxpr, graph.batch)
-        _mark_samples(graph, {e.var for e in graph.edges if graph.batch.dims(e.var) or e.var in waited_for})
+        values = {var for var in values if var in waited_for or graph.batch.dims(var)}
+    _mark_samples(graph, values)
     return graph
 
 
 def _mark_samples(graph: Graph, samples: AbstractSet[Var]) -> None:
+    graph.samples = samples
     for edge in graph.edges:
         edge.is_sample = edge.var in samples
 
 
 def _take_over(graph: Graph, like: Graph) -> None:
     graph.batch, graph.held = like.batch, like.held
-    _mark_samples(graph, {e.var for e in like.edges if e.is_sample})
+    _mark_samples(graph, like.samples)
     if like.traffic is not None:
         graph.traffic = {graph.op_node[eqn]: like.traffic[node] for eqn, node in like.op_node.items()}
 

@@ -125,19 +125,48 @@ def descend(
     fixed = failed = 0
     while failed < len(does) and not limit.is_spent:
         before = best.objective
-        masks = [numbers == numbers[choice] for numbers, choice in zip(does[fixed], best.choices, strict=True)]
-        block = Problem(
-            [np.where(mask, cost, np.inf) for mask, cost in zip(masks, problem.costs, strict=True)], problem.edges
-        )
-        answer = solve(block, solver, limit, max(gap, TUNING.large_gap), start=best.choices)
+        block, left = _block(problem, does[fixed], best.choices)
+        begin = [int(np.searchsorted(which, choice)) for which, choice in zip(left, best.choices, strict=True)]
+        answer = solve(block, solver, limit, max(gap, TUNING.large_gap), start=begin)
         if answer.choices and answer.objective < before:
-            best = Solution(answer.choices, answer.objective, floor, "feasible", best.solver)
+            choices = tuple(int(which[choice]) for which, choice in zip(left, answer.choices, strict=True))
+            best = Solution(choices, answer.objective, floor, "feasible", best.solver)
         # What was just solved gives no more until another axis was fixed.
         failed = 1 if best.objective < before * (1 - TUNING.axis_gain) else failed + 1
         fixed = (fixed + 1) % len(does)
     if not np.isfinite(best.objective):
         return Solution((), np.inf, np.inf, "infeasible", best.solver)
     return best if best.objective < known else dataclasses.replace(best, status="beaten")
+
+
+def _block(
+    problem: Problem, does: Sequence[np.ndarray], choices: Sequence[int]
+) -> tuple[Problem, Sequence[np.ndarray]]:
+    """The problem of the choices that do on an axis as `choices` do there, and which choices these are, of each node.
+
+    Equal tables of the problem, which are one object, are one in its block too.
+    """
+    same: dict[tuple[int, int], np.ndarray] = {}
+    left: list[np.ndarray] = []
+    for numbers, choice in zip(does, choices, strict=True):
+        key = id(numbers), int(numbers[choice])
+        if key not in same:
+            same[key] = np.flatnonzero(numbers == numbers[choice])
+        left.append(same[key])
+    costs: dict[tuple[int, int], np.ndarray] = {}
+    block = Problem()
+    for cost, which in zip(problem.costs, left, strict=True):
+        few = id(cost), id(which)
+        if few not in costs:
+            costs[few] = cost[which]
+        block.costs.append(costs[few])
+    tables: dict[tuple[int, int, int], np.ndarray] = {}
+    for (u, v), matrix in problem.edges.items():
+        part = id(matrix), id(left[u]), id(left[v])
+        if part not in tables:
+            tables[part] = matrix[np.ix_(left[u], left[v])]
+        block.edges[u, v] = tables[part]
+    return block, left
 
 
 def _names(graph: Graph) -> Iterator[tuple[Hashable, int]]:

@@ -136,7 +136,7 @@ def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
     `graph`: its decisions. `exposed`: of each of its collectives (`collectives_of`), the seconds that nothing hides.
     """
     found: list[Shown] = []
-    samples, small = {edge.var for edge in graph.edges if edge.is_sample}, small_bytes(graph.mesh)
+    samples, small = graph.samples, small_bytes(graph.mesh)
     for (instruction, sent), seconds_exposed in zip(sent_by(body, graph.mesh), exposed, strict=True):
         seconds = sent.times * collective_seconds(sent.kind, sent.bytes, sent.axes, graph.mesh)
         if not isinstance(instruction, Move | Fused):

@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
 from autopar.intra_op.sharded import (
     Body,
+    Compute,
     Copy,
     Fused,
     Instruction,
     Move,
     Region,
     copies_awaited,
-    copies_made,
-    copies_read,
     move_bytes,
 )
 from autopar.mesh import LogicalMesh
@@ -110,17 +109,22 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
     readers: dict[Copy, list[int]] = {}
     needs: list[list[int]] = []
     for position, instruction in enumerate(instructions):
-        read, before, made = [], [], copies_made(instruction)
-        for copy in (*copies_read(instruction), *copies_awaited(instruction)):
-            at = maker.get(copy)
-            if at is not None:
-                read.append(copy)
-                before.append(at)
+        made = instruction.makes
+        waited = instruction.reads
+        if not isinstance(instruction, Compute):
+            waited = (*waited, *copies_awaited(instruction))
+        read = [copy for copy in waited if copy in maker]
+        before = [maker[copy] for copy in read]
         for copy in made:
-            before += readers.pop(copy, ())
-        needs.append([k for k in dict.fromkeys(before) if k != position])
+            if copy in readers:
+                before += readers.pop(copy)
+        # Most read one or two copies that others made, each once.
+        needs.append(before if len(before) < 2 else list(dict.fromkeys(before)))
         for copy in read:
-            readers.setdefault(copy, []).append(position)
+            if copy in readers:
+                readers[copy].append(position)
+            else:
+                readers[copy] = [position]
         for copy in made:
             maker[copy] = position
     return needs
@@ -145,24 +149,24 @@ def _in_order(
     for group in groups:
         for position in group:
             leader[position] = group[0]
-    waits: dict[int, set[int]] = {k: set() for k in dict.fromkeys(leader)}
-    readers: dict[int, dict[int, None]] = {k: {} for k in waits}
-    for position, earlier in enumerate(needs):
+    missing = [0] * len(instructions)  # before each may begin; counted as often as it is named in `readers`
+    readers: list[list[int]] = [[] for _ in instructions]
+    for position, earlier in zip(leader, needs, strict=True):
+        missing[position] += len(earlier)
         for maker in earlier:
-            waits[leader[position]].add(leader[maker])
-            readers[leader[maker]][leader[position]] = None
-    ready = [k for k, makers in waits.items() if not makers]
-    heapq.heapify(ready)
+            readers[leader[maker]].append(position)
+    ready = [k for k, first in enumerate(leader) if k == first and not missing[k]]
     result: list[Instruction] = []
     while ready:
         position = heapq.heappop(ready)
         together = members.get(position)
         result.append(Fused(tuple(_moves(instructions, together))) if together else instructions[position])
         for reader in readers[position]:
-            waits[reader].discard(position)
-            if not waits[reader]:
+            missing[reader] -= 1
+            if not missing[reader]:
                 heapq.heappush(ready, reader)
-    assert len(result) == len(waits), "moves of one height wait for each other"
+    num_joined = sum(len(group) - 1 for group in groups)
+    assert len(result) == len(instructions) - num_joined, "moves of one height wait for each other"
     return tuple(result)
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from autopar._jax import JaxprEqn, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.batch import BatchDims
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import Role
@@ -168,10 +169,12 @@ class Graph:
         inputs: Port of each program input.
         outputs: Port of each program output.
         batch: Which dims run over samples.
+        samples: Values on edges that samples own or wait for.
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
         held: Values that take memory, and how many times their bytes, once that is known (`held.held_values`).
         priced: What operations take, as far as that is known (`costs.py`).
         computes: Of operations, their instructions under choices that were lowered, by node and choice (`lower.py`).
+        readers: Of programs of it that were lowered, where each phase reads each value last (`lower.py`).
         signatures: What the signature of a node stands for.
         tables: What the graphs of other programs on this mesh may share.
     """
@@ -189,10 +192,12 @@ class Graph:
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
+    samples: AbstractSet[Var] = frozenset()
     traffic: Any = None
     held: Mapping[Var, int] | None = None
     priced: dict[Any, Any] = field(default_factory=dict)
     computes: dict[int, dict[int, Any]] = field(default_factory=dict)
+    readers: dict[Jaxpr, dict[tuple[Var, Phase], int]] = field(default_factory=dict)
     signatures: list[object] = field(default_factory=list)
     tables: Tables = field(default_factory=Tables)
 

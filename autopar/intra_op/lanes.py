@@ -27,8 +27,6 @@ from autopar.intra_op.sharded import (
     Region,
     collectives_of,
     copies_awaited,
-    copies_made,
-    copies_read,
 )
 from autopar.ir.region import region_of, trip_count
 from autopar.mesh import LogicalMesh
@@ -101,7 +99,9 @@ class _Build:
         maker, place = dict(given), 0
         waiting = set(body.inputs) if in_turn else set()
         for instruction in body.instructions:
-            waited = (*copies_read(instruction), *copies_awaited(instruction))
+            waited = instruction.reads
+            if not isinstance(instruction, Compute):
+                waited = (*waited, *copies_awaited(instruction))
             if len(waited) == 1:
                 needs = maker.get(waited[0], ())
             else:
@@ -116,7 +116,7 @@ class _Build:
                 self.latest = (len(self.tasks) - 1,) if task.kernel is not None else self.latest
             # A view or a slice is made where it is read: whoever reads it waits for what it is made of.
             made = (len(self.tasks) - 1,) if task is not None else needs
-            for copy in copies_made(instruction):
+            for copy in instruction.makes:
                 maker[copy] = made
         self.count = place
         return maker

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from autopar.intra_op.sharded import (
     Move,
     Region,
     copies_made,
-    copies_read,
     local_bytes,
     share_bytes,
 )
@@ -198,12 +197,15 @@ def _peaks(
     """
     made = _versions(body, pinned, stored, given)
     times = made.times(body, waiting)
-    size = [
-        number * local_bytes(*copy, mesh)
-        if is_there and copy[0] not in waiting.elsewhere and copy not in (in_place if start >= 0 else free)
-        else 0
-        for copy, start, is_there, number in zip(made.copies, made.starts, made.takes_memory, times, strict=True)
-    ]
+    size = [0] * len(made.copies)
+    known: dict[Any, int] = {}  # of equal types that are sharded alike
+    for k, (copy, start, is_there) in enumerate(zip(made.copies, made.starts, made.takes_memory, strict=True)):
+        if is_there and copy[0] not in waiting.elsewhere and copy not in (in_place if start >= 0 else free):
+            same = copy[0].aval, copy[1]
+            num_bytes = known.get(same)
+            if num_bytes is None:
+                num_bytes = known[same] = local_bytes(*copy, mesh)
+            size[k] = times[k] * num_bytes
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
     peaks: list[Liveness] = []
@@ -212,7 +214,8 @@ def _peaks(
     for position, instruction in enumerate(body.instructions):
         born, freed = changes[position + 1]
         total += born
-        inner = _inner_peak(instruction, mesh, stored, waiting)
+        is_plain = isinstance(instruction, Compute)
+        inner = _EMPTY if is_plain else _inner_peak(instruction, mesh, stored, waiting)
         curve.append(total + inner.peak_bytes)
         if total + inner.peak_bytes < TUNING.peak_fallen * most.peak_bytes:
             peaks.append(most)
@@ -288,16 +291,17 @@ def _versions(
     current = {copy: k for k, copy in enumerate(copies)}
     made_of: list[tuple[int, ...]] = [(k,) for k in range(len(copies))]
     results = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
-    moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in copies_read(i)}
+    moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in i.reads}
     turned: dict[int, int] = {}
     for position, instruction in enumerate(body.instructions):
-        read_here = copies_read(instruction)
+        read_here = instruction.reads
         if len(read_here) == 1:
             read = made_of[current[read_here[0]]]
         else:
             read = tuple(dict.fromkeys([number for copy in read_here for number in made_of[current[copy]]]))
         computes = isinstance(instruction, Compute)
-        for number in _turned_inputs(instruction, current, starts) if given and computes else ():
+        turns = isinstance(instruction, Compute) and instruction.rule.turned
+        for number in _turned_inputs(instruction, current, starts) if given and turns else ():
             if number not in turned:
                 turned[number] = len(copies)
                 copies.append(copies[number])
@@ -310,7 +314,7 @@ def _versions(
             if number in turned:
                 ends[turned[number]] = position
         passed = _passed_on(instruction) if stored is None else {}
-        for copy in copies_made(instruction):
+        for copy in instruction.makes:
             is_there = stored is None or not computes or copy[0] in stored or copy in results
             if not is_there and copy in moved and isinstance(instruction, Compute):
                 is_there = not is_fused(instruction)

@@ -24,7 +24,7 @@ from autopar.intra_op.check import check_body
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.narrow import narrow_dtype
-from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, copies_made, describe
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.unread import drop_unread
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
@@ -147,22 +147,31 @@ class _Lowering:
 
     def leaving(self, jaxpr: Jaxpr, outputs: Sequence[Sharding]) -> dict[int, list[tuple[Var, Phase]]]:
         """By the place of its last reader of the earlier phase, each value that then waits for a later one."""
-        reads: dict[tuple[Var, Phase], int] = {}
-        for position, eqn in enumerate(jaxpr.eqns):
-            phase = self.graph.phases.get(eqn, "f")
-            reads.update(((var, phase), position) for var in inputs_of(eqn))
-        wanted = dict.fromkeys(reads)
+        keeps, reads = self.graph.keeps, self.last_readers(jaxpr)
+        wanted = dict.fromkeys([place for place in reads if place in keeps])
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
             if not isinstance(atom, Literal):
-                keep = self.graph.keeps.get((atom, "b"))
+                keep = keeps.get((atom, "b"))
                 wanted[atom, "b" if keep is not None and self.chosen(keep.node) == sharding else "o"] = None
         found: dict[int, list[tuple[Var, Phase]]] = {}
         for var, phase in wanted:
-            if (var, phase) in self.graph.keeps:
+            if (var, phase) in keeps:
                 last = reads.get((var, "f"), reads.get((var, "b")) if phase == "o" else None)
                 if last is not None:
                     found.setdefault(last, []).append((var, phase))
         return found
+
+    def last_readers(self, jaxpr: Jaxpr) -> dict[tuple[Var, Phase], int]:
+        """The place of the last equation of each phase that reads a value; found once for a program."""
+        known: dict[tuple[Var, Phase], int] | None = self.graph.readers.get(jaxpr)
+        if known is None:
+            phases = self.graph.phases
+            known = self.graph.readers[jaxpr] = {
+                (var, phases.get(eqn, "f")): position
+                for position, eqn in enumerate(jaxpr.eqns)
+                for var in inputs_of(eqn)
+            }
+        return known
 
     def gate(self, earlier: Var, *gated: Var) -> None:
         """Whoever reads `gated` values from here on waits for another."""
@@ -172,10 +181,10 @@ class _Lowering:
 
     def emit(self, instruction: Instruction) -> None:
         narrow = narrow_dtype(instruction, self.narrow)
-        if isinstance(instruction, Move) and step_kind(instruction.step) is not None:
+        if narrow is not None and isinstance(instruction, Move) and step_kind(instruction.step) is not None:
             instruction = dataclasses.replace(instruction, narrow=narrow)
         if narrow is not None or self.narrow:
-            for copy in copies_made(instruction):
+            for copy in instruction.makes:
                 self.narrow[copy] = narrow
         self.emitted[-1].append(instruction)
 
@@ -259,15 +268,20 @@ class _Lowering:
         if instruction is None:
             node = self.graph.nodes[at]
             instruction = known[self.choices[at]] = Compute(eqn, node.rule, node.strategies[self.choices[at]])
+        phase = self.graph.phases.get(eqn, "f")
         for var, sharding in instruction.reads:
-            self.need(var, sharding, eqn)
-        self.emit(instruction)
-        self.define(eqn.outvars, instruction.strategy.results)
+            if sharding not in self.copies.get((var, phase), ()):
+                self.need(var, sharding, eqn)
+        if instruction.rule.moves:
+            self.emit(instruction)
+        else:  # it makes new values, of which nothing is known
+            self.emitted[-1].append(instruction)
+        self.define(instruction.makes)
 
-    def define(self, variables: Sequence[Var], shardings: Sequence[Sharding]) -> None:
-        self.made.update(zip(variables, shardings, strict=True))
-        if variables:
-            self.last = (variables[0], shardings[0])
+    def define(self, copies: Sequence[Copy]) -> None:
+        self.made.update(copies)
+        if copies:
+            self.last = copies[0]
             if self.is_again:
                 self.pace[-1].append(self.last)
         self.is_again = False
@@ -285,5 +299,6 @@ class _Lowering:
             self.last = None
             bodies.append(self.body(body, region.entering(k, inside), region.leaving(k, inside)))
         self.is_again = is_again
-        self.emit(Region(eqn, tuple(operands), tuple(results), tuple(bodies)))
-        self.define(eqn.outvars, results)
+        region_run = Region(eqn, tuple(operands), tuple(results), tuple(bodies))
+        self.emit(region_run)
+        self.define(region_run.makes)

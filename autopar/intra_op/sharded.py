@@ -39,6 +39,7 @@ class Move:
         earlier: A copy that the move waits for: what is recomputed is not made too early.
         phase: Of the reader.
         narrow: The dtype in which it travels (`narrow.py`); None: its own.
+        reads, makes: As of `copies_read`, `copies_made`.
     """
 
     var: Var
@@ -49,6 +50,11 @@ class Move:
     earlier: Copy | None = None
     phase: Phase = "f"
     narrow: np.dtype | None = None
+    reads: tuple[Copy, ...] = field(init=False, repr=False)
+    makes: tuple[Copy, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _note(self, ((self.var, self.source),), ((self.var, self.target),))
 
     @property
     def dtype(self) -> np.dtype:
@@ -64,6 +70,12 @@ class Fused:
     """Several moves of one kind over the same axes, sent as one message."""
 
     moves: tuple[Move, ...]
+    reads: tuple[Copy, ...] = field(init=False, repr=False)
+    makes: tuple[Copy, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        reads = tuple([(move.var, move.source) for move in self.moves])
+        _note(self, reads, tuple([(move.var, move.target) for move in self.moves]))
 
     def __str__(self) -> str:
         return "together: " + "; ".join(map(str, self.moves))
@@ -80,9 +92,8 @@ class Compute:
     makes: tuple[Copy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Most of a program are these, and every pass over it asks for both.
-        object.__setattr__(self, "reads", _but_literals(self.eqn.invars, self.strategy.operands))
-        object.__setattr__(self, "makes", tuple(zip(self.eqn.outvars, self.strategy.results, strict=True)))
+        reads = _but_literals(self.eqn.invars, self.strategy.operands)
+        _note(self, reads, tuple(zip(self.eqn.outvars, self.strategy.results, strict=True)))
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} [{self.rule}] by {self.strategy}"
@@ -96,6 +107,12 @@ class Region:
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     bodies: tuple[Body, ...]
+    reads: tuple[Copy, ...] = field(init=False, repr=False)
+    makes: tuple[Copy, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        reads = _but_literals(self.eqn.invars, self.operands)
+        _note(self, reads, tuple(zip(self.eqn.outvars, self.results, strict=True)))
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} ({len(self.bodies)} bodies)"
@@ -107,6 +124,11 @@ class Gate:
 
     earlier: Copy
     copies: tuple[Copy, ...]
+    reads: tuple[Copy, ...] = field(init=False, repr=False)
+    makes: tuple[Copy, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _note(self, (self.earlier, *self.copies), ())
 
     def __str__(self) -> str:
         return f"{', '.join(str(var) for var, _ in self.copies)} from here on after {self.earlier[0]}"
@@ -133,8 +155,8 @@ class Body:
 def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies that must be there before an instruction begins, though it does not need what is in them."""
     match instruction:
-        case Move():
-            return () if instruction.earlier is None else (instruction.earlier,)
+        case Move(earlier=earlier):
+            return () if earlier is None else (earlier,)
         case Fused(moves):
             return tuple(move.earlier for move in moves if move.earlier is not None)
         case _:
@@ -143,40 +165,22 @@ def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
 
 def copies_read(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies an instruction reads."""
-    match instruction:
-        case Compute():
-            return instruction.reads
-        case Move(var, source):
-            return ((var, source),)
-        case Fused(moves):
-            return tuple((move.var, move.source) for move in moves)
-        case Region(eqn, operands):
-            return _but_literals(eqn.invars, operands)
-        case Gate(earlier, copies):
-            return (earlier, *copies)
-        case _:
-            assert_never(instruction)
-
-
-def _but_literals(atoms: Sequence[Var | Literal], shardings: Sequence[Sharding]) -> tuple[Copy, ...]:
-    return tuple((a, s) for a, s in zip(atoms, shardings, strict=True) if not isinstance(a, Literal))
+    return instruction.reads
 
 
 def copies_made(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies an instruction makes."""
-    match instruction:
-        case Compute():
-            return instruction.makes
-        case Move(var, _, target):
-            return ((var, target),)
-        case Fused(moves):
-            return tuple((move.var, move.target) for move in moves)
-        case Region(eqn, _, results):
-            return tuple(zip(eqn.outvars, results, strict=True))
-        case Gate():
-            return ()
-        case _:
-            assert_never(instruction)
+    return instruction.makes
+
+
+def _note(instruction: Instruction, reads: tuple[Copy, ...], makes: tuple[Copy, ...]) -> None:
+    """Note what an instruction reads and makes: every pass over a program asks for both."""
+    object.__setattr__(instruction, "reads", reads)
+    object.__setattr__(instruction, "makes", makes)
+
+
+def _but_literals(atoms: Sequence[Var | Literal], shardings: Sequence[Sharding]) -> tuple[Copy, ...]:
+    return tuple([(a, s) for a, s in zip(atoms, shardings, strict=True) if not isinstance(a, Literal)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +240,6 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
     """The communication of a program as of `collectives_of`, each with the instruction that does it."""
     for instruction in body.instructions:
         match instruction:
-            case Gate():
-                pass
-            case Move():
-                yield from ((instruction, c) for c in _move_collective((instruction,), mesh, times))
-            case Fused(moves):
-                yield from ((instruction, c) for c in _move_collective(moves, mesh, times))
             case Compute(eqn, _, strategy):
                 for reduction, axes in strategy.reductions:
                     for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
@@ -250,10 +248,16 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
                             local_bytes(var, sharding, mesh) // dtype.itemsize * reduced_itemsize(reduction, dtype)
                         )
                         yield instruction, Collective("all-reduce", axes, num_bytes, times, describe(eqn))
+            case Move():
+                yield from ((instruction, c) for c in _move_collective((instruction,), mesh, times))
+            case Fused(moves):
+                yield from ((instruction, c) for c in _move_collective(moves, mesh, times))
             case Region(eqn, _, _, bodies):
                 trips = trip_count(eqn)
                 for inner in bodies:
                     yield from sent_by(inner, mesh, times * trips)
+            case Gate():
+                pass
             case _:
                 assert_never(instruction)
 
