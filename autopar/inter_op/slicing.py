@@ -141,12 +141,16 @@ class _Search:
         before[layers, 0] = 0.0
         steps: list[np.ndarray] = []
         answer: tuple[float, int] | None = None
+        under_bound = [self.stages(first, bound) for first in range(layers)]
         for behind in range(1, min(layers, self.num_devices // int(self.sizes.min())) + 1):
             best = np.full(before.shape, np.inf)
             came = np.zeros((layers, rows, 2), int)
-            for first in range(layers):
-                options = self.stages(first, bound, min(behind, self.num_microbatches))
-                best[first], came[first] = self.first_stage(before, *options)
+            in_flight = min(behind, self.num_microbatches)
+            for first, (stages, costs, limits) in enumerate(under_bound):
+                fits = limits >= in_flight
+                if not fits.all():
+                    stages, costs = stages[fits], costs[fits]
+                best[first], came[first] = self.first_stage(before, stages, costs)
             steps.append(came)
             value = float(best[0, -1])
             if np.isfinite(value) and (answer is None or value < answer[0]):
@@ -161,13 +165,14 @@ class _Search:
             first, left = last + 1, left - int(self.sizes[submesh])
         return answer[0], tuple(stages)
 
-    def stages(self, first: int, bound: float, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
-        """Stages (last layer, submesh) that begin at a layer, take at most `bound` and hold so many microbatches; and costs."""
+    def stages(self, first: int, bound: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Stages (last layer, submesh) that begin at a layer and take at most `bound`; their costs, and how many microbatches
+        each holds."""
         times = self.seconds[first]
-        fits = np.isfinite(times) & (times <= bound) & (self.limits[first] >= in_flight)
+        fits = np.isfinite(times) & (times <= bound)
         found = np.argwhere(fits)
         following = np.append(self.border, 0.0)[found[:, 0] + 1]
-        return found, times[fits] + following
+        return found, times[fits] + following, self.limits[first][fits]
 
     def first_stage(
         self, following: np.ndarray, stages: np.ndarray, costs: np.ndarray
@@ -180,6 +185,8 @@ class _Search:
         if not len(stages):
             return np.full(len(rows), np.inf), np.zeros((len(rows), 2), int)
         after = rows - self.sizes[stages[:, 1:]]
+        if not np.isfinite(following[int(stages[0, 0]) + 1 :]).any():  # by layer: nothing can follow any of them
+            return np.full(len(rows), np.inf), np.repeat(stages[:1], len(rows), axis=0)
         totals = following[stages[:, :1] + 1, np.maximum(after, 0)] + costs[:, None]
         totals[after < 0] = np.inf
         which = totals.argmin(axis=0)

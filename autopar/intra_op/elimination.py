@@ -136,8 +136,12 @@ class _State:
         self.alive = [numbers[len(c)] for c in self.costs]
         self.edges: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
         self.constant = 0.0
+        both: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by id, each as it is seen from either end
         for (u, v), matrix in problem.edges.items():
-            self.join(u, v, self.once.same(matrix))
+            if id(matrix) not in both:
+                first = self.once.same(matrix)
+                both[id(matrix)] = first, self.once(np.transpose, first)
+            self.edges[u][v], self.edges[v][u] = both[id(matrix)]
         for node, cost in enumerate(self.costs):
             allowed = self.once(_allowed, cost)
             if allowed is not None:

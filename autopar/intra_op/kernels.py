@@ -31,7 +31,7 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
     """The kernel that one device runs for an operation under a strategy."""
     atoms = (*node.eqn.invars, *node.eqn.outvars)
     parts = [_part(a, s, mesh) for a, s in zip(atoms, (*strategy.operands, *strategy.results), strict=True)]
-    return _kernel(node, strategy, traffic, mesh, parts, _computes(node))
+    return _kernel(node, split_fraction(strategy, mesh.axis_sizes), traffic, parts, _computes(node))
 
 
 def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
@@ -41,9 +41,14 @@ def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
         ways = dict.fromkeys((*s.operands, *s.results)[k] for s in node.strategies)
         known.append({sharding: _part(atom, sharding, mesh) for sharding in ways})
     computes, found = _computes(node), []
+    alike: dict[object, Kernel] = {}  # by all that a strategy tells of a kernel
     for strategy in node.strategies:
-        parts = [of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)]
-        found.append(_kernel(node, strategy, traffic, mesh, parts, computes))
+        parts = tuple([of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)])
+        share = split_fraction(strategy, mesh.axis_sizes) if computes else 1.0
+        kernel = alike.get((parts, share))
+        if kernel is None:
+            kernel = alike[parts, share] = _kernel(node, share, traffic, parts, computes)
+        found.append(kernel)
     return found
 
 
@@ -57,10 +62,8 @@ def _part(atom: Atom, sharding: Sharding, mesh: LogicalMesh) -> _Part:
     return shape, num_elements(shape) * atom.aval.dtype.itemsize
 
 
-def _kernel(
-    node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMesh, parts: Sequence[_Part], computes: bool
-) -> Kernel:
-    """As `kernel_of`; `parts`: one device's of operands and results, `computes`: whether its FLOPs count."""
+def _kernel(node: Node, share: float, traffic: Traffic, parts: Sequence[_Part], computes: bool) -> Kernel:
+    """As `kernel_of`; `share`: one device's of the work, `parts`: of operands and results, `computes`: whether FLOPs count."""
     eqn = node.eqn
     shapes, sizes = [shape for shape, _ in parts], [size for _, size in parts]
     if copies_to_or_from_host(eqn):
@@ -69,7 +72,7 @@ def _kernel(
     if not computes:
         turned_bytes = sum(traffic.counts[k] * sizes[traffic.touched[k]] for k in traffic.turned)
         return Pass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
-    flops = node.rule.flops * split_fraction(strategy, mesh.axis_sizes)
+    flops = node.rule.flops * share
     dtypes = tuple(
         np.dtype(atom.aval.dtype).name for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number)
     )

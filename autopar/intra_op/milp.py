@@ -86,7 +86,6 @@ def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
     highs = highspy.Highs()
     options = {
         "output_flag": False,
-        "time_limit": float(seconds),
         "mip_rel_gap": gap,
         "threads": 1,
         "random_seed": 0,
@@ -97,7 +96,7 @@ def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(lp)
-    run_stoppable(highs)
+    run_stoppable(highs, seconds)
     solved = highs.getInfo()
     found = solved.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     proved = found and highs.getModelStatus() == highspy.HighsModelStatus.kOptimal

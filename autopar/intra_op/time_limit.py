@@ -1,20 +1,43 @@
 """How long solvers may work on one question, however many problems it takes.
 
 In:     seconds; how often the answer is used.
-Out:    `TimeLimit`, which all solves of that question draw on.
+Out:    `TimeLimit`, which all solves of that question draw on; `Work`, the clock that it goes by.
 Method: only the ILP solver's own time counts: what message passing takes depends on the size of a problem alone, so that
-        where no solver runs out of time the same question always has the same answer. So it is with work that is not worth
-        what it can win: it is counted, in tables and pairs.
+        where no solver runs out of time the same question always has the same answer. It is the processor's time, for on a
+        busy machine that of the clock is another one each time. So it is with work that is not worth what it can win: it is
+        counted, in tables and pairs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator
 
 from autopar.options import repays
+
+
+class Work:
+    """How long something works: from when this is made, on the processor, in this process and those that it has waited for.
+
+    Where other threads work beside it, they are counted too, but never more seconds than have passed.
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic(), _processor_seconds()
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        passed, worked = self._begun
+        return min(time.monotonic() - passed, _processor_seconds() - worked)
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 class TimeLimit:
@@ -54,11 +77,11 @@ class TimeLimit:
     @contextlib.contextmanager
     def running(self) -> Iterator[float]:
         """While a solver works; hands out its time limit."""
-        started = time.monotonic()
+        work = Work()
         try:
             yield max(self.left, self.LEAST * self.seconds)
         finally:
-            self.left -= time.monotonic() - started
+            self.left -= work.seconds
 
 
 def time_limit(seconds: float | TimeLimit) -> TimeLimit:

@@ -21,7 +21,7 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 def inputs_of(eqn: JaxprEqn) -> list[Var]:
     """The variables that an equation reads."""
-    return variables(eqn.invars)
+    return [a for a in eqn.invars if not isinstance(a, Literal)]
 
 
 def makers(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:

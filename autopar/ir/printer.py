@@ -7,9 +7,11 @@ Method: variables are named a, b, ..., z, aa, ... in the order in which they are
 
 from __future__ import annotations
 
+import functools
 import itertools
 import string
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +65,12 @@ def _letters() -> Iterator[str]:
 
 
 def _type(atom: Atom) -> str:
-    return atom.aval.str_short(short_dtypes=True)
+    return _short(atom.aval)
+
+
+@functools.lru_cache(maxsize=4096)
+def _short(aval: Any) -> str:
+    return str(aval.str_short(short_dtypes=True))
 
 
 def equations_text(jaxpr: Jaxpr, names: Names, indent: str, source: bool) -> Iterator[str]:

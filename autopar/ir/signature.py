@@ -23,10 +23,10 @@ def equation_signature(eqn: JaxprEqn) -> object:
 
     Of a kernel also which results are read: others may be where it keeps what one step leaves for the next.
     """
-    avals = tuple((v.aval.shape, v.aval.dtype, isinstance(v, Literal)) for v in eqn.invars)
-    results = tuple((v.aval.shape, v.aval.dtype) for v in eqn.outvars)
-    params: object = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
-    if hasattr(eqn.params.get("grid_mapping"), "block_mappings"):
+    avals = tuple([(v.aval.shape, v.aval.dtype, isinstance(v, Literal)) for v in eqn.invars])
+    results = tuple([(v.aval.shape, v.aval.dtype) for v in eqn.outvars])
+    params: object = tuple(sorted([(k, _hashable(v)) for k, v in eqn.params.items()]))
+    if "grid_mapping" in eqn.params and hasattr(eqn.params["grid_mapping"], "block_mappings"):
         params = _kernel(eqn.params), tuple(isinstance(var, DropVar) for var in eqn.outvars)
     return eqn.primitive, params, avals, results
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a solver that has much of its time left."""
+"""Ctrl-C ends a solver that has much of its time left; so does work that is done."""
 
 from __future__ import annotations
 
@@ -37,5 +37,11 @@ def test_ctrl_c(monkeypatch, request):
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_stoppable(model)
+        run_stoppable(model, 3600.0)
     assert "highs" not in [t.name for t in threading.enumerate()]
+
+
+def test_the_time_is_that_of_work():
+    model = hard_problem()
+    run_stoppable(model, 0.1)
+    assert model.getModelStatus() == highspy.HighsModelStatus.kTimeLimit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import types
 
 import jax
 import numpy as np
@@ -24,14 +24,14 @@ from tests.tuned import tune
 
 @pytest.fixture
 def limits(monkeypatch):
-    """Time limits that the solver was called with; by the clock each call takes 10 seconds."""
-    ticks, found, real = itertools.count(0.0, 10.0), [], solving.solve_ilp
+    """Time limits that the solver was called with; each call works 10 seconds."""
+    found, real = [], solving.solve_ilp
 
     def solve_ilp(problem, solver, seconds, gap):
         found.append(seconds)
         return real(problem, solver, 60.0, gap)
 
-    monkeypatch.setattr(time_limit.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(time_limit, "Work", lambda: types.SimpleNamespace(seconds=10.0))
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
     return found
 
@@ -69,6 +69,16 @@ def test_rows_are_kept_without_time(limits):
         found, least = solve(problem, seconds=limit), brute_force(problem)
         assert found.objective == pytest.approx(least.objective)
     assert set(limits) <= {0.5}
+
+
+def test_time_in_which_others_have_the_processor_does_not_count(monkeypatch):
+    clock, processor = iter((0.0, 40.0)), iter((5.0, 7.0))
+    monkeypatch.setattr(time_limit.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time_limit, "_processor_seconds", lambda: next(processor))
+    limit = TimeLimit(10.0)
+    with limit.running():
+        pass
+    assert limit.left == 8.0
 
 
 @pytest.mark.parametrize("answers", ["nothing", "something bad"])

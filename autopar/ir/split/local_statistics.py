@@ -8,7 +8,8 @@ Method: backwards through what is linear in sums; a sum that `remat` computes ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 from autopar._jax import Jaxpr, Var
 from autopar.ir.dataflow import ancestors, makers, variables
@@ -18,34 +19,45 @@ from autopar.ir.split.placement import SUM
 from autopar.ir.split.solution import Solution
 
 
-def sums_behind(jaxpr: Jaxpr, solution: Solution, var: Var) -> list[Var]:
-    """The sums over samples that a value is linear in, or the value itself; and those that are computed alike.
+class SampleSums:
+    """The sums over samples of one program; which values are equal is found once for all questions."""
 
-    `solution`: of its equations, up to the one that waits for the value.
-    `var`: the value, a sum or an extreme of all samples; of a body, or of the step itself.
-    """
-    made_by = makers(jaxpr.eqns)
+    def __init__(self, jaxpr: Jaxpr):
+        self._jaxpr, self._made_by = jaxpr, makers(jaxpr.eqns)
 
-    def terms(value: Var) -> list[Var] | None:
-        """What it is linear in; None: it is such a sum itself."""
-        eqn = made_by.get(value)
-        if eqn is not None and kind_of(eqn) == "barrier":
-            return variables([eqn.invars[eqn.outvars.index(value)]])
-        strategy = None if eqn is None else solution.strategy_of.get(eqn)
-        if eqn is None or strategy is None or strategy.factor is not None:
-            return None
-        pairs = zip(eqn.invars, strategy.operands, strict=True)
-        return variables(a for a, want in pairs if want == SUM and solution.of(a) == SUM)
+    def behind(self, solution: Solution, var: Var) -> list[Var]:
+        """The sums that a value is linear in, or the value itself; and those that are computed alike.
 
-    behind = ancestors([var], lambda value: terms(value) or ())
-    return _with_twins(jaxpr, [value for value in behind if terms(value) is None])
+        `solution`: of its equations, up to the one that waits for the value.
+        `var`: the value, a sum or an extreme of all samples; of a body, or of the step itself.
+        """
 
+        def terms(value: Var) -> list[Var] | None:
+            """What it is linear in; None: it is such a sum itself."""
+            eqn = self._made_by.get(value)
+            if eqn is not None and kind_of(eqn) == "barrier":
+                return variables([eqn.invars[eqn.outvars.index(value)]])
+            strategy = None if eqn is None else solution.strategy_of.get(eqn)
+            if eqn is None or strategy is None or strategy.factor is not None:
+                return None
+            pairs = zip(eqn.invars, strategy.operands, strict=True)
+            return variables(a for a, want in pairs if want == SUM and solution.of(a) == SUM)
 
-def _with_twins(jaxpr: Jaxpr, wanted: Sequence[Var]) -> list[Var]:
-    """The wanted values, and all that are equal to one of them."""
-    numbers = ValueNumbers()
-    for eqn in jaxpr.eqns:
-        numbers.visit(eqn)
-    meant = set(map(numbers.of, wanted))
-    made = [var for var in makers(jaxpr.eqns) if var not in wanted and numbers.of(var) in meant]
-    return [*wanted, *made]
+        behind = ancestors([var], lambda value: terms(value) or ())
+        return self._with_twins([value for value in behind if terms(value) is None])
+
+    def _with_twins(self, wanted: Sequence[Var]) -> list[Var]:
+        """The wanted values, and all that are equal to one of them, in the order in which they are made."""
+        numbers, alike = self._numbered
+        twins = [pair for name in dict.fromkeys(map(numbers.of, wanted)) for pair in alike.get(name, ())]
+        return [*wanted, *(var for _, var in sorted(twins, key=lambda pair: pair[0]) if var not in wanted)]
+
+    @cached_property
+    def _numbered(self) -> tuple[ValueNumbers, dict[Hashable, list[tuple[int, Var]]]]:
+        """The name of each value, and the values of each name, with their places."""
+        numbers, alike = ValueNumbers(), dict[Hashable, list[tuple[int, Var]]]()
+        for eqn in self._jaxpr.eqns:
+            numbers.visit(eqn)
+        for place, var in enumerate(self._made_by):
+            alike.setdefault(numbers.of(var), []).append((place, var))
+        return numbers, alike

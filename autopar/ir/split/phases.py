@@ -27,7 +27,7 @@ from autopar.ir.source import is_backward
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.joins import made_behind
-from autopar.ir.split.local_statistics import sums_behind
+from autopar.ir.split.local_statistics import SampleSums
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
@@ -85,7 +85,7 @@ class _Phases:
         self.solution = LoopSolution(Axis(count))
         self.solver = Solver(self.solution, self.take_own)
         self.late: dict[Var, Cause] = {}
-        self.readers = readers_of(jaxpr.eqns)
+        self.readers, self.sums = readers_of(jaxpr.eqns), SampleSums(jaxpr)
         self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
@@ -182,7 +182,7 @@ class _Phases:
         takes_own = self.may_take_own(cause.operand)
         if matters and takes_own and (has_samples or not is_backward(eqn)):
             # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
-            sums = sums_behind(self.jaxpr, solution, cause.operand)
+            sums = self.sums.behind(solution, cause.operand)
             solution.read_as |= dict.fromkeys(sums, OWN)
             first = [cause.eqn, *(reader for var in sums for reader in self.readers.get(var, ())[:1])]
             return min(self.position.get(reader, at) for reader in first)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by
-from autopar.ir.split.local_statistics import sums_behind
+from autopar.ir.split.local_statistics import SampleSums
 from autopar.ir.split.placement import Partial, Split
 from autopar.ir.split.solution import LoopSolution
 
@@ -64,7 +64,8 @@ class SamplesWaitError(Exception):
                 behind.update(dict.fromkeys(eqn.outvars))
         self.sums, self.samples, self.rows = tuple(sums), tuple(samples), tuple(rows)
         self.is_for_rows = bool(sums) and all(var in uneven for var in sums)
-        roots = (root for var in sums for root in sums_behind(jaxpr, solution, var))
+        known = SampleSums(jaxpr)
+        roots = (root for var in sums for root in known.behind(solution, var))
         added_up = (var for var in read_by(maker[root] for root in roots if root in maker) if var in maker)
         self.summed = tuple(_in_parts(added_up, solution))
         behind_loop = read_by((eqn for eqn in jaxpr.eqns if solution.phase.get(eqn) == "after"), jaxpr.outvars)
