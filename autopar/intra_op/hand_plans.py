@@ -54,8 +54,29 @@ def restrict_to_data_parallel(
         state_inputs: Inputs that come back as new state.
         zero: ZeRO stage, 0 to 3.
     """
+    _split_samples(graph, allowed, zero)
+    # An axis of one device splits nothing.
+    axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
+    for position in batch_inputs:
+        node = graph.nodes[graph.inputs[position]]
+        allowed.only(
+            node,
+            [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
+            "batch",
+        )
+    parameters = _parameters(jaxpr, graph.batch)
+    for position in state_inputs:
+        node = graph.nodes[graph.inputs[position]]
+        stored_split = zero == 3 or (zero > 0 and node.var not in parameters)
+        whole = [not any(s.dims) for s in node.shardings]
+        most = max(s.num_shards(graph.mesh) for s in node.shardings)
+        split = [s.num_shards(graph.mesh) == most for s in node.shardings]
+        allowed.only(node, split if stored_split else whole, "split" if stored_split else "whole")
+
+
+def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
+    """Operations on samples split them and nothing else; at stage 0 all others split nothing but what is made for samples."""
     batch = graph.batch
-    parameters = _parameters(jaxpr, batch)
     known: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def masks(node: Node, factors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -76,22 +97,6 @@ def restrict_to_data_parallel(
             elif zero == 0:
                 lent = batch.lent_factors(node.eqn, node.rule)
                 allowed.only(node, masks(node, lent)[0], ("whole", lent))
-    # An axis of one device splits nothing.
-    axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
-    for position in batch_inputs:
-        node = graph.nodes[graph.inputs[position]]
-        allowed.only(
-            node,
-            [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
-            "batch",
-        )
-    for position in state_inputs:
-        node = graph.nodes[graph.inputs[position]]
-        stored_split = zero == 3 or (zero > 0 and node.var not in parameters)
-        whole = [not any(s.dims) for s in node.shardings]
-        most = max(s.num_shards(graph.mesh) for s in node.shardings)
-        split = [s.num_shards(graph.mesh) == most for s in node.shardings]
-        allowed.only(node, split if stored_split else whole, "split" if stored_split else "whole")
 
 
 @dataclass(frozen=True, slots=True)
