@@ -49,7 +49,7 @@ def lowered(stage: StagePlan, device: Device) -> StagePlan:
     assert len(graph.nodes) == len(old.choices), "the stages are not equal"
     # The problem is about numbers of nodes and choices, and the same for both.
     sharded: Sharded = read_off(
-        program.jaxpr, graph, old.choices, old.class_of, old.problem, old.solution, old.allowed, device, program.donated
+        graph, old.choices, old.class_of, old.problem, old.solution, old.allowed, device, program.donated
     )
     return lower_stage(program, mesh, device, sharded)
 

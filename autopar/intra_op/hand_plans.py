@@ -37,7 +37,7 @@ REPLICATED, PARTIAL = -1, -2
 
 
 def restrict_to_data_parallel(
-    jaxpr: Jaxpr, graph: Graph, allowed: Allowed, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int
+    graph: Graph, allowed: Allowed, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int
 ) -> None:
     """Forbid everything but data parallelism of one ZeRO stage over all axes of the mesh.
 
@@ -47,8 +47,7 @@ def restrict_to_data_parallel(
     without gradient accumulation both stages are one plan. 3: parameters are stored split too.
 
     Args:
-        jaxpr: Flat program.
-        graph: Its decisions.
+        graph: The decisions of the step.
         allowed: Extended.
         batch_inputs: Inputs whose leading dim is the batch.
         state_inputs: Inputs that come back as new state.
@@ -64,7 +63,7 @@ def restrict_to_data_parallel(
             [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
             "batch",
         )
-    parameters = _parameters(jaxpr, graph.batch)
+    parameters = _parameters(graph)
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
         stored_split = zero == 3 or (zero > 0 and node.var not in parameters)
@@ -128,7 +127,6 @@ def _state_on(sharding: Sharding, axis: str) -> int:
 
 
 def restrict_to_axes(
-    jaxpr: Jaxpr,
     graph: Graph,
     allowed: Allowed,
     state_inputs: Sequence[int],
@@ -138,8 +136,7 @@ def restrict_to_axes(
     """Data parallelism over the axis "data" of a mesh, tensor parallelism over "tensor", as Megatron-LM has them.
 
     Args:
-        jaxpr: The stage's program.
-        graph: Its decisions.
+        graph: The decisions of a stage.
         allowed: Extended.
         state_inputs: Inputs that are state.
         zero: What of the state is split over the data axis, as of `restrict_to_data_parallel`.
@@ -154,7 +151,7 @@ def restrict_to_axes(
             allowed.only(node, mask, ("axes", tuple(mask)))
             if _weight_factors(node, graph.batch):
                 multiplied.update((a, None) for a in node.eqn.invars if isinstance(a, Var) and a in graph.batch.readers)
-    parameters, weights = _parameters(jaxpr, graph.batch), _made_of(jaxpr, multiplied, graph.batch)
+    parameters, weights = _parameters(graph), _made_of(graph, multiplied)
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
         split = zero == 3 or (zero > 0 and node.var not in parameters)
@@ -223,17 +220,17 @@ def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
     return all(c in factors or _is_idle(c) for c in choice)
 
 
-def _parameters(jaxpr: Jaxpr, batch: BatchDims) -> dict[Var, None]:
+def _parameters(graph: Graph) -> dict[Var, None]:
     """What samples meet, and all that it is made of without samples."""
-    if batch.parameters is None:
-        batch.parameters = _made_of(jaxpr, batch.readers, batch)
-    return batch.parameters
+    if graph.batch.parameters is None:
+        graph.batch.parameters = _made_of(graph, graph.batch.readers)
+    return graph.batch.parameters
 
 
-def _made_of(jaxpr: Jaxpr, read: Iterable[Var], batch: BatchDims) -> dict[Var, None]:
+def _made_of(graph: Graph, read: Iterable[Var]) -> dict[Var, None]:
     """Values that samples meet, and all that these are made of without samples: the parameters are among them."""
     found = dict.fromkeys(read)
-    _collect(jaxpr, batch, found)
+    _collect(graph.jaxpr, graph.batch, found)
     return found
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr
 from autopar.cost import collective_seconds
 from autopar.intra_op.costs import OperationSeconds, build_problem
 from autopar.intra_op.exposure import Exposure, show
@@ -134,7 +133,6 @@ class Sharded:
 
 
 def read_off(
-    jaxpr: Jaxpr,
     graph: Graph,
     choices: Sequence[int],
     class_of: Sequence[int],
@@ -148,7 +146,7 @@ def read_off(
     liveness: Liveness | None = None,
 ) -> Sharded:
     """Lower given choices and measure their memory, unless that has been done, and predict what they cost."""
-    body = lower(jaxpr, graph, choices) if body is None else body
+    body = lower(graph, choices) if body is None else body
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
     lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)

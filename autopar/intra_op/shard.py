@@ -102,7 +102,7 @@ def shard(
         Beaten: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
     graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like, tables)
-    setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
+    setting = run_passes(SHARD, Setting(graph, device, restrict), check_setting)
     instance = _Instance(setting, options, donated, waiting, gap)
     if begin and num_pairs(instance.prices.problem()) > TUNING.small_mesh_pairs:
         instance.begin_at(begin)
@@ -138,8 +138,7 @@ class _Instance:
     """
 
     def __init__(self, setting: Setting, options: Options, donated: Sequence[bool], waiting: Waiting, gap: float):
-        self.jaxpr, self.graph = setting.jaxpr, setting.graph
-        self.allowed, self.device = setting.allowed, setting.device
+        self.graph, self.allowed, self.device = setting.graph, setting.allowed, setting.device
         self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
         self.class_of, self.prices = setting.class_of, setting.priced
         budget = options.budget_bytes(self.device.memory_bytes)
@@ -200,7 +199,6 @@ class _Instance:
         choices = self.nodes(solution.choices)
         moments = self._moments.get(choices, ()) if self.waiting == ONE_PROGRAM else ()
         return read_off(
-            self.jaxpr,
             self.graph,
             choices,
             self.class_of,
@@ -225,7 +223,7 @@ class _Instance:
 
     def _body_of(self, choices: tuple[int, ...]) -> Body:
         if choices not in self._lowered:
-            self._lowered = {choices: lower(self.jaxpr, self.graph, choices)}
+            self._lowered = {choices: lower(self.graph, choices)}
         return self._lowered[choices]
 
     def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
@@ -239,7 +237,7 @@ class _Instance:
 
     def _floor(self) -> Floor:
         costs = self.prices.problem().costs
-        return memory_floor(self.jaxpr, self.graph, costs, self.class_of, self.donated, self.waiting.elsewhere)
+        return memory_floor(self.graph, costs, self.class_of, self.donated, self.waiting.elsewhere)
 
 
 def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:

@@ -124,7 +124,6 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
             is_quick = sharded is best and takes <= TUNING.proved_seconds
             return proved(sharded) if is_quick else sharded
         return untie(
-            request.program.jaxpr,
             sharded,
             request.cluster.device,
             request.roles.donated,

@@ -113,11 +113,8 @@ def _known_plans(request: Request, mesh: LogicalMesh) -> list[Restrict]:
         check_batch(request, mesh)
     except BatchError:
         return []
-    jaxpr, batch, state = request.program.jaxpr, request.roles.batch, _state_in_parts(request)
-    return [
-        partial(restrict_to_data_parallel, jaxpr, batch_inputs=batch, state_inputs=state, zero=zero)
-        for zero in (0, 1, 3)
-    ]
+    batch, state = request.roles.batch, _state_in_parts(request)
+    return [partial(restrict_to_data_parallel, batch_inputs=batch, state_inputs=state, zero=zero) for zero in (0, 1, 3)]
 
 
 def _state_in_parts(request: Request) -> list[int]:
@@ -132,7 +129,7 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
     keep_keys_whole(graph, into, out_of, allowed)
     if isinstance(method, DataParallel):
         check_batch(request, mesh)
-        restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, _state_in_parts(request), method.zero)
+        restrict_to_data_parallel(graph, allowed, roles.batch, _state_in_parts(request), method.zero)
     for pins in find_pins(program.in_paths, request.options.constraints, program.out_paths):
         pin_borders(graph, graph.inputs, pins.inputs, program.in_paths, allowed)
         pin_borders(graph, graph.outputs, pins.outputs, program.out_paths, allowed)

@@ -82,7 +82,7 @@ def _one_program(request: Request, plan: Plan) -> StepPlan:
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
         if method_text(request.method) == plan.method:
-            pin_constraints(step.jaxpr, graph, allowed)
+            pin_constraints(graph, allowed)
             restrict_plan(request.of(step), mesh, graph, allowed)
 
     stage = fused_program(step, roles)

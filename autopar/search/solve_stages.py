@@ -201,9 +201,7 @@ def given_choices(
     chosen = tuple(by_class[c] for c in range(len(by_class)))
     seconds = problem.cost(chosen)
     solution = Solution(chosen, seconds, seconds * (1 - cost.optimality_gap), cost.solver_status, "file")
-    return read_off(
-        program.jaxpr, graph, choices, class_of, problem, solution, allowed, cluster.device, program.donated
-    )
+    return read_off(graph, choices, class_of, problem, solution, allowed, cluster.device, program.donated)
 
 
 def stage_seconds(stage: StagePlan) -> float:

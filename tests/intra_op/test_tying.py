@@ -74,7 +74,6 @@ def test_the_answer_is_untied_and_its_gap_is_of_the_whole(traced, monkeypatch):
     tied = shard(program.jaxpr, roles.aliases, mesh, CLUSTER.device, options, None, roles.donated, roles.batch)
     assert len(tied.problem.costs) < len(tied.graph.nodes)
     untied = untie(
-        program.jaxpr,
         tied,
         CLUSTER.device,
         roles.donated,
