@@ -26,7 +26,7 @@ from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.strategies import split_fraction
-from autopar.mesh import Device, Sharding
+from autopar.mesh import Device, LogicalMesh, Sharding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +62,11 @@ class Sharded:
     communication_seconds: float
     exposed_seconds: tuple[float, ...]
     exposure: Exposure | None = None
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """On which mesh."""
+        return self.graph.mesh
 
     @property
     def step_seconds(self) -> float:

@@ -14,6 +14,7 @@ from functools import partial
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError
 from autopar.inter_op.cut import FREE, LEAN, SORTED, Rewritten, check_rewritten
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
@@ -90,18 +91,14 @@ def shard_on(
 
     roles, device = request.roles, request.cluster.device
     return shard(
-        request.program.jaxpr,
-        roles.aliases,
-        mesh,
+        build_graph(request.program.jaxpr, mesh, roles.aliases, roles.batch, like=like),
         device,
         request.options,
         partial(restrict_plan, request, mesh),
         roles.donated,
-        roles.batch,
         _known_plans(request, mesh) if compare and not isinstance(request.method, DataParallel) else (),
         beat,
         exposure=exposure or Exposure(1 - device.achieved.overlap),
-        like=like,
         begin=begin,
         explore=explore,
     )
