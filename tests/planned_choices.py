@@ -24,6 +24,6 @@ def plan_of_choices(request: Request, program: Program, graph: Graph, choices: S
     class_of = list(range(len(graph.nodes)))
     problem = build_problem(graph, device, class_of)
     solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
-    sharded = read_off(program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), device, roles.donated)
-    planned = assemble_step(program, roles, count_of(request.method), graph.mesh, sharded)
+    sharded = read_off(graph, choices, class_of, problem, solution, Allowed(), device, roles.donated)
+    planned = assemble_step(program, roles, count_of(request.method), sharded)
     return describe_plan(request, planned, 0.0)

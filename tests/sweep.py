@@ -145,7 +145,7 @@ def _compile_random(
     program = in_microbatches(step_program, roles, num_microbatches, "exact", cluster.num_devices)
     graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
     allowed = Allowed()
-    pin_constraints(program.jaxpr, graph, allowed)
+    pin_constraints(graph, allowed)
     request = Request(step_program, roles, cluster, method)
     restrict_plan(request.of(program), graph.mesh, graph, allowed)
     plan = plan_of_choices(request, program, graph, draw_choices(graph, seed, allowed))

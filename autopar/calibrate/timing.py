@@ -16,7 +16,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,8 @@ MOST_TURNS = 1 << 14
 REPEATS = 5
 NUM_ARGUMENTS = 8
 """Arrays that the empty program takes and returns."""
+_Call = Callable[[int], tuple[float, float]]
+"""Runs so many turns; seconds by the clock, and those in which each core is busy."""
 
 
 def turn_seconds(case: Case, devices: Sequence[jax.Device], deadline: float) -> float | None:
@@ -51,49 +53,10 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
 
     The latter are those of the clock where devices have cores of their own.
     """
-    places = jax.sharding.Mesh(np.array(devices).reshape(-1, case.group), ("g", "x"))
-    sharding = NamedSharding(places, PartitionSpec(("g", "x")))
-
-    def loop(turns: Any, *arrays: jax.Array) -> jax.Array:
-        def on_device(turns: Any, *arrays: jax.Array) -> jax.Array:
-            made, others = (tuple(a[0] for a in part) for part in (arrays[: case.num_made], arrays[case.num_made :]))
-
-            def turn(_: Any, made: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                anew = case.turn(*made, *others)
-                return anew if isinstance(anew, tuple) else (anew,)
-
-            return lax.fori_loop(0, turns, turn, made)[0][None]
-
-        specs = (sharding.spec,) * len(arrays)
-        if is_static:
-            on_device, specs, given = functools.partial(on_device, turns), specs, arrays
-        else:
-            specs, given = (PartitionSpec(), *specs), (turns, *arrays)
-        return jax.shard_map(on_device, mesh=places, in_specs=specs, out_specs=sharding.spec, check_vma=False)(*given)
-
-    # A loop whose length is known only when it runs asks the host after each turn, on a GPU; on a CPU it need not be compiled
-    # for each length.
-    is_static = devices[0].platform != "cpu"
-    run = jax.jit(loop, static_argnums=(0,) if is_static else ())
-    arrays = [_filled(shape, case.dtype, sharding) for shape in case.shapes]
-
-    cores = shared_cores(devices)
-
-    def call(turns: int) -> tuple[float, float]:
-        started, busy = time.perf_counter(), time.process_time()
-        jax.block_until_ready(run(turns if is_static else np.int32(turns), *arrays))
-        clock = time.perf_counter() - started
-        return clock, (time.process_time() - busy) / cores if cores else clock
-
+    call = _timed(case, devices)
     call(1)
-    once, _ = call(1)
-    turns, taken = 1, 0.0
-    while taken < CALL_SECONDS / 4 and turns < MOST_TURNS and time.monotonic() < deadline:
-        turns *= 2 if turns == 1 else 4
-        call(turns)
-        taken = call(turns)[0] - once  # arrays that each call makes take long, too
-    many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / max(taken, CALL_SECONDS / 100))
-    many, few = max(2, many), max(1, many // 8)
+    many = _enough_turns(call, deadline)
+    few = max(1, many // 8)
     call(few), call(many)
     taken_by: dict[int, list[tuple[float, float]]] = {few: [], many: []}
     for _ in range(REPEATS):
@@ -104,6 +67,61 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
     shortest = {count: tuple(map(min, zip(*taken, strict=True))) for count, taken in taken_by.items()}
     clock, work = ((m - f) / (many - few) for m, f in zip(shortest[many], shortest[few], strict=True))
     return (clock, work) if clock > 0 and work > 0 else None
+
+
+def _enough_turns(call: _Call, deadline: float) -> int:
+    """How many turns take about as long as a call should, or more; at least 2."""
+    once, _ = call(1)
+    turns, taken = 1, 0.0
+    while taken < CALL_SECONDS / 4 and turns < MOST_TURNS and time.monotonic() < deadline:
+        turns *= 2 if turns == 1 else 4
+        call(turns)
+        taken = call(turns)[0] - once  # arrays that each call makes take long, too
+    many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / max(taken, CALL_SECONDS / 100))
+    return max(2, many)
+
+
+def _timed(case: Case, devices: Sequence[jax.Device]) -> _Call:
+    """The loop of a case, on arrays of its own."""
+    places = jax.sharding.Mesh(np.array(devices).reshape(-1, case.group), ("g", "x"))
+    sharding = NamedSharding(places, PartitionSpec(("g", "x")))
+    # A loop whose length is known only when it runs asks the host after each turn, on a GPU; on a CPU it need not be compiled
+    # for each length.
+    is_static = devices[0].platform != "cpu"
+    run = jax.jit(_loop(case, sharding, is_static), static_argnums=(0,) if is_static else ())
+    arrays = [_filled(shape, case.dtype, sharding) for shape in case.shapes]
+    cores = shared_cores(devices)
+
+    def call(turns: int) -> tuple[float, float]:
+        started, busy = time.perf_counter(), time.process_time()
+        jax.block_until_ready(run(turns if is_static else np.int32(turns), *arrays))
+        clock = time.perf_counter() - started
+        return clock, (time.process_time() - busy) / cores if cores else clock
+
+    return call
+
+
+def _loop(case: Case, sharding: NamedSharding, is_static: bool) -> Callable[..., jax.Array]:
+    """(turns, arrays) to what the last turn made, on each device."""
+
+    def on_device(turns: Any, *arrays: jax.Array) -> jax.Array:
+        made, others = (tuple(a[0] for a in part) for part in (arrays[: case.num_made], arrays[case.num_made :]))
+
+        def turn(_: Any, made: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            anew = case.turn(*made, *others)
+            return anew if isinstance(anew, tuple) else (anew,)
+
+        return lax.fori_loop(0, turns, turn, made)[0][None]
+
+    def loop(turns: Any, *arrays: jax.Array) -> jax.Array:
+        specs, given = (sharding.spec,) * len(arrays), arrays
+        function: Callable[..., jax.Array] = functools.partial(on_device, turns)
+        if not is_static:
+            function, specs, given = on_device, (PartitionSpec(), *specs), (turns, *arrays)
+        split = jax.shard_map(function, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+        return split(*given)
+
+    return loop
 
 
 def undisturbed(case: Case, clock: float, work: float, stretched: list[float]) -> float:

@@ -3,7 +3,7 @@
 In:     a step, the state to begin with, the batches.
 Out:    the state after the last step, and what each step returned besides.
 Method: `loop.py` is the loop and its going on after a break; `batches.py` gives the batch of a step, ahead of time,
-        `hosts.py` where each host reads its own part (`parts.py`); `positions.py` lets a loader go on where it was,
+        `hosts.py` where each host reads its own portion (`portions.py`); `positions.py` lets a loader go on where it was,
         `remainder.py` says what becomes of a partial batch, `evaluate.py` runs the eval step, `reports.py` tells the loggers
         (`loggers.py`) and the bar (`progress.py`).
 """

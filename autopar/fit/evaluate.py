@@ -16,7 +16,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.hosts import batches as by_host
-from autopar.fit.parts import ByHost, is_by_host
+from autopar.fit.portions import ByHost, is_by_host
 from autopar.fit.remainder import weight_of
 from autopar.fit.state import scalars_of
 from autopar.follow import Following

@@ -1,10 +1,10 @@
-"""Batches of which each host of a cluster reads its own part: a function of a host's number and the number of hosts.
+"""Batches of which each host of a cluster reads its own portion: a function of a host's number and the number of hosts.
 
 In:     `batches(host, hosts)`, or `batches(host, hosts, start)`, and the step that takes them.
 Out:    as of `Batches`, the batch of a step by its number. On a Ray cluster its arrays never were in this process.
-Method: the first batch is read here, whole, to know what is to be planned for. The plan says in how many parts a batch is
-        cut over the workers (`runtime/ray/rows.py`); each worker opens its parts, and reads ahead while it goes on with its
-        steps. In one process there is one part, read as any other source is.
+Method: the first batch is read here, whole, to know what is to be planned for. The plan says in how many portions a batch is
+        cut over the workers (`runtime/ray/rows.py`); each worker opens its portions, and reads ahead while it goes on with its
+        steps. In one process there is one portion, read as any other source is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from autopar.compiled import CompiledStep
 from autopar.errors import BatchError
 from autopar.fit.batches import Batches, EndOfBatches
-from autopar.fit.parts import ByHost, PartReader
+from autopar.fit.portions import ByHost, PortionReader
 from autopar.fit.remainder import Remainder, check_remainder, rows_of, whole
 from autopar.fit.state import type_of
 from autopar.follow import Following
@@ -28,17 +28,17 @@ from autopar.ir.trace.state import arguments_of
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.reading import Layout, Reading
 from autopar.runtime.ray.functions import packed
-from autopar.runtime.ray.worker.reading import PartKind, kind_of
+from autopar.runtime.ray.worker.reading import PortionKind, kind_of
 from autopar.step import ParallelStep
 
 
 def batches(
     function: ByHost, step: ParallelStep | Following, state: Any, *, prefetch: int = 1, remainder: Remainder = "keep"
 ) -> Iterator[Any]:
-    """Batches for a loop of your own, of which each host of a Ray cluster reads its own part.
+    """Batches for a loop of your own, of which each host of a Ray cluster reads its own portion.
 
     Args:
-        function: `function(host, hosts)` gives part `host` of each batch, which is cut into `hosts` parts one below the
+        function: `function(host, hosts)` gives portion `host` of each batch, which is cut into `hosts` portions one below the
             other; as of `fit`.
         step: Takes them, as its last argument: made by `parallelize` or `follow`.
         state: What it takes before, of the types that it is always called with.
@@ -49,7 +49,7 @@ def batches(
         Batches to pass to the step. On a Ray cluster their arrays are on the workers: `np.asarray` fetches one.
 
     Raises:
-        BatchError: The parts of a batch do not fit together, or its rows are not wanted; one could not be read.
+        BatchError: The portions of a batch do not fit together, or its rows are not wanted; one could not be read.
     """
     check_remainder(remainder)
     feed = HostBatches(function, remainder=remainder, ahead=prefetch)
@@ -68,7 +68,7 @@ def batches(
 
 
 class HostBatches:
-    """Batches by number, each in the parts that the plan wants; as of `Batches`.
+    """Batches by number, each in the portions that the plan wants; as of `Batches`.
 
     Attributes:
         rows: Of a whole batch.
@@ -78,7 +78,7 @@ class HostBatches:
         self, function: ByHost, *, stop: int | None = None, remainder: str = "keep", every: int = 1, ahead: int = 1
     ):
         """Reads nothing. `ahead` is how many batches workers read ahead; the others are as of `Batches`."""
-        self._reader, self._stop, self._remainder, self._ahead = PartReader(function, every), stop, remainder, ahead
+        self._reader, self._stop, self._remainder, self._ahead = PortionReader(function, every), stop, remainder, ahead
         self._name = getattr(function, "__name__", "batches")
         self._every = every
         self._like: Any = None
@@ -91,7 +91,7 @@ class HostBatches:
 
     @functools.cached_property
     def _here(self) -> Batches:
-        """All of them in one part, for a step of this process."""
+        """All of them in one portion, for a step of this process."""
         return self._reader.here(stop=self._stop, remainder=self._remainder, every=self._every)
 
     def serve(self, step: Any, state: Any) -> None:
@@ -104,7 +104,7 @@ class HostBatches:
         """As of `Batches`.
 
         Raises:
-            BatchError: The parts of a batch do not fit together, or its rows are not wanted; one could not be read.
+            BatchError: The portions of a batch do not fit together, or its rows are not wanted; one could not be read.
             WorkerError: A worker failed while it read.
         """
         if number in self._back:
@@ -122,7 +122,7 @@ class HostBatches:
             if self._stop is None or later < self._stop:
                 reading.begin(later)
         kind = self._checked(drawn, number)
-        if kind == self._part_kind:
+        if kind == self._portion_kind:
             return jax.tree.unflatten(self._tree, reading.arrays(number))
         return self._unlike(reading, kind, number)
 
@@ -136,7 +136,7 @@ class HostBatches:
         self._back[number] = batch
 
     def position(self, number: int) -> Any | None:
-        """As of `Batches`: where each part is, and of how many."""
+        """As of `Batches`: where each portion is, and of how many."""
         if self._compiled is None:
             found = [self._here.position(number)]
         elif self._reading is not None and not self._reading.closed:
@@ -146,11 +146,11 @@ class HostBatches:
         return None if None in found else {"hosts": len(found), "parts": found}
 
     def go_to(self, number: int, position: Any | None = None, rows: int | None = None) -> None:
-        """As of `Batches`; parts of another number than now go nowhere: they are drawn and dropped."""
+        """As of `Batches`; portions of another number than now go nowhere: they are drawn and dropped."""
         self.close()
         self._back.clear()
         self._next, self._start, self.rows = number, position, self.rows or rows
-        own = _parts_of(position, 1)
+        own = _portions_of(position, 1)
         if self._compiled is None:
             self._here.go_to(number, None if own is None else own[0], rows)
 
@@ -171,9 +171,9 @@ class HostBatches:
             self.close()
             self._look()
             step, layout = self._laid_out(self._like)
-            self._part_kind = _with_rows(self._kind, lambda rows: rows // layout.hosts)
-            reading = Reading(step, layout, self._part_kind)
-            start = _parts_of(self._start, layout.hosts) if number == self._next else None
+            self._portion_kind = _with_rows(self._kind, lambda rows: rows // layout.hosts)
+            reading = Reading(step, layout, self._portion_kind)
+            start = _portions_of(self._start, layout.hosts) if number == self._next else None
             reading.open(packed(self._reader, self._name), number, start or [None] * layout.hosts)
             self._reading, self._start = reading, None
         return self._reading
@@ -188,14 +188,14 @@ class HostBatches:
         self._kind, self._tree, self.rows = kind_of(first), jax.tree.structure(first), rows_of(first)
         if self.rows is None:
             raise BatchError(
-                "a batch that hosts read in parts must have rows.",
+                "a batch that hosts read in portions must have rows.",
                 given=f"{self._name}(host=0, hosts=1): {_shapes(self._kind)}",
                 wrong="its arrays do not share their leading dim.",
                 do="let them; numbers may stand beside them, and must be the same on each host.",
             )
         self._like = self._types(self._kind)
 
-    def _types(self, kind: PartKind) -> Any:
+    def _types(self, kind: PortionKind) -> Any:
         leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kind.leaves.values()]
         return jax.tree.unflatten(self._tree, leaves)
 
@@ -210,14 +210,14 @@ class HostBatches:
         assert rows is not None, "it has rows, or `_look` refuses it"
         return step, Layout(step, first, jax.tree.leaves(like), rows)
 
-    def _checked(self, drawn: Mapping[int, Sequence[tuple[int, PartKind | None]]], number: int) -> PartKind:
-        """What every part of a batch is like.
+    def _checked(self, drawn: Mapping[int, Sequence[tuple[int, PortionKind | None]]], number: int) -> PortionKind:
+        """What every portion of a batch is like.
 
         Raises:
             EndOfBatches: There are not so many, or what there is of this one is dropped.
             BatchError: They are not alike; says whose.
         """
-        usual, first = self._part_kind, drawn[0][0][1]
+        usual, first = self._portion_kind, drawn[0][0][1]
         kinds = [(host, worker, kind) for host, own in drawn.items() for worker, kind in own]
         if all(kind is None for _, _, kind in kinds):
             raise EndOfBatches
@@ -230,20 +230,20 @@ class HostBatches:
         other = next(k for k in kinds if k[2] != odd[2])
         hosts = len(drawn)
         raise BatchError(
-            "the parts of a batch that hosts read do not fit together.",
+            "the portions of a batch that hosts read do not fit together.",
             given=f"the batch of step {number}: {self._name}(host={odd[0]}, hosts={hosts}), on worker {odd[1]}, has "
             f"{_shapes(odd[2])}; {self._name}(host={other[0]}, hosts={hosts}), on worker {other[1]}, has {_shapes(other[2])}",
             wrong="each host must have as many batches as the others, of the same arrays and shapes.",
             do='give each the same number of rows, and of batches; or pass remainder="drop", where only the last is smaller.',
         )
 
-    def _unlike(self, reading: Reading, kind: PartKind, number: int) -> Any:
+    def _unlike(self, reading: Reading, kind: PortionKind, number: int) -> Any:
         """A batch of other shapes than the first: put where its own plan wants it, or brought here."""
         if kind.tree != self._kind.tree:
             raise BatchError(
                 "a batch has another structure than the first.",
                 given=f"the batch of step {number}: {_shapes(kind)}; the first: {_shapes(self._kind)}",
-                wrong="a step whose hosts read their own parts is planned for one structure.",
+                wrong="a step whose hosts read their own portions is planned for one structure.",
                 do="let all batches have the same containers.",
             )
         hosts = reading.layout.hosts
@@ -252,35 +252,35 @@ class HostBatches:
             _, layout = self._laid_out(like)
             if layout.fits(reading.layout):
                 return jax.tree.unflatten(self._tree, reading.arrays(number, layout))
-        parts = reading.bring(number)
-        leaves = [np.concatenate(own) if own[0].ndim else own[0] for own in zip(*parts, strict=True)]
+        portions = reading.bring(number)
+        leaves = [np.concatenate(own) if own[0].ndim else own[0] for own in zip(*portions, strict=True)]
         made = whole(jax.tree.unflatten(self._tree, leaves), self.rows, self._remainder, number)
         if made is None:
             raise EndOfBatches
         return made
 
 
-def _parts_of(position: Any, hosts: int) -> list[Any] | None:
-    """The positions of so many parts; None: there are none, or of another number."""
+def _portions_of(position: Any, hosts: int) -> list[Any] | None:
+    """The positions of so many portions; None: there are none, or of another number."""
     return position["parts"] if isinstance(position, dict) and position.get("hosts") == hosts else None
 
 
-def _with_rows(kind: PartKind, change: Callable[[int], int]) -> PartKind:
+def _with_rows(kind: PortionKind, change: Callable[[int], int]) -> PortionKind:
     """The same with another number of rows."""
     leaves = kind.leaves.items()
-    return PartKind(
+    return PortionKind(
         kind.tree, {path: ((*map(change, shape[:1]), *shape[1:]), dtype) for path, (shape, dtype) in leaves}
     )
 
 
-def _is_shorter(kind: PartKind, usual: PartKind) -> bool:
-    """Whether it is a part with fewer rows, and otherwise like the others."""
+def _is_shorter(kind: PortionKind, usual: PortionKind) -> bool:
+    """Whether it is a portion with fewer rows, and otherwise like the others."""
     without = lambda of: [(path, shape[1:], bool(shape), dtype) for path, (shape, dtype) in of.leaves.items()]  # noqa: E731
     rows = lambda of: next((shape[0] for shape, _ in of.leaves.values() if shape), 0)  # noqa: E731
     return kind.tree == usual.tree and without(kind) == without(usual) and rows(kind) < rows(usual)
 
 
-def _shapes(kind: PartKind | None) -> str:
+def _shapes(kind: PortionKind | None) -> str:
     if kind is None:
         return "ended"
     return ", ".join(

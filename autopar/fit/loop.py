@@ -26,7 +26,7 @@ from autopar.errors import AutoparError, CheckpointError, NodeLostError, WorkerE
 from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.evaluate import Evaluation
 from autopar.fit.hosts import HostBatches
-from autopar.fit.parts import ByHost, is_by_host
+from autopar.fit.portions import ByHost, is_by_host
 from autopar.fit.prefetch import placed_for
 from autopar.fit.progress import Bar
 from autopar.fit.remainder import Remainder, check_remainder
@@ -77,7 +77,7 @@ def fit(
             knows its position (`state_dict` and `load_state_dict`, as torchdata's, or `get_state` and `set_state`, as
             grain's), which is saved with each checkpoint; or a function from n to an iterator over the batches from
             there on. Must be the same each time. Or a function `batches(host, hosts)` (perhaps with `start`, the number to
-            begin with) to one of these, of which each batch is part `host` of `hosts` equal ones that lie one below the
+            begin with) to one of these, of which each batch is portion `host` of `hosts` equal ones that lie one below the
             other: on a Ray cluster each worker reads its own, by this function, and nothing goes through this process but
             the first batch, to plan for; elsewhere there is one part. Tensors of torch and TensorFlow become NumPy arrays.
         num_steps: How many steps in all, those before a break counted; None: until the batches end.

@@ -13,9 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from autopar._jax import Jaxpr
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
+from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage, stage_graph
 from autopar.inter_op.stage_tasks import Slot, Task, read_as_given
-from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Device
@@ -43,15 +42,14 @@ def lowered(stage: StagePlan, device: Device) -> StagePlan:
     """The stage with what each device does in its own values."""
     if not stage.borrowed:
         return stage
-    program, mesh, old = stage.program, stage.mesh, stage.sharded
-    tables, batch = old.graph.tables, dict(program.batch)
-    graph = build_graph(program.jaxpr, mesh, program.aliases, batch, program.anew, program.twice, tables=tables)
+    program, old = stage.program, stage.sharded
+    graph = stage_graph(program, old.mesh, tables=old.graph.tables)
     assert len(graph.nodes) == len(old.choices), "the stages are not equal"
     # The problem is about numbers of nodes and choices, and the same for both.
     sharded: Sharded = read_off(
-        program.jaxpr, graph, old.choices, old.class_of, old.problem, old.solution, old.allowed, device, program.donated
+        graph, old.choices, old.class_of, old.problem, old.solution, old.allowed, device, program.donated
     )
-    return lower_stage(program, mesh, device, sharded)
+    return lower_stage(program, device, sharded)
 
 
 def _are_equal(task: Task, other: TaskPlan, key_of: Callable[[Jaxpr], Hashable]) -> bool:

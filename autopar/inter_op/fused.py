@@ -12,7 +12,6 @@ from autopar.inter_op.stage_plan import StagePlan, TaskPlan, placed
 from autopar.intra_op.read_off import Sharded
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import LogicalMesh
 
 
 def fused_program(program: Program, roles: Roles) -> StageProgram:
@@ -33,12 +32,12 @@ def fused_program(program: Program, roles: Roles) -> StageProgram:
     )
 
 
-def fused_stage(program: StageProgram, mesh: LogicalMesh, sharded: Sharded) -> StagePlan:
+def fused_stage(program: StageProgram, sharded: Sharded) -> StagePlan:
     """The only stage on its mesh, as it was sharded."""
     (task,), body = program.tasks, sharded.body
     inputs, outputs = (
         tuple(
-            placed(slot, sharding, atom.aval.shape, atom.aval.dtype, mesh)
+            placed(slot, sharding, atom.aval.shape, atom.aval.dtype, sharded.mesh)
             for slot, (atom, sharding) in zip(slots, atoms, strict=True)
         )
         for slots, atoms in ((task.inputs, body.inputs), (task.outputs, body.outputs))
@@ -55,4 +54,4 @@ def fused_stage(program: StageProgram, mesh: LogicalMesh, sharded: Sharded) -> S
         max(0, sharded.liveness.peak_bytes - sum(v.num_bytes for v in inputs)),
         sharded.collectives,
     )
-    return StagePlan(program, mesh, sharded, (plan,))
+    return StagePlan(program, sharded, (plan,))

@@ -158,12 +158,13 @@ class _Search:
             before = best
         if answer is None:
             return None
-        stages, first, left = [], 0, self.num_devices
+        chosen: list[SlicedStage] = []
+        first, left = 0, self.num_devices
         for came in reversed(steps[: answer[1]]):
             last, submesh = (int(x) for x in came[first, left])
-            stages.append(SlicedStage(first, last, submesh))
+            chosen.append(SlicedStage(first, last, submesh))
             first, left = last + 1, left - int(self.sizes[submesh])
-        return answer[0], tuple(stages)
+        return answer[0], tuple(chosen)
 
     def stages(self, first: int, bound: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Stages (last layer, submesh) that begin at a layer and take at most `bound`; their costs, and how many microbatches

@@ -28,6 +28,7 @@ from autopar.cost import collective_seconds
 from autopar.inter_op.stage import RESIDENT, Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.stage_tasks import read_as_given
 from autopar.intra_op.batch import batch_factors
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.graph import Graph, Tables, stacked
 from autopar.intra_op.held import held_values
@@ -116,7 +117,6 @@ class StagePlan:
 
     Attributes:
         program: What it does.
-        mesh: On which logical mesh.
         sharded: The solution of the joint program.
         tasks: In order of a step.
         unchanged: Arguments that its loop reads in place, and not as copies: positions as of `read_as_given`.
@@ -125,11 +125,15 @@ class StagePlan:
     """
 
     program: StageProgram
-    mesh: LogicalMesh
     sharded: Sharded
     tasks: tuple[TaskPlan, ...]
     unchanged: frozenset[int] = frozenset()
     borrowed: bool = False
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """On which logical mesh."""
+        return self.sharded.mesh
 
     @property
     def gap(self) -> float:
@@ -146,27 +150,32 @@ class StagePlan:
         return next((t for t in self.tasks if t.task.kind == kind and t.task.round == number), None)
 
 
+def stage_graph(
+    program: StageProgram, mesh: LogicalMesh, like: Graph | None = None, tables: Tables | None = None
+) -> Graph:
+    """The decisions of a stage's joint program on a mesh; arguments as of `build_graph`."""
+    about = program.aliases, dict(program.batch), program.anew, program.twice
+    return build_graph(program.jaxpr, mesh, *about, like, tables)
+
+
 def plan_stage(
     program: StageProgram,
-    mesh: LogicalMesh,
+    graph: Graph,
     device: Device,
     options: Options,
     restrict: Restrict | None = None,
     all_again: bool = False,
     gap: float = TUNING.stage_gap,
-    like: Graph | None = None,
-    tables: Tables | None = None,
     in_flight: int = 1,
 ) -> StagePlan:
     """Shard one stage.
 
     Args:
+        graph: The stage's decisions on its mesh.
         options: Solver, time limit, memory budget.
         restrict: Forbids choices.
         gap: Part of its cost by which it may miss the least.
         all_again: Whether what its forward pass makes does not count as memory, for it may be recomputed.
-        like: As of `build_graph`.
-        tables: As of `build_graph`.
         in_flight: Microbatches between their forward and their backward pass at once, each of which holds what it keeps.
 
     Raises:
@@ -178,23 +187,9 @@ def plan_stage(
         if restrict is not None:
             restrict(graph, allowed)
 
-    sharded = shard(
-        program.jaxpr,
-        program.aliases,
-        mesh,
-        device,
-        options,
-        all_restrictions,
-        program.donated,
-        dict(program.batch),
-        gap=gap,
-        waiting=_waiting(program, all_again, in_flight),
-        anew=program.anew,
-        twice=program.twice,
-        like=like,
-        tables=tables,
-    )
-    return lower_stage(program, mesh, device, sharded)
+    waiting = _waiting(program, all_again, in_flight)
+    sharded = shard(graph, device, options, all_restrictions, program.donated, gap=gap, waiting=waiting)
+    return lower_stage(program, device, sharded)
 
 
 def _waiting(program: StageProgram, all_again: bool, in_flight: int) -> Waiting:
@@ -221,12 +216,12 @@ def resting_bytes(stage: StagePlan, in_flight: int) -> int:
     return always + in_flight * kept
 
 
-def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:
+def lower_stage(program: StageProgram, device: Device, sharded: Sharded) -> StagePlan:
     """The tasks of a stage under the choices of `sharded`."""
-    lowering = _Lowering(program, mesh, device, sharded)
+    lowering = _Lowering(program, device, sharded)
     unchanged = lowering.unchanged(program.tasks[0])
     tasks = tuple(map(lowering.task, read_as_given(program.tasks, unchanged)))
-    return StagePlan(program, mesh, sharded, tasks, unchanged)
+    return StagePlan(program, sharded, tasks, unchanged)
 
 
 def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
@@ -238,8 +233,8 @@ def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) ->
 
 
 class _Lowering:
-    def __init__(self, program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded):
-        self.program, self.mesh, self.sharded = program, mesh, sharded
+    def __init__(self, program: StageProgram, device: Device, sharded: Sharded):
+        self.program, self.mesh, self.sharded = program, sharded.mesh, sharded
         self.graph, self.choices = sharded.graph, sharded.choices
         self.stored = held_values(self.graph)
         self.argument_at = {var: k for k, var in program.arguments.items()}

@@ -25,10 +25,10 @@ from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
 _JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
-
-
 AFTER_LOOP = 2**31
 """More than any number of a pass of the loop."""
+_Round = tuple[int, int]
+"""The pass behind which it is, and its number there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,78 +239,34 @@ class _Placement:
 
     def update(self) -> Update:
         floating = makers(eqn for eqn in self.eqns if eqn not in self.stage_of_eqn)
-        order = {eqn: k for k, eqn in enumerate(self.eqns)}
-        round_of: dict[Var, tuple[int, int]] = {}
-        by_round: list[dict[tuple[int, int], list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
-
-        def number_at(read: Collection[Var], at: int, behind: int) -> int:
-            """The round behind a pass in which a stage has all that is read."""
-            number = 0
-            for var in read:
-                if var in self.stage and var not in self.arguments:
-                    before, so_far = round_of.get(var, (behind, 0))
-                    if var not in round_of and self.stage[var] != at:
-                        by_round[self.stage[var]].setdefault((behind, 0), [])  # where it is handed out
-                    if before == behind:
-                        number = max(number, so_far + (self.stage[var] != at))
-            return number
-
-        for eqn in self.eqns:
-            at = self.stage_of_eqn.get(eqn)
-            if at is None:
-                continue
-            behind = self.behind_of(eqn)
-            number = number_at(read_by(with_makers([eqn], (), floating, order)), at, behind)
-            round_of.update(dict.fromkeys(eqn.outvars, (behind, number)))
-            by_round[at].setdefault((behind, number), []).append(eqn)
         last = self.num_stages - 1
-        made_there = [
-            var for var in variables(self.jaxpr.outvars) if var in floating
-        ]  # by the last stage, whoever reads it
-        at_home = {**self.stage, **dict.fromkeys(made_there, last)}
+        made_last = [var for var in variables(self.jaxpr.outvars) if var in floating]  # whoever else reads it
+        rounds = _Rounds(self, floating)
+        for eqn in (eqn for eqn in self.eqns if eqn in self.stage_of_eqn):
+            behind = max((self.behind.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP)
+            rounds.add(eqn, self.stage_of_eqn[eqn], behind)
+        for stage, late in enumerate(self.late):
+            for var in late:
+                rounds.want(var, stage, self.behind[var])
+        for var in made_last:
+            rounds.want(var, last, AFTER_LOOP)
+        of_stages = tuple(map(rounds.of_stage, range(self.num_stages)))
+        at_home = {**self.stage, **dict.fromkeys(made_last, last)}
         outputs = [at_home.get(atom, 0) if isinstance(atom, Var) else 0 for atom in self.jaxpr.outvars]
-        wanted_at: list[dict[tuple[int, int], list[Var]]] = [{} for _ in range(self.num_stages)]
-        wanted_there = [(stage, var, self.behind[var]) for stage, late in enumerate(self.late) for var in late]
-        for stage, var, behind in (*wanted_there, *((last, var, AFTER_LOOP) for var in made_there)):
-            number = number_at(read_by(with_makers((), [var], floating, order)), stage, behind)
-            wanted_at[stage].setdefault((behind, number), []).append(var)
-        rounds = []
-        for stage, wanted in enumerate(wanted_at):
-            done: dict[JaxprEqn, None] = {}
-            of_stage = []
-            for behind, number in self.places(by_round[stage].keys() | wanted):
-                own = by_round[stage].get((behind, number), [])
-                eqns = with_makers(own, wanted.get((behind, number), []), floating, order, done)
-                done.update(dict.fromkeys(eqns))
-                of_stage.append(UpdateRound(behind, number, tuple(eqns)))
-            rounds.append(tuple(of_stage))
         readers: dict[Var, dict[int, None]] = {}
-        for stage in range(self.num_stages):
-            for var in (*self.read_by_loop[stage], *self.update_reads([each.eqns for each in rounds[stage]])):
+        for stage, own in enumerate(of_stages):
+            for var in (*self.read_by_loop[stage], *self.update_reads([each.eqns for each in own])):
                 readers.setdefault(var, {})[stage] = None
         home = self.homes(outputs, readers)
-        results = tuple(
-            tuple(r.var for r in self.split.results if self.result_at[r.var] == s) for s in range(self.num_stages)
-        )
+        results = [[r.var for r in self.split.results if self.result_at[r.var] == s] for s in range(self.num_stages)]
         return Update(
-            tuple(rounds),
+            of_stages,
             dict(self.stage),
-            results,
+            tuple(map(tuple, results)),
             home,
             {var: tuple(sorted(stages)) for var, stages in readers.items()},
             tuple(outputs),
         )
-
-    def behind_of(self, eqn: JaxprEqn) -> int:
-        """The pass behind which an equation runs."""
-        return max((self.behind.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP)
-
-    def places(self, used: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Rounds up to the last that is used, in order; every number behind a pass has those before it."""
-        most: dict[int, int] = {}
-        for behind, number in used:
-            most[behind] = max(number, most.get(behind, 0))
-        return [(behind, number) for behind in sorted(most) for number in range(most[behind] + 1)]
 
     def homes(self, outputs: list[int], readers: dict[Var, dict[int, None]]) -> dict[Var, int]:
         """Where each argument lives: what comes back, where its new value is found.
@@ -346,6 +302,59 @@ class _Placement:
         """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
         wanted = read_by(eqn for eqns in rounds for eqn in eqns)
         return [*_arguments_behind(self.jaxpr, wanted, self.split.before)]
+
+
+class _Rounds:
+    """What each stage does in which round, behind which pass; `floating` are the makers of what is made wherever it is read."""
+
+    def __init__(self, placement: _Placement, floating: Mapping[Var, JaxprEqn]):
+        self.placement, self.floating = placement, floating
+        self.order = {eqn: k for k, eqn in enumerate(placement.eqns)}
+        self.round_of: dict[Var, _Round] = {}
+        self.eqns: list[dict[_Round, list[JaxprEqn]]] = [{} for _ in range(placement.num_stages)]
+        self.wanted: list[dict[_Round, list[Var]]] = [{} for _ in range(placement.num_stages)]
+
+    def add(self, eqn: JaxprEqn, at: int, behind: int) -> None:
+        """A stage runs an equation, as soon as it has all that this reads; equations come in order."""
+        number = self.number_at(self.makers_of([eqn], ()), at, behind)
+        self.round_of.update(dict.fromkeys(eqn.outvars, (behind, number)))
+        self.eqns[at].setdefault((behind, number), []).append(eqn)
+
+    def want(self, var: Var, at: int, behind: int) -> None:
+        """A stage makes a value that is made wherever it is read."""
+        number = self.number_at(self.makers_of((), [var]), at, behind)
+        self.wanted[at].setdefault((behind, number), []).append(var)
+
+    def makers_of(
+        self, eqns: Sequence[JaxprEqn], wanted: Sequence[Var], done: Collection[JaxprEqn] = ()
+    ) -> list[JaxprEqn]:
+        return with_makers(eqns, wanted, self.floating, self.order, done)
+
+    def number_at(self, eqns: Sequence[JaxprEqn], at: int, behind: int) -> int:
+        """The round behind a pass in which a stage has all that equations read."""
+        number, stage_of = 0, self.placement.stage
+        for var in read_by(eqns):
+            if var in stage_of and var not in self.placement.arguments:
+                before, so_far = self.round_of.get(var, (behind, 0))
+                if var not in self.round_of and stage_of[var] != at:
+                    self.eqns[stage_of[var]].setdefault((behind, 0), [])  # where it is handed out
+                if before == behind:
+                    number = max(number, so_far + (stage_of[var] != at))
+        return number
+
+    def of_stage(self, stage: int) -> tuple[UpdateRound, ...]:
+        """A stage's rounds up to the last that is used, in order; every number behind a pass has those before it."""
+        own, wanted = self.eqns[stage], self.wanted[stage]
+        most: dict[int, int] = {}
+        for behind, number in own.keys() | wanted:
+            most[behind] = max(number, most.get(behind, 0))
+        done: dict[JaxprEqn, None] = {}
+        found = []
+        for place in ((behind, number) for behind in sorted(most) for number in range(most[behind] + 1)):
+            eqns = self.makers_of(own.get(place, ()), wanted.get(place, ()), done)
+            done.update(dict.fromkeys(eqns))
+            found.append(UpdateRound(*place, tuple(eqns)))
+        return tuple(found)
 
 
 def _is_scalar(atom: Var) -> bool:

@@ -80,7 +80,7 @@ def build_graph(
         like: A graph of the same program on another mesh: what does not depend on the mesh is taken from there.
         tables: What is known from other programs on this mesh; extended.
     """
-    graph = _Builder(jaxpr, Graph(mesh, tables=tables or Tables()), anew, twice, like).build(aliases)
+    graph = _Builder(Graph(jaxpr, mesh, tables=tables or Tables()), anew, twice, like).build(aliases)
     if like is not None:
         _take_over(graph, like)
         return graph
@@ -110,10 +110,8 @@ def _take_over(graph: Graph, like: Graph) -> None:
 
 
 class _Builder:
-    def __init__(
-        self, jaxpr: Jaxpr, graph: Graph, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None
-    ):
-        self.jaxpr, self.graph, self.anew, self.twice, self.like = jaxpr, graph, anew, twice, like
+    def __init__(self, graph: Graph, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None):
+        self.jaxpr, self.graph, self.anew, self.twice, self.like = graph.jaxpr, graph, anew, twice, like
         self.axis_sizes = graph.mesh.axis_sizes
         self.rules: dict[object, ShardingRule] = {}
         self.numbers: dict[object, int] = {}

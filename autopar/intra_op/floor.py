@@ -35,7 +35,6 @@ class Floor:
 
 
 def memory_floor(
-    jaxpr: Jaxpr,
     graph: Graph,
     costs: Sequence[np.ndarray],
     class_of: Sequence[int],
@@ -45,14 +44,13 @@ def memory_floor(
     """The most bytes that some moment is proved to need.
 
     Args:
-        jaxpr: The program.
-        graph: Its decisions.
+        graph: The decisions of a program.
         costs: Of each class of nodes, its choices' costs; inf forbids one.
         class_of: Class of each node.
         donated: For each input, whether its memory may be reused.
         elsewhere: Values that take no memory here.
     """
-    return _Floors(graph, costs, class_of, elsewhere).program(jaxpr, donated)
+    return _Floors(graph, costs, class_of, elsewhere).program(graph.jaxpr, donated)
 
 
 class _Floors:

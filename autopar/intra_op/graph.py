@@ -156,6 +156,7 @@ class Graph:
     """All decisions of one program on one mesh.
 
     Attributes:
+        jaxpr: The program.
         mesh: The logical mesh.
         nodes: Decisions, in program order.
         edges: Where two decisions meet.
@@ -179,6 +180,7 @@ class Graph:
         tables: What the graphs of other programs on this mesh may share.
     """
 
+    jaxpr: Jaxpr
     mesh: LogicalMesh
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)

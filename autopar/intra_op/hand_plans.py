@@ -37,7 +37,7 @@ REPLICATED, PARTIAL = -1, -2
 
 
 def restrict_to_data_parallel(
-    jaxpr: Jaxpr, graph: Graph, allowed: Allowed, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int
+    graph: Graph, allowed: Allowed, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int
 ) -> None:
     """Forbid everything but data parallelism of one ZeRO stage over all axes of the mesh.
 
@@ -47,15 +47,35 @@ def restrict_to_data_parallel(
     without gradient accumulation both stages are one plan. 3: parameters are stored split too.
 
     Args:
-        jaxpr: Flat program.
-        graph: Its decisions.
+        graph: The decisions of the step.
         allowed: Extended.
         batch_inputs: Inputs whose leading dim is the batch.
         state_inputs: Inputs that come back as new state.
         zero: ZeRO stage, 0 to 3.
     """
+    _split_samples(graph, allowed, zero)
+    # An axis of one device splits nothing.
+    axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
+    for position in batch_inputs:
+        node = graph.nodes[graph.inputs[position]]
+        allowed.only(
+            node,
+            [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
+            "batch",
+        )
+    parameters = _parameters(graph)
+    for position in state_inputs:
+        node = graph.nodes[graph.inputs[position]]
+        stored_split = zero == 3 or (zero > 0 and node.var not in parameters)
+        whole = [not any(s.dims) for s in node.shardings]
+        most = max(s.num_shards(graph.mesh) for s in node.shardings)
+        split = [s.num_shards(graph.mesh) == most for s in node.shardings]
+        allowed.only(node, split if stored_split else whole, "split" if stored_split else "whole")
+
+
+def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
+    """Operations on samples split them and nothing else; at stage 0 all others split nothing but what is made for samples."""
     batch = graph.batch
-    parameters = _parameters(jaxpr, batch)
     known: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def masks(node: Node, factors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -76,22 +96,6 @@ def restrict_to_data_parallel(
             elif zero == 0:
                 lent = batch.lent_factors(node.eqn, node.rule)
                 allowed.only(node, masks(node, lent)[0], ("whole", lent))
-    # An axis of one device splits nothing.
-    axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
-    for position in batch_inputs:
-        node = graph.nodes[graph.inputs[position]]
-        allowed.only(
-            node,
-            [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
-            "batch",
-        )
-    for position in state_inputs:
-        node = graph.nodes[graph.inputs[position]]
-        stored_split = zero == 3 or (zero > 0 and node.var not in parameters)
-        whole = [not any(s.dims) for s in node.shardings]
-        most = max(s.num_shards(graph.mesh) for s in node.shardings)
-        split = [s.num_shards(graph.mesh) == most for s in node.shardings]
-        allowed.only(node, split if stored_split else whole, "split" if stored_split else "whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,6 @@ def _state_on(sharding: Sharding, axis: str) -> int:
 
 
 def restrict_to_axes(
-    jaxpr: Jaxpr,
     graph: Graph,
     allowed: Allowed,
     state_inputs: Sequence[int],
@@ -133,8 +136,7 @@ def restrict_to_axes(
     """Data parallelism over the axis "data" of a mesh, tensor parallelism over "tensor", as Megatron-LM has them.
 
     Args:
-        jaxpr: The stage's program.
-        graph: Its decisions.
+        graph: The decisions of a stage.
         allowed: Extended.
         state_inputs: Inputs that are state.
         zero: What of the state is split over the data axis, as of `restrict_to_data_parallel`.
@@ -149,7 +151,7 @@ def restrict_to_axes(
             allowed.only(node, mask, ("axes", tuple(mask)))
             if _weight_factors(node, graph.batch):
                 multiplied.update((a, None) for a in node.eqn.invars if isinstance(a, Var) and a in graph.batch.readers)
-    parameters, weights = _parameters(jaxpr, graph.batch), _made_of(jaxpr, multiplied, graph.batch)
+    parameters, weights = _parameters(graph), _made_of(graph, multiplied)
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
         split = zero == 3 or (zero > 0 and node.var not in parameters)
@@ -218,17 +220,17 @@ def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
     return all(c in factors or _is_idle(c) for c in choice)
 
 
-def _parameters(jaxpr: Jaxpr, batch: BatchDims) -> dict[Var, None]:
+def _parameters(graph: Graph) -> dict[Var, None]:
     """What samples meet, and all that it is made of without samples."""
-    if batch.parameters is None:
-        batch.parameters = _made_of(jaxpr, batch.readers, batch)
-    return batch.parameters
+    if graph.batch.parameters is None:
+        graph.batch.parameters = _made_of(graph, graph.batch.readers)
+    return graph.batch.parameters
 
 
-def _made_of(jaxpr: Jaxpr, read: Iterable[Var], batch: BatchDims) -> dict[Var, None]:
+def _made_of(graph: Graph, read: Iterable[Var]) -> dict[Var, None]:
     """Values that samples meet, and all that these are made of without samples: the parameters are among them."""
     found = dict.fromkeys(read)
-    _collect(jaxpr, batch, found)
+    _collect(graph.jaxpr, graph.batch, found)
     return found
 
 

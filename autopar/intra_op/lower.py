@@ -32,11 +32,11 @@ from autopar.ir.region import Role, is_region, region_of
 from autopar.mesh import Sharding
 
 
-def lower(jaxpr: Jaxpr, graph: Graph, choices: Sequence[int]) -> Body:
-    """The sharded program of a flat program under one choice per node of its graph."""
+def lower(graph: Graph, choices: Sequence[int]) -> Body:
+    """The sharded program of a graph's program under one choice per node."""
     chosen = [graph.nodes[node].shardings[choices[node]] for node in (*graph.inputs, *graph.outputs)]
     inputs, outputs = chosen[: len(graph.inputs)], chosen[len(graph.inputs) :]
-    return run_passes(LOWER, Lowered(jaxpr, graph, choices, inputs, outputs), check_lowered).body
+    return run_passes(LOWER, Lowered(graph.jaxpr, graph, choices, inputs, outputs), check_lowered).body
 
 
 def lower_task(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr
 from autopar.cost import collective_seconds
 from autopar.intra_op.costs import OperationSeconds, build_problem
 from autopar.intra_op.exposure import Exposure, show
@@ -27,7 +26,7 @@ from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.strategies import split_fraction
-from autopar.mesh import Device, Sharding
+from autopar.mesh import Device, LogicalMesh, Sharding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +62,11 @@ class Sharded:
     communication_seconds: float
     exposed_seconds: tuple[float, ...]
     exposure: Exposure | None = None
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """On which mesh."""
+        return self.graph.mesh
 
     @property
     def step_seconds(self) -> float:
@@ -134,7 +138,6 @@ class Sharded:
 
 
 def read_off(
-    jaxpr: Jaxpr,
     graph: Graph,
     choices: Sequence[int],
     class_of: Sequence[int],
@@ -148,7 +151,7 @@ def read_off(
     liveness: Liveness | None = None,
 ) -> Sharded:
     """Lower given choices and measure their memory, unless that has been done, and predict what they cost."""
-    body = lower(jaxpr, graph, choices) if body is None else body
+    body = lower(graph, choices) if body is None else body
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
     lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr
 from autopar.errors import ConstraintError, warn
 from autopar.intra_op.graph import Graph, Node
 from autopar.ir.region import equations_within
@@ -98,9 +97,9 @@ def pin_node(
     allowed.only(node, mask, ("pin", sharding, free), f"constraint {text!r} pins {path} to {spec}")
 
 
-def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
+def pin_constraints(graph: Graph, allowed: Allowed) -> None:
     """Obey every `jax.lax.with_sharding_constraint` in the user's code."""
-    for eqn, _ in equations_within(jaxpr):
+    for eqn, _ in equations_within(graph.jaxpr):
         if eqn.primitive.name == "sharding_constraint":
             node = graph.nodes[graph.op_node[eqn]]
             what = f"with_sharding_constraint at {source_line(eqn)}"

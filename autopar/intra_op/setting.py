@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar._jax import Jaxpr
 from autopar.errors import InfeasibleError
 from autopar.intra_op.check import check_graph
 from autopar.intra_op.costs import Prices
@@ -27,8 +26,7 @@ class Setting:
     """Decisions on their way to a choice problem.
 
     Attributes:
-        jaxpr: The program.
-        graph: Its decisions.
+        graph: The decisions.
         device: What a mesh is made of.
         restrict: Forbids choices.
         allowed: What is left.
@@ -36,7 +34,6 @@ class Setting:
         prices: Seconds of all choices; None until they are known.
     """
 
-    jaxpr: Jaxpr
     graph: Graph
     device: Device
     restrict: Restrict | None = None
@@ -67,7 +64,7 @@ def check_setting(setting: Setting) -> None:
 
 def _restricted(setting: Setting) -> Setting:
     allowed = Allowed()
-    pin_constraints(setting.jaxpr, setting.graph, allowed)
+    pin_constraints(setting.graph, allowed)
     if setting.restrict is not None:
         setting.restrict(setting.graph, allowed)
     _check_pins(setting.graph, allowed)

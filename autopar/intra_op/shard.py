@@ -1,8 +1,8 @@
 """Shard one program on one logical mesh: the passes of the sharding phase, in order.
 
-In:     flat program, alias rows, logical mesh, device, what is allowed, options.
+In:     the decisions of a program (`build_graph.py`), the device, what is allowed, options.
 Out:    `Sharded` (`read_off.py`): the choices, the sharded program, and what is predicted of it.
-Method: the decisions, and the passes of `SHARD` over them (`setting.py`), once; then solve, lower, put on the clock, and
+Method: the passes of `SHARD` over the decisions (`setting.py`), once; then solve, lower, put on the clock, and
         solve again with what the clock showed to be exposed, until that is what was thought; then the well-known plans,
         where one may be as fast.
 """
@@ -10,19 +10,16 @@ Method: the decisions, and the passes of `SHARD` over them (`setting.py`), once;
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.budget import BudgetSearch
-from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.by_axes import behaviours, descend, lift
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
-from autopar.intra_op.graph import Graph, Tables
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
 from autopar.intra_op.lower import lower
@@ -36,7 +33,7 @@ from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.within import Prices, Solve, is_far_over, solve_within
 from autopar.ir.passes import run_passes
-from autopar.mesh import Device, LogicalMesh
+from autopar.mesh import Device
 from autopar.options import Options
 from autopar.tuning import TUNING
 
@@ -50,48 +47,34 @@ class Beaten(Exception):
 
 
 def shard(
-    jaxpr: Jaxpr,
-    aliases: Mapping[int, int],
-    mesh: LogicalMesh,
+    graph: Graph,
     device: Device,
     options: Options,
     restrict: Restrict | None = None,
     donated: Sequence[bool] = (),
-    batch: Sequence[int] | Mapping[int, frozenset[int]] = (),
     known: Sequence[Restrict] = (),
     beat: float = np.inf,
     gap: float = PROVED,
     waiting: Waiting = ONE_PROGRAM,
-    anew: AbstractSet[Var] = frozenset(),
-    twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
-    like: Graph | None = None,
-    tables: Tables | None = None,
     begin: Sequence[Sharded] = (),
     explore: bool = False,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
     Args:
-        jaxpr: Flat program without constants.
-        aliases: Output index -> index of the input it replaces.
-        mesh: Logical mesh.
+        graph: The decisions of the program on the mesh.
         device: Rates and memory of one device.
         options: Solver, time limit, memory budget.
         restrict: Forbids choices (pins, data parallelism).
         donated: For each input, whether its memory may be reused.
-        batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         known: Well-known ways to shard, as restrictions; the best plan under each is compared with the one found, if it
             may be as fast.
         beat: Objective of the best plan on another mesh, under the same `exposure`.
         gap: Part of the cost by which the answer may miss the least.
         waiting: Of a stage of a pipeline, what of its memory is not as in one program.
-        anew: As of `build_graph`.
-        twice: As of `build_graph`.
         exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
             fastest on the clock is taken. None: every collective counts in full, and no more is asked.
-        like: As of `build_graph`.
-        tables: As of `build_graph`.
         begin: Answers on meshes each of whose axes is some of this one's, or that have as many: a large problem is not solved
             as a whole but from the best of them (`by_axes.py`), and nothing is proved of it.
         explore: Whether to look, too, at what is best if all hides that no program has shown.
@@ -101,8 +84,7 @@ def shard(
         ConstraintError: A pin does not fit.
         Beaten: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like, tables)
-    setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
+    setting = run_passes(SHARD, Setting(graph, device, restrict), check_setting)
     instance = _Instance(setting, options, donated, waiting, gap)
     if begin and num_pairs(instance.prices.problem()) > TUNING.small_mesh_pairs:
         instance.begin_at(begin)
@@ -138,8 +120,7 @@ class _Instance:
     """
 
     def __init__(self, setting: Setting, options: Options, donated: Sequence[bool], waiting: Waiting, gap: float):
-        self.jaxpr, self.graph = setting.jaxpr, setting.graph
-        self.allowed, self.device = setting.allowed, setting.device
+        self.graph, self.allowed, self.device = setting.graph, setting.allowed, setting.device
         self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
         self.class_of, self.prices = setting.class_of, setting.priced
         budget = options.budget_bytes(self.device.memory_bytes)
@@ -200,7 +181,6 @@ class _Instance:
         choices = self.nodes(solution.choices)
         moments = self._moments.get(choices, ()) if self.waiting == ONE_PROGRAM else ()
         return read_off(
-            self.jaxpr,
             self.graph,
             choices,
             self.class_of,
@@ -225,7 +205,7 @@ class _Instance:
 
     def _body_of(self, choices: tuple[int, ...]) -> Body:
         if choices not in self._lowered:
-            self._lowered = {choices: lower(self.jaxpr, self.graph, choices)}
+            self._lowered = {choices: lower(self.graph, choices)}
         return self._lowered[choices]
 
     def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
@@ -239,7 +219,7 @@ class _Instance:
 
     def _floor(self) -> Floor:
         costs = self.prices.problem().costs
-        return memory_floor(self.jaxpr, self.graph, costs, self.class_of, self.donated, self.waiting.elsewhere)
+        return memory_floor(self.graph, costs, self.class_of, self.donated, self.waiting.elsewhere)
 
 
 def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from autopar._jax import Jaxpr
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import eliminate
@@ -25,7 +24,6 @@ from autopar.tuning import TUNING
 
 
 def untie(
-    jaxpr: Jaxpr,
     sharded: Sharded,
     device: Device,
     donated: Sequence[bool],
@@ -36,8 +34,7 @@ def untie(
     """Let every node choose for itself.
 
     Args:
-        jaxpr: The program.
-        sharded: It, on its mesh.
+        sharded: The program, on its mesh.
         device: Rates of one device.
         donated: For each input, whether its memory may be reused.
         fits: Whether a sharded program keeps the memory budget.
@@ -61,7 +58,6 @@ def untie(
     if not answer.choices or answer.objective >= before * (1 - 1e-6):
         return kept
     better = read_off(
-        jaxpr,
         graph,
         answer.choices,
         alone,

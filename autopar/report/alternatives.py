@@ -71,7 +71,7 @@ class Study:
     def __init__(self, plan: Decision, stage: int | None, planned: StagePlan, paths: Mapping[int, str]):
         program = planned.program
         self.device, self.solver = plan.attached.cluster.device, plan.attached.options.solver
-        self.plan, self.stage, self.jaxpr = plan, stage, program.jaxpr
+        self.plan, self.stage = plan, stage
         self.sharded = planned.sharded.as_compared(self.device)
         self.paths, self.aliases, self.donated = paths, program.aliases, program.donated
         self.what = "step" if stage is None else "stage"
@@ -139,7 +139,7 @@ class Study:
         )
 
     def _lowered(self, choices: Sequence[int]) -> Body:
-        return lower(self.jaxpr, self.graph, [choices[c] for c in self.class_of])
+        return lower(self.graph, [choices[c] for c in self.class_of])
 
     def forbidden_by(self, number: int) -> str:
         """What the user asked for that restricts this decision; "" if nothing does."""

@@ -155,7 +155,7 @@ def _decisions(of_stages: Sequence[Study], asked: Callable[[Study], _Asked]) -> 
     for study in of_stages:
         alike: Hashable = None
         if study.stage is not None:
-            alike = canonical_key(study.jaxpr), study.mesh, tuple(study.sharded.choices)
+            alike = canonical_key(study.graph.jaxpr), study.mesh, tuple(study.sharded.choices)
         for number, title, place in asked(study):
             decision = found.setdefault((alike, number), _Decision(study, number))
             decision.titles.append(title)

@@ -47,7 +47,7 @@ def search_accumulation(
     if not memory_binds(whole):
         return
     if whole.results:
-        best = whole.best[1]
+        best = whole.best
         won = TUNING.hoped * (best.step_seconds - best.shared_seconds)
         if not request.options.repays(won, planning_seconds(best.problem)):
             return
@@ -56,7 +56,7 @@ def search_accumulation(
         report(text, done, least)  # what is found of a number of microbatches is known when all its meshes are
 
     found: Accumulated | None = None
-    least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
+    least = min((sharded.step_seconds for sharded in whole.results), default=math.inf)
     needed = needed_bytes(whole.failure)
     for count in request.microbatch_counts(shared=True):
         if not whole.results and needed > count * request.budget_bytes and math.isfinite(needed):
@@ -78,7 +78,7 @@ def search_accumulation(
             if needed > (1 - TUNING.accumulation_bytes) * before:  # what is left is no sample's: parameters, gradients
                 break
             continue
-        seconds = searched.best[1].step_seconds
+        seconds = searched.best.step_seconds
         if seconds >= least:
             break
         found, least = Accumulated(count, split, searched), seconds
@@ -92,18 +92,18 @@ def _to_beat(known: Searched | Accumulated, count: int) -> tuple[float, Exposure
     before, searched = (known.count, known.searched) if isinstance(known, Accumulated) else (1, known)
     if not searched.results:
         return math.inf, None
-    best = searched.best[1]
+    best = searched.best
     exposure = None if best.exposure is None else best.exposure.in_microbatches(before, count)
     return (1 + TUNING.exposure_guessed) * best.step_seconds, exposure
 
 
 def memory_binds(searched: Searched) -> bool:
     """Whether more memory would have given a faster plan, or any."""
-    return not searched.results or bool(searched.best[1].problem.rows)
+    return not searched.results or bool(searched.best.problem.rows)
 
 
 def best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
     """The fastest of the meshes; the first of all, where none has a plan."""
     searched = known.searched if isinstance(known, Accumulated) else known
-    order = sorted(searched.results, key=lambda pair: pair[1].step_seconds)
-    return [mesh for mesh, _ in order[: TUNING.accumulation_meshes]] or meshes[: TUNING.accumulation_meshes]
+    order = sorted(searched.results, key=lambda sharded: sharded.step_seconds)
+    return [sharded.mesh for sharded in order[: TUNING.accumulation_meshes]] or meshes[: TUNING.accumulation_meshes]

@@ -247,7 +247,7 @@ class LayerCosts:
                 made, fits = solve(own), True
         except (InfeasibleError, ConstraintError):
             return None, True
-        others = [lower_stage(with_tasks(program, t), mesh, self._cluster.device, made.sharded) for t in tasks[1:]]
+        others = [lower_stage(with_tasks(program, t), self._cluster.device, made.sharded) for t in tasks[1:]]
         return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True)), fits
 
     def _layers_for(self, count: int) -> dict[int, tuple[StageProgram, list[Tasks]]]:

@@ -34,21 +34,26 @@ class Searched:
     """What became of the meshes.
 
     Attributes:
-        results: Each mesh with a plan, and that plan.
+        results: The plan on each mesh that has one.
         tried: What was tried or left out: its time, or why.
         failure: Why there is none on a mesh: of the one that needs least memory, or of the last, where that is not known.
         beaten: Meshes that were given up, for nothing on them is better than the best.
     """
 
-    results: list[tuple[LogicalMesh, Sharded]]
+    results: list[Sharded]
     tried: list[tuple[str, str]]
     failure: AutoparError | None = None
     beaten: list[LogicalMesh] = field(default_factory=list)
 
     @property
-    def best(self) -> tuple[LogicalMesh, Sharded]:
+    def best(self) -> Sharded:
         """The fastest; ties go to fewer axes."""
-        return min(self.results, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
+        return min(self.results, key=_standing)
+
+
+def _standing(sharded: Sharded) -> tuple[float, int]:
+    """Its seconds, then its axes."""
+    return sharded.step_seconds, len(sharded.mesh.shape)
 
 
 def search_meshes(
@@ -69,15 +74,15 @@ def search_meshes(
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
-        least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
+        least = min((sharded.step_seconds for sharded in searched.results), default=math.inf)
         report(f"sharding {request.program.name} on mesh {mesh}", number / len(meshes), least)
         # Data parallelism over all axes is the same on every mesh of a host: compared with once, and where it takes turns.
         compare = not searched.results or mesh.shape == by_hosts
         if searched.results:
-            best = searched.best[1].as_compared(request.cluster.device)
+            best = searched.best.as_compared(request.cluster.device)
             beat, exposure = _to_beat(best), best.exposure
         try:
-            like = searched.results[0][1].graph if searched.results else None
+            like = searched.results[0].graph if searched.results else None
             begin, explore = _begin(searched, mesh), not searched.results
             sharded = shard_on(request, mesh, compare, beat, exposure, like, begin, explore)
         except Beaten as beaten:
@@ -87,7 +92,7 @@ def search_meshes(
             searched.failure = min(error, searched.failure or error, key=needed_bytes)
             searched.tried.append((str(mesh), error.summary))
         else:
-            searched.results.append((mesh, sharded))
+            searched.results.append(sharded)
             searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
 
 
@@ -105,17 +110,16 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
     fastest on one of as many."""
     if len(mesh.shape) < 3:
         return []
-    known = sorted((sharded for _, sharded in searched.results), key=lambda sharded: sharded.step_seconds)
-    joined = [sharded for sharded in known if joined_axes(sharded.graph.mesh, mesh)]
-    alike = [sharded for sharded in known if len(sharded.graph.mesh.shape) == len(mesh.shape)]
+    known = sorted(searched.results, key=lambda sharded: sharded.step_seconds)
+    joined = [sharded for sharded in known if joined_axes(sharded.mesh, mesh)]
+    alike = [sharded for sharded in known if len(sharded.mesh.shape) == len(mesh.shape)]
     return [*joined[:1], *alike[:1]] if joined else []
 
 
-def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Sharded]:
+def untie_best(request: Request, searched: Searched) -> Sharded:
     """The best plan with every node by itself; of small programs the best of all that are nearly as fast. Where that takes
     long, it is done if it may win as much."""
-    mesh, best = searched.best
-    options, budget = request.options, request.budget_bytes
+    best, options, budget = searched.best, request.options, request.budget_bytes
 
     def untied(sharded: Sharded) -> Sharded:
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
@@ -124,7 +128,6 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
             is_quick = sharded is best and takes <= TUNING.proved_seconds
             return proved(sharded) if is_quick else sharded
         return untie(
-            request.program.jaxpr,
             sharded,
             request.cluster.device,
             request.roles.donated,
@@ -135,14 +138,14 @@ def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Shard
 
     near = (1 + TUNING.untied_near) * best.step_seconds
     small = len(best.graph.nodes) <= TUNING.untied_each
-    others = [(m, s) for m, s in searched.results if s is not best and len(m.shape) < 3 and s.step_seconds <= near]
-    found: list[tuple[LogicalMesh, Sharded]] = []
+    others = [s for s in searched.results if s is not best and len(s.mesh.shape) < 3 and s.step_seconds <= near]
+    found: list[Sharded] = []
     # Three axes last: of such an answer a bound is still to be found, if it is not beaten by now.
-    for other, sharded in sorted([(mesh, best), *(others if small else ())], key=lambda pair: len(pair[0].shape)):
-        beaten = any(known.step_seconds <= sharded.step_seconds for _, known in found)
-        if not (beaten and len(other.shape) > 2):
-            found.append((other, untied(sharded)))
-    return min(found, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
+    for sharded in sorted([best, *(others if small else ())], key=lambda sharded: len(sharded.mesh.shape)):
+        beaten = any(known.step_seconds <= sharded.step_seconds for known in found)
+        if not (beaten and len(sharded.mesh.shape) > 2):
+            found.append(untied(sharded))
+    return min(found, key=_standing)
 
 
 def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> str:
@@ -152,13 +155,14 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
         # There is nothing to begin at, and a step that does not fit on two axes seldom fits on three.
         is_large = len(request.program.jaxpr.eqns) > TUNING.third_axis_equations
         return "left out: nothing fits on fewer axes" if searched.failure and is_large and len(mesh.shape) > 2 else ""
-    (wide, widest), best = max(searched.results, key=lambda pair: len(pair[0].shape)), searched.best[1]
-    takes = planning_seconds(widest.problem, len(mesh.shape), len(wide.shape))
+    widest, best = max(searched.results, key=lambda sharded: len(sharded.mesh.shape)), searched.best
+    takes = planning_seconds(widest.problem, len(mesh.shape), len(widest.mesh.shape))
     won = best.step_seconds - best.shared_seconds
     too_long = f"left out: it would take longer to plan than {options.repaying_steps:.0f} steps can win"
     by_axes: dict[int, float] = {}
-    for known, sharded in searched.results:
-        by_axes[len(known.shape)] = min(by_axes.get(len(known.shape), math.inf), sharded.step_seconds)
+    for sharded in searched.results:
+        axes = len(sharded.mesh.shape)
+        by_axes[axes] = min(by_axes.get(axes, math.inf), sharded.step_seconds)
     for known in searched.beaten:
         by_axes.setdefault(len(known.shape), best.step_seconds)
     if len(mesh.shape) < 3 or (len(by_axes) < 2 and 1 in by_axes):
@@ -170,7 +174,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     fewer = min(by_axes.get(1, math.inf), by_axes.get(2, math.inf))
     if by_axes.get(3, -math.inf) > (1 - TUNING.third_axis_gain) * fewer:
         return "left out: a third axis won next to nothing elsewhere"
-    finer = [sharded.step_seconds for known, sharded in searched.results if len(known.shape) > 2]
+    finer = [sharded.step_seconds for sharded in searched.results if len(sharded.mesh.shape) > 2]
     if finer and finer[-1] > min(finer):
         return "left out: the last mesh of three axes was slower than one before"
     if 1 in by_axes and 2 in by_axes:  # a third axis wins less than the second did

@@ -14,6 +14,7 @@ from functools import partial
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError
 from autopar.inter_op.cut import FREE, LEAN, SORTED, Rewritten, check_rewritten
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
@@ -90,18 +91,14 @@ def shard_on(
 
     roles, device = request.roles, request.cluster.device
     return shard(
-        request.program.jaxpr,
-        roles.aliases,
-        mesh,
+        build_graph(request.program.jaxpr, mesh, roles.aliases, roles.batch, like=like),
         device,
         request.options,
         partial(restrict_plan, request, mesh),
         roles.donated,
-        roles.batch,
         _known_plans(request, mesh) if compare and not isinstance(request.method, DataParallel) else (),
         beat,
         exposure=exposure or Exposure(1 - device.achieved.overlap),
-        like=like,
         begin=begin,
         explore=explore,
     )
@@ -113,11 +110,8 @@ def _known_plans(request: Request, mesh: LogicalMesh) -> list[Restrict]:
         check_batch(request, mesh)
     except BatchError:
         return []
-    jaxpr, batch, state = request.program.jaxpr, request.roles.batch, _state_in_parts(request)
-    return [
-        partial(restrict_to_data_parallel, jaxpr, batch_inputs=batch, state_inputs=state, zero=zero)
-        for zero in (0, 1, 3)
-    ]
+    batch, state = request.roles.batch, _state_in_parts(request)
+    return [partial(restrict_to_data_parallel, batch_inputs=batch, state_inputs=state, zero=zero) for zero in (0, 1, 3)]
 
 
 def _state_in_parts(request: Request) -> list[int]:
@@ -132,7 +126,7 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
     keep_keys_whole(graph, into, out_of, allowed)
     if isinstance(method, DataParallel):
         check_batch(request, mesh)
-        restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, _state_in_parts(request), method.zero)
+        restrict_to_data_parallel(graph, allowed, roles.batch, _state_in_parts(request), method.zero)
     for pins in find_pins(program.in_paths, request.options.constraints, program.out_paths):
         pin_borders(graph, graph.inputs, pins.inputs, program.in_paths, allowed)
         pin_borders(graph, graph.outputs, pins.outputs, program.out_paths, allowed)

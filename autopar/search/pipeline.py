@@ -68,34 +68,14 @@ def plan_pipeline(
         ConstraintError: A constraint cannot be kept on any mesh of a stage.
         PipelineError: The stages cannot be placed on the hosts.
     """
-    cluster, options, budget = terms.cluster, terms.options, terms.budget_bytes
     num_meshes = len(borders) // num_chunks(schedule)
-    place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
-    levels = options.recompute_levels(len(borders))
-    tasks, programs = terms.solved.pieces_of(cut, borders, splits_backward(schedule), levels or ())
-    restrict = restrict_stages(cut, options.constraints, restrict)
-    attempts = _Attempts(cut, tasks, programs, meshes, schedule, terms, restrict, beat)
-    fitting: list[PipelinePlan] = []
-    failures: list[InfeasibleError] = []
-    ways = [*_ways(terms)]
-    for number, way in enumerate(ways):
-        try:
-            planned = attempts.plan(number, way, part_of(report, number / len(ways), (number + 1) / len(ways)))
-            if planned is None:
-                continue
-            if attempts.fastest >= beat:
-                return planned
-            planned = planned if levels else _run_again_what_does_not_fit(planned, cluster, budget)
-            check_budget(planned, budget)
-        except InfeasibleError as error:
-            failures.append(error)
-        else:
-            fitting.append(planned)
-        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - TUNING.near) <= attempts.fastest:
-            break
-    if not fitting:
-        raise _to_be_told(failures, budget)
-    return min(fitting, key=lambda p: p.seconds_for(options.goal))
+    place_stages(
+        [candidates[0].num_devices for candidates in meshes[:num_meshes]], terms.cluster
+    )  # fails before solving
+    levels = terms.options.recompute_levels(len(borders)) or ()
+    tasks, programs = terms.solved.pieces_of(cut, borders, splits_backward(schedule), levels)
+    restrict = restrict_stages(cut, terms.options.constraints, restrict)
+    return _Attempts(cut, tasks, programs, meshes, schedule, terms, restrict, beat).best(report, bool(levels))
 
 
 class _Attempts:
@@ -123,6 +103,31 @@ class _Attempts:
         self._endless: list[float] = []
         self._is_bounded = schedule.name in FLUSHED and terms.options.goal == "step"
         self._room = _Room(len(programs))
+
+    def best(self, report: Report, is_recomputed: bool) -> PipelinePlan:
+        """The fastest that fits; `is_recomputed`: whether the user has said how much is recomputed."""
+        fitting: list[PipelinePlan] = []
+        failures: list[InfeasibleError] = []
+        budget, goal, ways = self.terms.budget_bytes, self.terms.options.goal, [*_ways(self.terms)]
+        for number, way in enumerate(ways):
+            try:
+                planned = self.plan(number, way, part_of(report, number / len(ways), (number + 1) / len(ways)))
+                if planned is None:
+                    continue
+                if self.fastest >= self.beat:
+                    return planned
+                if not is_recomputed:
+                    planned = _run_again_what_does_not_fit(planned, self.terms.cluster, budget)
+                check_budget(planned, budget)
+            except InfeasibleError as error:
+                failures.append(error)
+            else:
+                fitting.append(planned)
+            if min([self.beat, *(p.seconds_for(goal) for p in fitting)]) * (1 - TUNING.near) <= self.fastest:
+                break
+        if not fitting:
+            raise _to_be_told(failures, budget)
+        return min(fitting, key=lambda p: p.seconds_for(goal))
 
     def plan(self, number: int, way: Terms, report: Report) -> PipelinePlan | None:
         """The pipeline, its stages sharded in the way of this number, of which 0 is without a limit to memory.

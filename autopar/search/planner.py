@@ -226,14 +226,14 @@ class _Search:
         if not self.searched.results:
             assert self.searched.failure is not None, "there is always one mesh to try"
             raise self.searched.failure
-        mesh, best = untie_best(self.request.of(self.program), self.searched)
-        others = [pair for pair in self.tried if pair[0] != self._named(str(mesh))]
-        return assemble_step(self.program, self.request.roles, self.count, mesh, best), others
+        best = untie_best(self.request.of(self.program), self.searched)
+        others = [pair for pair in self.tried if pair[0] != self._named(str(best.mesh))]
+        return assemble_step(self.program, self.request.roles, self.count, best), others
 
     @property
     def _least(self) -> float:
         """Seconds of the best step known."""
-        known = [sharded.step_seconds for _, sharded in self.searched.results]
+        known = [sharded.step_seconds for sharded in self.searched.results]
         return min([*known, *([self.stages.best.seconds] if self.stages.best else [])], default=math.inf)
 
     @property
@@ -256,7 +256,7 @@ def _can_gain(request: Request, searched: Searched) -> bool:
     """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
     if not searched.results:
         return True
-    _, best = searched.best
+    best = searched.best
     won, options = best.step_seconds - best.shared_seconds, request.options
     takes = min(TUNING.stages_seconds, TUNING.stages_solves * planning_seconds(best.problem))
     repaid = options.goal == "calls" or options.repays(TUNING.hoped * won, takes)

@@ -23,7 +23,7 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
     if level == CHEAP:
         return Recomputed(kept_bytes=kept)
     cheap = tasks.at_level(stage, CHEAP)
-    other = lower_stage(with_tasks(planned.program, cheap), planned.mesh, device, planned.sharded)
+    other = lower_stage(with_tasks(planned.program, cheap), device, planned.sharded)
     return Recomputed(
         level,
         sum(len(each.heavy) for each in tasks.kept(stage)),

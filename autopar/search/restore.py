@@ -82,12 +82,12 @@ def _one_program(request: Request, plan: Plan) -> StepPlan:
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
         if method_text(request.method) == plan.method:
-            pin_constraints(step.jaxpr, graph, allowed)
+            pin_constraints(graph, allowed)
             restrict_plan(request.of(step), mesh, graph, allowed)
 
     stage = fused_program(step, roles)
     sharded = given_choices(stage, mesh, request.cluster, plan.stages[0].choices, plan.cost, restrict)
-    return assemble_step(step, roles, plan.num_microbatches, mesh, sharded)
+    return assemble_step(step, roles, plan.num_microbatches, sharded)
 
 
 def _pipeline(request: Request, plan: Plan) -> StepPlan:
@@ -109,7 +109,7 @@ def _pipeline(request: Request, plan: Plan) -> StepPlan:
     for number, stage in enumerate(plan.stages):
         made = stage_program(tasks, number)
         sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
-        stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
+        stages.append(lower_stage(made, cluster.device, sharded))
     return assemble(tasks, stages, cluster, find_schedule(named))
 
 

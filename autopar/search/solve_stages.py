@@ -16,10 +16,9 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import StagePlan, peak_bytes_here, plan_stage
+from autopar.inter_op.stage_plan import StagePlan, peak_bytes_here, plan_stage, stage_graph
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import BackwardSplit, Tasks, make_tasks
-from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.problem import Solution
@@ -156,11 +155,12 @@ def solve_stage(
         return take_over(program, solved.known[key], device, solved.key_of)
     tables = solved.tables.setdefault(mesh, Tables())
     _, like = solved.graphs.get(id(program), (program, None))
-    made = plan_stage(program, mesh, device, options, restrict, all_again, gap, like, tables, in_flight)
+    graph = stage_graph(program, mesh, like, tables)
+    made = plan_stage(program, graph, device, options, restrict, all_again, gap, in_flight)
     solved.known[key] = made
     if not all_again:
         solved.counted[*same, options.memory_budget_bytes] = made
-    solved.graphs.setdefault(id(program), (program, made.sharded.graph))
+    solved.graphs.setdefault(id(program), (program, graph))
     return made
 
 
@@ -184,7 +184,7 @@ def given_choices(
     Raises:
         AssertionError: They are not choices of this program.
     """
-    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
+    graph = stage_graph(program, mesh)
     fitting = len(graph.nodes) == len(choices) and all(
         k < node.num_choices for k, node in zip(choices, graph.nodes, strict=True)
     )
@@ -201,9 +201,7 @@ def given_choices(
     chosen = tuple(by_class[c] for c in range(len(by_class)))
     seconds = problem.cost(chosen)
     solution = Solution(chosen, seconds, seconds * (1 - cost.optimality_gap), cost.solver_status, "file")
-    return read_off(
-        program.jaxpr, graph, choices, class_of, problem, solution, allowed, cluster.device, program.donated
-    )
+    return read_off(graph, choices, class_of, problem, solution, allowed, cluster.device, program.donated)
 
 
 def stage_seconds(stage: StagePlan) -> float:

@@ -392,6 +392,6 @@ def _meshes(method: PipelineParallel | ThreeD, cluster: Cluster, size: int) -> l
 def _three_d(stage: StageProgram, method: ThreeD) -> Restrict:
     def restrict(graph: Graph, allowed: Allowed) -> None:
         state = list(stage.aliases.values())
-        restrict_to_axes(stage.jaxpr, graph, allowed, state, method.zero, method.sequence)
+        restrict_to_axes(graph, allowed, state, method.zero, method.sequence)
 
     return restrict

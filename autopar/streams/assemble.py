@@ -27,7 +27,7 @@ from autopar.intra_op.read_off import Sharded
 from autopar.ir.program import Program
 from autopar.ir.split.layers import LayerSplit, whole_stacks
 from autopar.ir.trace.state import Roles
-from autopar.mesh import ArrayType, Cluster, LogicalMesh, Sharding
+from autopar.mesh import ArrayType, Cluster, Sharding
 from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, simulate_streams
@@ -171,11 +171,9 @@ class PipelinePlan(StepPlan):
         return max(self.simulation.peak_bytes.values())
 
 
-def assemble_step(
-    program: Program, roles: Roles, num_microbatches: int, mesh: LogicalMesh, sharded: Sharded
-) -> StepPlan:
+def assemble_step(program: Program, roles: Roles, num_microbatches: int, sharded: Sharded) -> StepPlan:
     """A step on one mesh, its microbatches in a loop: one stage, whose stream runs one program."""
-    stage = fused_stage(fused_program(program, roles), mesh, sharded)
+    stage = fused_stage(fused_program(program, roles), sharded)
     streams = emit_step(stage)
     check_streams(streams, 1)
     (run,) = streams.instructions[0]
@@ -241,7 +239,7 @@ def at_levels(planned: PipelinePlan, levels: Mapping[int, float], cluster: Clust
             stages[number] = take_over(with_tasks(own.program, tasks), made[key], cluster.device)
             continue
         own = lowered(own, cluster.device)
-        stages[number] = lower_stage(with_tasks(own.program, tasks), own.mesh, cluster.device, own.sharded)
+        stages[number] = lower_stage(with_tasks(own.program, tasks), cluster.device, own.sharded)
         made[key] = stages[number]
     return assemble(tasks, stages, cluster, planned.schedule)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.fit.batches import Batches
-from autopar.fit.parts import PartReader
+from autopar.fit.portions import PortionReader
 from tests.fit.drawn import all_of
 
 ROWS = 24
@@ -93,7 +93,7 @@ def test_grain_datasets(grain, kind):
 
 def test_grain_in_parts(grain):
     """Sent to a worker as it is; each part goes back to its own place."""
-    reader = pickle.loads(pickle.dumps(PartReader(grain_parts, every=2)))
+    reader = pickle.loads(pickle.dumps(PortionReader(grain_parts, every=2)))
     parts = [reader.open(host, 2, 0) for host in range(2)]
     whole = [[part.at(number)["x"] for part in parts] for number in range(6)]
     rows = sorted(float(row[0]) for batch in whole for part in batch for row in part)

@@ -123,7 +123,7 @@ def test_what_cannot_be_is_no_answer():
 def sharded(shape, **how):
     """A small step on a mesh."""
     roles, mesh = find_roles(PROGRAM, (1,)), logical_mesh(CLUSTER, shape)
-    return shard(PROGRAM.jaxpr, roles.aliases, mesh, CLUSTER.device, Options(), batch=roles.batch, **how)
+    return shard(build_graph(PROGRAM.jaxpr, mesh, roles.aliases, roles.batch), CLUSTER.device, Options(), **how)
 
 
 def test_the_best_on_three_axes_is_proved(monkeypatch):
@@ -133,7 +133,7 @@ def test_the_best_on_three_axes_is_proved(monkeypatch):
     assert found.solution.gap > TUNING.rough_gap
     request = Request(PROGRAM, find_roles(PROGRAM, (1,)), CLUSTER, Auto(steps=1))
     tune(monkeypatch, meshes, untied_seconds=0.0)
-    _, best = meshes.untie_best(request, meshes.Searched([(found.graph.mesh, found)], []))
+    best = meshes.untie_best(request, meshes.Searched([found], []))
     assert best.choices == found.choices and best.solution.gap <= TUNING.rough_gap
     assert best.solution.bound <= solve(found.problem).objective <= best.solution.objective
 

@@ -11,6 +11,7 @@ import pytest
 import autopar
 from autopar import Cluster, Link, ShardParallel
 from autopar.cost import collective_seconds
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import Prices
 from autopar.intra_op.exposure import Exposure, Shown, show
 from autopar.intra_op.shard import shard
@@ -104,17 +105,8 @@ def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096):
     program = trace_step(step, (state, x))
     roles = find_roles(program, (1,))
     cluster = Cluster(1, 8, device(0.9), Link(1e-6, rate), Link(1e-6, rate))
-    return shard(
-        program.jaxpr,
-        roles.aliases,
-        logical_mesh(cluster, shape),
-        cluster.device,
-        Options(),
-        None,
-        roles.donated,
-        roles.batch,
-        exposure=exposure,
-    )
+    graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
+    return shard(graph, cluster.device, Options(), None, roles.donated, exposure=exposure)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])

@@ -38,10 +38,10 @@ def test_no_plan_is_below_the_floor(name, method):
         restrict_plan(Request(program, roles, CLUSTER, method), mesh, graph, allowed)
     classes = range(len(graph.nodes))
     costs = build_problem(graph, CLUSTER.device, classes, allowed.masks).costs
-    floor = memory_floor(program.jaxpr, graph, costs, classes, roles.donated)
+    floor = memory_floor(graph, costs, classes, roles.donated)
     assert floor.num_bytes > 0
     for seed in range(2):
-        body = lower(program.jaxpr, graph, draw_choices(graph, seed, allowed))
+        body = lower(graph, draw_choices(graph, seed, allowed))
         peak = measure_liveness(body, mesh, held_values(graph), roles.donated).peak_bytes
         assert floor.num_bytes <= peak * (1 + 1e-9)
 

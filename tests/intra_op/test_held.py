@@ -120,7 +120,7 @@ def test_what_waits_in_float32(step, width, dtype):
 def test_what_a_value_is_made_of_waits_for_its_readers():
     """At the second product of `normalized` there are its operands and result, the first product, and the arguments."""
     program, graph = planned(normalized)
-    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    body = lower(graph, [0] * len(graph.nodes))
     peak = measure_liveness(body, graph.mesh, held_values(graph)).peak_bytes
     assert peak == 5 * SQUARE + 4 * N
 
@@ -138,7 +138,7 @@ def test_a_kernel_that_is_read_turned_is_there_twice(lies, size):
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 8, 8, 8), [sizes[name] for name in lies])]
     program = trace_step(step, types)
     graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
-    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    body = lower(graph, [0] * len(graph.nodes))
     found = measure_liveness(body, graph.mesh, held_values(graph))
     kernel, image = 4 * 8 * 16 * size**2, 4 * 4 * 8 * 8 * 8
     turned = 0 if lies == "OHWI" or (lies, size) == ("OIHW", 1) else kernel
@@ -158,7 +158,7 @@ def test_what_is_scattered_takes_memory_unless_it_is_added_as_it_was_made(whole)
     graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 2), (2,)), {})
     columns, everything = Sharding(((), ("x",))), Sharding(((), ()))
     choices = [_choice(node, everything if whole and node.name == "scatter-add" else columns) for node in graph.nodes]
-    body = lower(program.jaxpr, graph, choices)
+    body = lower(graph, choices)
     moments = fullest_moments(body, graph.mesh, held_values(graph), [False] * 3, TUNING.memory_rows)
     arguments, half = SQUARE + 2 * N, SQUARE // 2
     if whole:  # the half of it that is added, then the sum
@@ -185,7 +185,7 @@ def test_zeros_that_a_gradient_is_scattered_into_are_made_with_those_of_the_forw
         return jnp.sum(jnp.tanh(pooled) ** 2)
 
     program, graph = planned(jax.grad(loss))
-    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    body = lower(graph, [0] * len(graph.nodes))
     found = measure_liveness(body, graph.mesh, held_values(graph))
     names = [i.eqn.primitive.name for i in body.instructions]
     before, scattered = names.index("reduce_window_max"), names.index("select_and_scatter_add")

@@ -19,7 +19,7 @@ def lowered(step, *shapes):
     """A step on one device, and what of it takes memory."""
     program = trace_step(step, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
     graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
-    return lower(program.jaxpr, graph, [0] * len(graph.nodes)), graph.mesh, held_values(graph)
+    return lower(graph, [0] * len(graph.nodes)), graph.mesh, held_values(graph)
 
 
 def products(x, w):

@@ -26,7 +26,7 @@ def lowered(step, given, result, **wanted) -> Body:
         offered = [strategy.results[0] for strategy in node.strategies] or list(node.shardings)
         return offered.index(sharding)
 
-    return lower(program.jaxpr, graph, [choice(node) for node in graph.nodes])
+    return lower(graph, [choice(node) for node in graph.nodes])
 
 
 def words(body: Body) -> list[str]:

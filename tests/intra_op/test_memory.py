@@ -113,7 +113,7 @@ def test_a_row_says_what_is_alive_in_its_own_program(name, seed):
     mesh = logical_mesh(Cluster(1, 8, Device("toy", 1e12), Link(1e-6, 1e9), Link(1e-6, 1e9)), (2, 4))
     graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
     choices, classes = draw_choices(graph, seed), range(len(graph.nodes))
-    body = lower(program.jaxpr, graph, choices)
+    body = lower(graph, choices)
     moments = fullest_moments(body, mesh, held_values(graph), roles.donated, TUNING.memory_rows)
     rows = broken_memory_rows(graph, classes, choices, body, roles.donated, 0.0)
     assert [row.used(choices) for row in rows] == pytest.approx([moment.peak_bytes for moment in moments], rel=1e-6)

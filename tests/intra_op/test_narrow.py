@@ -39,7 +39,7 @@ def test_what_was_made_wider_travels_narrow(seed):
     arguments = (jnp.asarray(SMALL, jnp.bfloat16), jnp.asarray(SMALL, jnp.int8))
     program, mesh = trace_step(step, arguments), logical_mesh(Cluster.local(), (2, 4))
     graph = build_graph(program.jaxpr, mesh, {})
-    body = fuse_collectives(lower(program.jaxpr, graph, draw_choices(graph, seed)), mesh)
+    body = fuse_collectives(lower(graph, draw_choices(graph, seed)), mesh)
     run = jax.shard_map(
         lambda *arrays: run_body(body, arrays, mesh.axis_sizes),
         mesh=jax.make_mesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * 2),

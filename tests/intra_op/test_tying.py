@@ -71,10 +71,10 @@ def test_the_answer_is_untied_and_its_gap_is_of_the_whole(traced, monkeypatch):
     monkeypatch.setattr(tying.tie_nodes, "__defaults__", (0,))
     mesh = logical_mesh(CLUSTER, (2, 4))
     options = Options()
-    tied = shard(program.jaxpr, roles.aliases, mesh, CLUSTER.device, options, None, roles.donated, roles.batch)
+    graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
+    tied = shard(graph, CLUSTER.device, options, None, roles.donated)
     assert len(tied.problem.costs) < len(tied.graph.nodes)
     untied = untie(
-        program.jaxpr,
         tied,
         CLUSTER.device,
         roles.donated,

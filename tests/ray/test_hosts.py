@@ -1,4 +1,4 @@
-"""Each host reads its own part of the batches: equal to one device, and nothing of it goes through the driver."""
+"""Each host reads its own portion of the batches: equal to one device, and nothing of it goes through the driver."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.mesh import ArrayType, LogicalMesh, Sharding
-from autopar.runtime.ray.rows import Wanted, count_parts, cut_out, parts_for
+from autopar.runtime.ray.rows import Wanted, count_portions, cut_out, portions_for
 from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.transport.parcels import own_boxes
 
@@ -32,8 +32,8 @@ def test_parts(name):
     wanted = Wanted(0, ArrayType(lies.shape, lies.dtype, Sharding(dims), mesh), is_piece)
     number = Wanted(1, ArrayType((), np.dtype(np.float32), Sharding(()), mesh), False)
     seats = seats_of(((0, mesh.num_devices),), per_host)
-    count = count_parts(ROWS, [((wanted, number), seat) for seat in seats])
-    assert {seat.number: parts_for(ROWS, count, (wanted, number), seat) for seat in seats} == want
+    count = count_portions(ROWS, [((wanted, number), seat) for seat in seats])
+    assert {seat.number: portions_for(ROWS, count, (wanted, number), seat) for seat in seats} == want
     read = np.split(whole, count)
     for seat in seats:
         parts = {k: read[k] for k in want[seat.number]}

@@ -93,9 +93,9 @@ def test_ties_of_a_small_program_are_undone_whatever_that_wins(monkeypatch):
     """Where it takes less than half a second. Of others, and on other meshes, they are where that repays."""
     asked, real = [], meshes.untie
 
-    def untie(jaxpr, sharded, *how):
+    def untie(sharded, *how):
         asked.append(sharded.graph.mesh.shape)
-        return real(jaxpr, sharded, *how)
+        return real(sharded, *how)
 
     monkeypatch.setattr(meshes, "untie", untie)
     automatic = plan(autopar.Auto(steps=1e-9))

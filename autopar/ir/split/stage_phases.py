@@ -58,14 +58,19 @@ def split_at_joins(
         return _at_joins(jaxpr, decide)
     except MicrobatchError as error:
         with contextlib.suppress(MicrobatchError):
-            if _goes_again(jaxpr, batch) or _waits_for_rows(jaxpr, decide):
+            waits = error.__cause__  # where samples are shuffled between two layers they wait for rows of others
+            if _goes_again(jaxpr, batch) or (isinstance(waits, SamplesWaitError) and waits.is_for_rows):
                 return _in_rounds(jaxpr, decide)
         loop = next(filter(holds_steps, jaxpr.eqns), None)
         raise (error if loop is None else _in_a_loop(count, loop)) from None
 
 
 def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
-    """One forward and one backward pass, between which all samples are waited for, if they must be."""
+    """One forward and one backward pass, between which all samples are waited for, if they must be.
+
+    Raises:
+        MicrobatchError: That does not do; its cause is what samples first wait for.
+    """
     joins: list[JaxprEqn] | None = None
     first: SamplesWaitError | None = None
     while True:  # each turn has fewer sums that are recomputed, or in a loop, or read before they are joined
@@ -82,10 +87,10 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
                 better, more = with_joins(jaxpr, (*waits.samples, *behind))
             if better is jaxpr and joins is not None:
                 of_pairs = waits.is_late_work and not first.sums
-                raise (too_much_at_once(first.error, TUNING.joined_work) if of_pairs else first.error) from None
+                raise (too_much_at_once(first.error, TUNING.joined_work) if of_pairs else first.error) from first
             jaxpr, joins = better, [*(joins or ()), *more]
         except MicrobatchError as error:
-            raise (error if first is None else first.error) from None
+            raise (error if first is None else first.error) from first
 
 
 def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
@@ -111,15 +116,6 @@ def _goes_again(jaxpr: Jaxpr, batch: Sequence[int]) -> bool:
             if is_ahead(eqn) or samples:
                 return True
         of_batch.update(dict.fromkeys(eqn.outvars if samples and not is_led else ()))
-    return False
-
-
-def _waits_for_rows(jaxpr: Jaxpr, decide: Decide) -> bool:
-    """Whether samples first wait for nothing but rows of others: where they are shuffled between two layers."""
-    try:
-        decide(jaxpr, joins=None)
-    except SamplesWaitError as waits:
-        return waits.is_for_rows
     return False
 
 

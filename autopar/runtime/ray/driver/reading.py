@@ -1,10 +1,10 @@
 """Batches that the workers of a step read by themselves, as the driver sees them.
 
 In:     a step on a Ray cluster, which of its arguments are the batch, a reader (`worker/reading.py`).
-Out:    for each batch what its parts are like; then its arrays, which are on the workers and never were here.
-Method: `rows.py` says which parts a worker needs. It is asked for a batch ahead of time, and reads it while it goes on with
+Out:    for each batch what its portions are like; then its arrays, which are on the workers and never were here.
+Method: `rows.py` says which portions a worker needs. It is asked for a batch ahead of time, and reads it while it goes on with
         its steps; what becomes of it are `RemoteArray`s like others. A batch that is unlike the others is put where another
-        plan wants it, or, where that wants other parts, brought here.
+        plan wants it, or, where that wants other portions, brought here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
-from autopar.runtime.ray.rows import Wanted, count_parts, parts_for
-from autopar.runtime.ray.worker.reading import PartKind
+from autopar.runtime.ray.rows import Wanted, count_portions, portions_for
+from autopar.runtime.ray.worker.reading import PortionKind
 from autopar.streams.instructions import MeshId
 
 
 class Layout:
-    """Where a batch goes: in how many parts it is cut, and of each worker that holds some of it its arrays and parts."""
+    """Where a batch goes: in how many portions it is cut, and of each worker that holds some of it its arrays and portions."""
 
     def __init__(self, step: RayStep, first: int, types: Sequence[jax.ShapeDtypeStruct], rows: int):
         """Find it out for a batch of such arrays and rows, whose first is argument `first` of the step."""
@@ -37,12 +37,12 @@ class Layout:
         seats = {seat.number: seat for mesh in sorted(found) for seat in step.workers.seats_on(mesh)}
         for number, seat in seats.items():
             self.wanted[number], self.meshes[number] = tuple(found[seat.mesh]), seat.mesh
-        self.hosts = count_parts(rows, [(self.wanted[n], seat) for n, seat in seats.items()])
-        self.parts = {n: parts_for(rows, self.hosts, self.wanted[n], seat) for n, seat in seats.items()}
+        self.hosts = count_portions(rows, [(self.wanted[n], seat) for n, seat in seats.items()])
+        self.portions = {n: portions_for(rows, self.hosts, self.wanted[n], seat) for n, seat in seats.items()}
 
     def fits(self, other: Layout) -> bool:
-        """Whether each worker has read the parts that it needs, if it has read those of another."""
-        return self.hosts == other.hosts and self.parts == other.parts
+        """Whether each worker has read the portions that it needs, if it has read those of another."""
+        return self.hosts == other.hosts and self.portions == other.portions
 
 
 class Reading:
@@ -52,16 +52,16 @@ class Reading:
         layout: Where they go, as they usually are.
     """
 
-    def __init__(self, step: RayStep, layout: Layout, kind: PartKind):
-        """Opens nothing; `kind` is of a part."""
+    def __init__(self, step: RayStep, layout: Layout, kind: PortionKind):
+        """Opens nothing; `kind` is of a portion."""
         self._workers, self.layout, self._kind = step.workers, layout, kind
         self._source = self._workers.number()[0]
         self._begun: dict[int, tuple[dict[int, Any], dict[MeshId, range]]] = {}
         self._keys: dict[int, dict[MeshId, range]] = {}
-        self._of_part: dict[int, int] = {}  # the worker that answers for a part
-        for worker, parts in layout.parts.items():
-            for part in parts:
-                self._of_part.setdefault(part, worker)
+        self._of_portion: dict[int, int] = {}  # the worker that answers for a portion
+        for worker, portions in layout.portions.items():
+            for portion in portions:
+                self._of_portion.setdefault(portion, worker)
 
     @property
     def closed(self) -> bool:
@@ -69,18 +69,18 @@ class Reading:
         return self._workers.closed
 
     def open(self, reader: bytes, number: int, positions: Sequence[Any]) -> None:
-        """Have the workers open their parts by a packed reader, from batch `number` on, where each part is at its position."""
+        """Have the workers open their portions by a packed reader, from batch `number` on, each where it is at its position."""
         arguments = {
             worker: (
                 self._source,
                 reader,
                 self.layout.hosts,
                 number,
-                {part: positions[part] for part in parts},
+                {portion: positions[portion] for portion in portions},
                 self._kind,
                 self.layout.wanted[worker],
             )
-            for worker, parts in self.layout.parts.items()
+            for worker, portions in self.layout.portions.items()
         }
         self._asked("open", arguments)
 
@@ -91,14 +91,14 @@ class Reading:
             asked = {w: (self._source, number, tuple(keys[mesh])) for w, mesh in self.layout.meshes.items()}
             self._begun[number] = self._workers.begin("readings", "draw", asked), keys
 
-    def drawn(self, number: int) -> dict[int, list[tuple[int, PartKind | None]]]:
-        """A batch, once it is read: for each part what each worker that has read it says it is like; None: it has ended."""
+    def drawn(self, number: int) -> dict[int, list[tuple[int, PortionKind | None]]]:
+        """A batch, once it is read: for each portion what each worker that has read it says it is like; None: it has ended."""
         self.begin(number)
         refs, self._keys[number] = self._begun.pop(number)
-        found: dict[int, list[tuple[int, PartKind | None]]] = {}
+        found: dict[int, list[tuple[int, PortionKind | None]]] = {}
         for worker, own in self._workers.end_reading(refs, "draw").items():
-            for part, kind in own.items():
-                found.setdefault(part, []).append((worker, kind))
+            for portion, kind in own.items():
+                found.setdefault(portion, []).append((worker, kind))
         return dict(sorted(found.items()))
 
     def arrays(self, number: int, layout: Layout | None = None) -> list[Any]:
@@ -122,19 +122,19 @@ class Reading:
         ]
 
     def bring(self, number: int) -> list[list[np.ndarray]]:
-        """The parts of a batch that was read, each with its arrays, in this process."""
+        """The portions of a batch that was read, each with its arrays, in this process."""
         del self._keys[number]
-        parts: dict[int, list[np.ndarray]] = {}
+        portions: dict[int, list[np.ndarray]] = {}
         for own in self._asked("bring", self._answering(number)).values():
-            parts |= own
-        return [parts[part] for part in sorted(parts)]
+            portions |= own
+        return [portions[portion] for portion in sorted(portions)]
 
     def positions(self, number: int) -> list[Any]:
-        """Where each part is when batch `number` is the next; None: it cannot tell."""
+        """Where each portion is when batch `number` is the next; None: it cannot tell."""
         found: dict[int, Any] = {}
         for own in self._asked("positions", self._answering(number)).values():
             found |= own
-        return [found[part] for part in sorted(found)]
+        return [found[portion] for portion in sorted(found)]
 
     def close(self) -> None:
         """Have the workers read nothing more, and drop what no step will take."""
@@ -148,11 +148,11 @@ class Reading:
         return {mesh: self._workers.number(size) for mesh, size in sizes.items()}
 
     def _answering(self, number: int) -> dict[int, tuple[Any, ...]]:
-        """Arguments of calls that concern each part once."""
-        asked: dict[int, list[int]] = {worker: [] for worker in self.layout.parts}
-        for part, worker in self._of_part.items():
-            asked[worker].append(part)
-        return {worker: (self._source, number, tuple(parts)) for worker, parts in asked.items()}
+        """Arguments of calls that concern each portion once."""
+        asked: dict[int, list[int]] = {worker: [] for worker in self.layout.portions}
+        for portion, worker in self._of_portion.items():
+            asked[worker].append(portion)
+        return {worker: (self._source, number, tuple(portions)) for worker, portions in asked.items()}
 
     def _asked(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         return self._workers.end_reading(self._workers.begin("readings", method, arguments), method)

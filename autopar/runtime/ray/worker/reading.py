@@ -1,7 +1,7 @@
 """What a worker reads of each batch, while it goes on with its steps.
 
-In:     a reader, packed: how to open a part of the batches; which parts this worker needs, and where their rows go.
-Out:    arrays of the host's devices, under keys; what each part was like.
+In:     a reader, packed: how to open a portion of the batches; which portions this worker needs, and where their rows go.
+Out:    arrays of the host's devices, under keys; what each portion was like.
 Method: on a thread of its own, one batch after the other. Whatever is unlike the other batches is kept until it is said
         what becomes of it.
 """
@@ -29,37 +29,37 @@ LeafKind = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True, slots=True)
-class PartKind:
-    """What a part of a batch is like: its containers, in words, and its arrays, by path."""
+class PortionKind:
+    """What a portion of a batch is like: its containers, in words, and its arrays, by path."""
 
     tree: str
     leaves: Mapping[str, LeafKind]
 
 
-class OpenPart(Protocol):
-    """A part of the batches, being read."""
+class OpenPortion(Protocol):
+    """A portion of the batches, being read."""
 
     def at(self, number: int) -> Any | None:
-        """The part of batch `number`; None: there are not so many."""
+        """The portion of batch `number`; None: there are not so many."""
 
     def position(self, number: int) -> Any | None:
         """Where the source is when batch `number` is the next, as JSON; None: it cannot tell."""
 
 
 class Reader(Protocol):
-    """What opens parts; it is sent to the workers."""
+    """What opens portions; it is sent to the workers."""
 
-    def open(self, host: int, hosts: int, number: int, position: Any | None) -> OpenPart:
-        """Part `host` of `hosts`, from batch `number` on, where the source is at a position."""
+    def open(self, host: int, hosts: int, number: int, position: Any | None) -> OpenPortion:
+        """Portion `host` of `hosts`, from batch `number` on, where the source is at a position."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """Batches that are being read: the worker's own parts, their usual kind and place, and what is not placed yet."""
+    """Batches that are being read: the worker's own portions, their usual kind and place, and what is not placed yet."""
 
     hosts: int
-    open: dict[int, OpenPart]
-    kind: PartKind
+    open: dict[int, OpenPortion]
+    kind: PortionKind
     wanted: tuple[Wanted, ...]
     drawn: dict[int, dict[int, list[Any]]]
 
@@ -87,12 +87,12 @@ class Readings:
         hosts: int,
         number: int,
         positions: Mapping[int, Any],
-        kind: PartKind,
+        kind: PortionKind,
         wanted: tuple[Wanted, ...],
     ) -> None:
-        """Open a source: its number, what opens parts (pickled), how many parts and from which batch on.
+        """Open a source: its number, what opens portions (pickled), how many portions and from which batch on.
 
-        Each part of this worker's begins at its position, None: that is not known; usually it is of this kind, and this
+        Each portion of this worker's begins at its position, None: that is not known; usually it is of this kind, and this
         becomes of it.
         """
         made: Reader = pickle.loads(reader)
@@ -102,13 +102,13 @@ class Readings:
             own.open[host] = self._tried(own, host, number, lambda h=host, p=position: made.open(h, hosts, number, p))  # type: ignore[misc]
         self._sources[source] = own
 
-    def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PartKind | None]:
-        """Read a batch, and if it is as usual place it under these keys: what each part is like; None: it has ended."""
-        own, found = self._sources[source], dict[int, PartKind | None]()
+    def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PortionKind | None]:
+        """Read a batch, and if it is as usual place it under these keys: what each portion is like; None: it has ended."""
+        own, found = self._sources[source], dict[int, PortionKind | None]()
         drawn: dict[int, list[Any]] = {}
-        for host, part in own.open.items():
+        for host, portion in own.open.items():
             self._since = time.monotonic()
-            batch = self._tried(own, host, number, lambda p=part: p.at(number))  # type: ignore[misc]
+            batch = self._tried(own, host, number, lambda p=portion: p.at(number))  # type: ignore[misc]
             found[host] = None if batch is None else kind_of(batch)
             drawn[host] = jax.tree.leaves(batch)
         own.drawn[number] = drawn
@@ -120,17 +120,19 @@ class Readings:
         """Put a batch that was read on the devices."""
         drawn = self._sources[source].drawn.pop(number)
         for each, key in zip(wanted, keys, strict=True):
-            parts = {host: np.asarray(leaves[each.leaf]) for host, leaves in drawn.items()}
+            portions = {host: np.asarray(leaves[each.leaf]) for host, leaves in drawn.items()}
             boxes = own_boxes(each.kind, self._places.seat)
-            self.arrays[key] = on_devices(each.kind, self._places, True)([cut_out(each, box, parts) for box in boxes])
+            self.arrays[key] = on_devices(each.kind, self._places, True)(
+                [cut_out(each, box, portions) for box in boxes]
+            )
 
     def bring(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, list[np.ndarray]]:
-        """Parts of a batch that was read, as they are."""
+        """Portions of a batch that was read, as they are."""
         drawn = self._sources[source].drawn.pop(number)
         return {host: [np.asarray(leaf) for leaf in drawn[host]] for host in hosts}
 
     def positions(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, Any]:
-        """Where these parts are when batch `number` is the next."""
+        """Where these portions are when batch `number` is the next."""
         return {host: self._sources[source].open[host].position(number) for host in hosts}
 
     def close(self, source: int, keys: Sequence[Key]) -> None:
@@ -146,17 +148,17 @@ class Readings:
         except Exception as error:
             line = traceback.extract_tb(error.__traceback__)[-1]
             raise BatchError(
-                "a worker could not read its part of a batch.",
+                "a worker could not read its portion of a batch.",
                 given=f"batches(host={host}, hosts={own.hosts}), the batch of step {number}, on {self._places.seat}",
                 wrong=f"{type(error).__name__}: {error}, at {line.filename}:{line.lineno}.",
                 do="mend what raised it; it ran in the worker's process, on its host.",
             ) from error
 
 
-def kind_of(batch: Any) -> PartKind:
-    """What a batch, or a part of one, is like. NumPy's 64 bits count as what JAX makes of them."""
+def kind_of(batch: Any) -> PortionKind:
+    """What a batch, or a portion of one, is like. NumPy's 64 bits count as what JAX makes of them."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
-    return PartKind(str(tree), {jax.tree_util.keystr(path): _leaf_kind(leaf) for path, leaf in leaves})
+    return PortionKind(str(tree), {jax.tree_util.keystr(path): _leaf_kind(leaf) for path, leaf in leaves})
 
 
 def _leaf_kind(leaf: Any) -> LeafKind:

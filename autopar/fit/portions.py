@@ -1,7 +1,7 @@
-"""One part of each batch, as a function of a host's number and the number of hosts reads it.
+"""One portion of each batch, as a function of a host's number and the number of hosts reads it.
 
 In:     the user's `batches(host, hosts)`, or `batches(host, hosts, start)`.
-Out:    `PartReader`, which goes to the workers and opens parts there; `PartOfBatches`, a part being read.
+Out:    `PortionReader`, which goes to the workers and opens portions there; `PortionOfBatches`, a portion being read.
 Method: what the function returns is a source as any other (`batches.py`).
 """
 
@@ -15,7 +15,7 @@ from autopar.fit.batches import Batches, EndOfBatches
 from autopar.fit.positions import has_position
 
 ByHost = Callable[..., Iterable[Any]]
-"""`(host, hosts)` or `(host, hosts, start)` to the host's part of each batch, from number `start` on if it takes one."""
+"""`(host, hosts)` or `(host, hosts, start)` to the host's portion of each batch, from number `start` on if it takes one."""
 
 
 def is_by_host(source: Any) -> bool:
@@ -27,22 +27,22 @@ def is_by_host(source: Any) -> bool:
     return names[:2] == ["host", "hosts"] and names[2:] in ([], ["start"])
 
 
-class PartReader:
-    """Opens parts of batches; goes to the workers."""
+class PortionReader:
+    """Opens portions of batches; goes to the workers."""
 
     def __init__(self, function: ByHost, every: int):
         """Opens nothing; at multiples of `every` it is known where the source was."""
         self._function, self._every = function, every
         self._begins_anywhere = "start" in inspect.signature(function).parameters
 
-    def open(self, host: int, hosts: int, number: int, position: Any | None = None) -> PartOfBatches:
-        """Part `host` of `hosts`, from batch `number` on, where the source is at a position."""
+    def open(self, host: int, hosts: int, number: int, position: Any | None = None) -> PortionOfBatches:
+        """Portion `host` of `hosts`, from batch `number` on, where the source is at a position."""
         batches = self._batches(host, hosts, every=self._every)
         batches.go_to(number, position)
-        return PartOfBatches(batches, self._every)
+        return PortionOfBatches(batches, self._every)
 
     def here(self, **options: Any) -> Batches:
-        """All of the batches, in one part, read in this process."""
+        """All of the batches, in one portion, read in this process."""
         return self._batches(0, 1, **options)
 
     def _batches(self, host: int, hosts: int, **options: Any) -> Batches:
@@ -64,14 +64,14 @@ class _Again:
         return iter(self._make())
 
 
-class PartOfBatches:
-    """One part of each batch, one after the other."""
+class PortionOfBatches:
+    """One portion of each batch, one after the other."""
 
     def __init__(self, batches: Batches, every: int):
         self._batches, self._every = batches, every
 
     def at(self, number: int) -> Any | None:
-        """The part of batch `number`, which is the next; None: there is none."""
+        """The portion of batch `number`, which is the next; None: there is none."""
         if number % self._every == 0:
             self._batches.forget(number)
         try:
