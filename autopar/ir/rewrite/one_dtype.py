@@ -3,7 +3,8 @@
 In:     a flat program. A product of bfloat16 with float32 is one equation of JAX, and most compilers have none of that kind.
 Out:    the same function, in which both operands of such a product are first converted to the type of its result.
 Method: what JAX's lowering does for CPUs and GPUs (`lax._handle_dot_precision`), done where the planner sees it: the operand
-        that is wider then takes memory, and what is communicated of it may be the narrow one. TPUs multiply the same
+        that is wider then takes memory, and what is communicated of it may be the narrow one. A value is converted once in a
+        body, as XLA finds that out: from the forward pass to the backward pass it waits converted. TPUs multiply the same
         numbers, and put conversions into the product. Left alone are 8-bit floats, which have products of two types, and
         products that name their algorithm, which says what is converted.
 """
@@ -11,6 +12,7 @@ Method: what JAX's lowering does for CPUs and GPUs (`lax._handle_dot_precision`)
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,12 +25,12 @@ from autopar.ir.rewrite.dead_code import with_equations
 
 def products_of_one_dtype(jaxpr: Jaxpr) -> Jaxpr:
     """The program whose products have operands of one type; over the same inputs and results."""
-    eqns = Equations()
+    eqns, known = Equations(), dict[tuple[Atom, Any], Atom]()
     for eqn in jaxpr.eqns:
         if is_region(eqn):
             eqns.append(in_bodies(eqn, products_of_one_dtype))
         elif _is_mixed(eqn):
-            operands = [_converted(eqns, atom, eqn) for atom in eqn.invars]
+            operands = [_converted(eqns, known, atom, eqn) for atom in eqn.invars]
             eqns.append(replace_eqn(eqn, invars=operands))
         else:
             eqns.append(eqn)
@@ -45,8 +47,11 @@ def _is_mixed(eqn: JaxprEqn) -> bool:
     return lhs != rhs and not names_algorithm and not both_small
 
 
-def _converted(eqns: Equations, atom: Atom, eqn: JaxprEqn) -> Atom:
-    (result,) = eqn.outvars
-    if atom.aval.dtype == result.aval.dtype:
+def _converted(eqns: Equations, known: dict[tuple[Atom, Any], Atom], atom: Atom, eqn: JaxprEqn) -> Atom:
+    dtype = eqn.outvars[0].aval.dtype
+    if atom.aval.dtype == dtype:
         return atom
-    return eqns.call_one(partial(lax.convert_element_type, new_dtype=result.aval.dtype), [atom], eqn.source_info)
+    if (atom, dtype) not in known:
+        convert = partial(lax.convert_element_type, new_dtype=dtype)
+        known[atom, dtype] = eqns.call_one(convert, [atom], eqn.source_info)
+    return known[atom, dtype]

@@ -47,6 +47,13 @@ def test_operands(step, types, operands, conversions):
     assert products_of_one_dtype(program) is program
 
 
+def test_a_value_is_converted_once():
+    """For the forward pass and for the gradient of the weights."""
+    types = jax.ShapeDtypeStruct((8, 8), NARROW), jax.ShapeDtypeStruct((8, 8), WIDE)
+    program = trace_step(jax.grad(lambda x, w: jnp.tanh(multiply(x, w)).sum(), 1), types).jaxpr
+    assert [eqn.primitive.name for eqn in all_equations(program)].count("convert_element_type") == 1
+
+
 def test_a_mixed_product_is_counted_as_it_runs():
     """As if its operand had been converted by hand."""
 
