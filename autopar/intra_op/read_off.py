@@ -27,6 +27,7 @@ from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.strategies import split_fraction
 from autopar.mesh import Device, LogicalMesh, Sharding
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +123,20 @@ class Sharded:
         """The same program, priced as what was known before it alone decided what is exposed: as others can be priced, too."""
         if self.exposure is None or self.exposure.before is None:
             return self
-        exposure = self.exposure.before
+        return self._priced_under(self.exposure.before, device)
+
+    def as_shown(self, device: Device) -> Sharded:
+        """The same program, priced as it alone shows what is exposed, where it takes otherwise than it was priced."""
+        if self.exposure is None or self.exposure.before is not None:
+            return self
+        taken = self.compute_seconds, self.communication_seconds
+        seconds = self.priced_seconds(self.body, self.exposed_seconds, *taken)
+        if abs(seconds - self.solution.objective) <= TUNING.exposure_same * seconds:
+            return self
+        shown = show(self.graph, self.body, self.exposed_seconds)
+        return self._priced_under(self.exposure.after(shown).as_in(shown, self.exposure), device)
+
+    def _priced_under(self, exposure: Exposure, device: Device) -> Sharded:
         problem = build_problem(self.graph, device, self.class_of, self.allowed.masks, exposure)
         problem = dataclasses.replace(problem, rows=self.problem.rows)
         of_class = dict(zip(self.class_of, self.choices, strict=True))

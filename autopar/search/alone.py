@@ -10,10 +10,10 @@ Method: a pipeline of one stage, which no one waits for: its backward pass is a 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from autopar.errors import AutoparError, needed_bytes
+from autopar.inter_op.residuals import CHEAP
 from autopar.mesh import LogicalMesh
 from autopar.search.methods import Auto, PipelineParallel
 from autopar.search.progress import Report, silent
@@ -36,7 +36,7 @@ def search_alone(
 
     `accumulated`: in so many microbatches that step is best otherwise; as many are tried, whatever fewer come to.
     """
-    needed = math.inf
+    failure: AutoparError | None = None
     for count in (1, *request.microbatch_counts(shared=True)):
         text = f"1 stage on {request.cluster.num_devices}, {count} microbatches"
         report(f"planning {text}", None, known)
@@ -44,17 +44,24 @@ def search_alone(
             planned = pipeline_under(request, _as_stage(method, count), silent, meshes, known)
         except AutoparError as error:
             found.tried.append((text, error.summary))
-            before, needed = needed, needed_bytes(error)
-            stalls = math.isfinite(before) and needed > (1 - TUNING.accumulation_bytes) * before
-            if stalls and count >= accumulated:
+            before, failure = failure, error
+            if count >= accumulated and _saves_nothing(before, failure):
                 return
             continue
         wins = planned.seconds < known
         found.tried.append((text, f"{'' if wins else 'at least '}{planned.seconds:.3e} s"))
         if wins:
             found.best, known = planned, planned.seconds
-        elif count >= accumulated:  # more microbatches take longer still
-            return
+        elif count >= accumulated and set(planned.tasks.levels) == {CHEAP}:
+            return  # more microbatches take longer still, and there is no more that they need not recompute
+
+
+def _saves_nothing(before: AutoparError | None, after: AutoparError) -> bool:
+    """Whether more microbatches need about as many bytes: what is left is no sample's, but of parameters and gradients.
+
+    As far as both errors tell the same: what is proved to be needed says little of the least that was found.
+    """
+    return type(before) is type(after) and needed_bytes(after) > (1 - TUNING.accumulation_bytes) * needed_bytes(before)
 
 
 def _as_stage(method: Auto, count: int) -> PipelineParallel:

@@ -119,22 +119,29 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
 def untie_best(request: Request, searched: Searched) -> Sharded:
     """The best plan with every node by itself; of small programs the best of all that are nearly as fast. Where that takes
     long, it is done if it may win as much."""
-    best, options, budget = searched.best, request.options, request.budget_bytes
+    best, options, budget, device = searched.best, request.options, request.budget_bytes, request.cluster.device
+
+    def as_shown(sharded: Sharded) -> Sharded:
+        # On fewer axes that was done when it was found (`shard.py`).
+        if len(sharded.mesh.shape) < 3 or sharded.gap <= TUNING.rough_gap:
+            return sharded
+        return min(sharded, proved(sharded.as_shown(device)), key=lambda sharded: sharded.gap)
 
     def untied(sharded: Sharded) -> Sharded:
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
         at_once = sharded is best and takes <= TUNING.untied_seconds
         if not at_once and not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             is_quick = sharded is best and takes <= TUNING.proved_seconds
-            return proved(sharded) if is_quick else sharded
-        return untie(
+            return as_shown(proved(sharded)) if is_quick else sharded
+        alone = untie(
             sharded,
-            request.cluster.device,
+            device,
             request.roles.donated,
             lambda sharded: sharded.liveness.peak_bytes <= budget,
             options.solver,
             TimeLimit(options.solver_seconds, options.repaying_steps),
         )
+        return as_shown(alone)
 
     near = (1 + TUNING.untied_near) * best.step_seconds
     small = len(best.graph.nodes) <= TUNING.untied_each

@@ -313,13 +313,13 @@ def check_budget(planned: PipelinePlan, budget: float) -> None:
     """No device may hold more bytes at once.
 
     Raises:
-        InfeasibleError: One does; names the stage.
+        NoPlanFoundError: One does; names the stage.
     """
     mesh, peak = max(planned.simulation.peak_bytes.items(), key=lambda item: item[1])
     if peak > budget:
         count, levels = len(planned.stages), set(planned.tasks.levels)
         again = "" if levels == {CHEAP} else ", however much of its forward pass the backward runs again"
-        raise InfeasibleError(
+        raise NoPlanFoundError(
             "a stage does not fit the memory budget.",
             given=f"stage {mesh} of {count} on {planned.stages[mesh].mesh}, schedule {planned.schedule.name!r}, "
             f"{planned.cut.split.count} microbatches, {budget:.0f} bytes on each device",

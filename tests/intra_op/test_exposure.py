@@ -78,6 +78,21 @@ def test_other_plans_are_compared_as_was_known_before():
     assert compared.solution.bound <= compared.solution.objective
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+def test_what_a_program_shows_is_no_gap(scanned):
+    """Small conversions were priced as ten that are sent together; the same program is then priced as it sends them."""
+    sharded, kind = sharded_of(plan_of(scanned, 3, 1e12, 0.0, width=64, batch=64)), device(0.0)
+    in_full = Exposure(1.0)
+    problem = Prices(sharded.graph, kind, sharded.class_of, sharded.allowed.masks).problem(in_full)
+    seconds = problem.cost(sharded.solution.choices)
+    solution = dataclasses.replace(sharded.solution, objective=seconds, bound=seconds)
+    priced = dataclasses.replace(sharded, problem=problem, solution=solution, exposure=in_full)
+    shown = priced.as_shown(kind)
+    assert priced.gap > 0.03 and shown.choices == priced.choices
+    assert shown.solution.objective == pytest.approx(shown.step_seconds, rel=1e-3)
+    assert shown.as_shown(kind) is shown and shown.as_compared(kind).exposure is in_full
+
+
 def test_a_loop_gathers_its_parameters_where_that_hides():
     """Memory does not ask for it: it is faster than to wait for the whole stack."""
     plan = plan_of(True, 3, 1e11, 1.0, layers=16, width=512, batch=8192)

@@ -54,9 +54,13 @@ def test_no_method_is_better(roomy, share):
 
 
 def test_more_memory_gives_no_slower_plan(roomy):
-    """Of so little, pipelines are planned; by the table's estimates the faster ones fit the smaller memory alone."""
-    less, more = (planned(autopar.Auto(), int(share * roomy.cost.peak_bytes[0])) for share in (0.5, 0.6))
-    assert more.cost.step_seconds <= less.cost.step_seconds * (1 + 1e-6)
+    """Of so little, one stage in more microbatches, or one that recomputes, though fewer need no less and fit no better."""
+    budgets = [int(share * roomy.cost.peak_bytes[0]) for share in (0.6, 0.65)]
+    less, more = (planned(autopar.Auto(), budget).cost.step_seconds for budget in budgets)
+    assert more <= less * (1 + 1e-6)
+    for budget, seconds, count in zip(budgets, (less, more), (16, 8), strict=True):
+        by_hand = planned(autopar.PipelineParallel(num_stages=1, num_microbatches=count), budget)
+        assert seconds <= by_hand.cost.step_seconds * (1 + 1e-6)
 
 
 def test_runs_and_comes_back_from_a_file(roomy, tmp_path):
