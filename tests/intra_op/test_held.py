@@ -109,7 +109,7 @@ def test_what_waits_in_float32(step, width, dtype):
     """What is worked out in float32 and read so: a product between its readers finds twice its bytes there."""
     program = trace_step(step, [jax.ShapeDtypeStruct((N, N), dtype)] * 2)
     graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
-    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    body = lower(graph, [0] * len(graph.nodes))
     held, size = held_values(graph), N * N * jnp.dtype(dtype).itemsize
     as_typed = measure_liveness(body, graph.mesh, dict.fromkeys(held, 1)).peak_bytes
     expected = width if dtype == jnp.bfloat16 else 1
