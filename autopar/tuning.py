@@ -21,10 +21,9 @@ class Tuning:
     hoisted_work: float = 0.02
     """Part of the step's work. What is needed of the whole batch (a mask's denominator) and takes no more is computed before
     the loop over microbatches: every microbatch waits for it, and it saves a second loop."""
-    joined_work: float = 0.5
+    joined_work: float = 0.2
     """Part of the step's work. What is done of all samples at once between a pipeline's forward and backward passes, while its
-    stages wait, takes no more: with more there is no pipeline left. Whether less is worth it, the clock says; small encoders
-    under a loss over pairs of samples have a third."""
+    stages wait, takes no more."""
     most_rounds: int = 8
     """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
     repeated_rounds: float = 0.5
