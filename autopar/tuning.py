@@ -30,7 +30,10 @@ class Tuning:
     """Part of the step's work that these loops may do once more."""
     stage_rounds: int = 16
     """How often microbatches go forwards and backwards through a pipeline's stages, at most: each time costs one more look at
-    the step, and nothing is done again. Loops of training steps with no more turns are written out for it."""
+    the step, and nothing is done again."""
+    written_steps: int = 8
+    """Turns of a loop of training steps that are written out for that, at most: each is one more copy of the step to look at,
+    and one more look, so that twice as many take four times as long to plan (16: a minute)."""
     layers_work: float = 0.2
     """Part of the forward and backward passes' work. Scans of one length are cut between stages if they do at least so much:
     a smaller scan is no chain of layers, and cutting it makes programs longer for nothing."""
