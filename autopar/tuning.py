@@ -21,17 +21,19 @@ class Tuning:
     hoisted_work: float = 0.02
     """Part of the step's work. What is needed of the whole batch (a mask's denominator) and takes no more is computed before
     the loop over microbatches: every microbatch waits for it, and it saves a second loop."""
-    joined_work: float = 0.5
+    joined_work: float = 0.2
     """Part of the step's work. What is done of all samples at once between a pipeline's forward and backward passes, while its
-    stages wait, takes no more: with more there is no pipeline left. Whether less is worth it, the clock says; small encoders
-    under a loss over pairs of samples have a third."""
+    stages wait, takes no more."""
     most_rounds: int = 8
     """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
     repeated_rounds: float = 0.5
     """Part of the step's work that these loops may do once more."""
     stage_rounds: int = 16
     """How often microbatches go forwards and backwards through a pipeline's stages, at most: each time costs one more look at
-    the step, and nothing is done again. Loops of training steps with no more turns are written out for it."""
+    the step, and nothing is done again."""
+    written_steps: int = 8
+    """Turns of a loop of training steps that are written out for that, at most: each is one more copy of the step to look at,
+    and one more look, so that twice as many take four times as long to plan (16: a minute)."""
     layers_work: float = 0.2
     """Part of the forward and backward passes' work. Scans of one length are cut between stages if they do at least so much:
     a smaller scan is no chain of layers, and cutting it makes programs longer for nothing."""

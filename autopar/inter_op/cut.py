@@ -220,7 +220,7 @@ APART: tuple[Pass[TakenApart], ...] = (
     Pass(
         "steps_written_out",
         "loops of a few training steps, step by step",
-        lambda step: step.by(lambda jaxpr: write_out_steps(jaxpr, TUNING.stage_rounds)),
+        lambda step: step.by(lambda jaxpr: write_out_steps(jaxpr, TUNING.written_steps)),
     ),
     SORTED,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),

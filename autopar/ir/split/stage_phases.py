@@ -99,7 +99,7 @@ def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
         count,
         loop,
         "its turns, or its branches, are training steps: each takes a gradient and goes on with what that has moved. "
-        f"Stages do so up to {TUNING.stage_rounds} times, in a loop if its turns are known to be no more (`lax.scan`).",
+        f"Stages do so up to {TUNING.stage_rounds} times, in a `lax.scan` {TUNING.written_steps} times.",
         ", or take fewer such turns in one call of the step",
     )
 

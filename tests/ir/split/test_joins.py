@@ -172,11 +172,12 @@ def test_layers_that_run_again_or_in_a_loop(how, again):
 
 
 def supervised_loss(params: Tree, batch: Tree) -> jax.Array:
-    """Two views of each sample against all views of all, those of one class being its like: rows and columns are the same, and
-    a third of the work is done for pairs."""
+    """Two views of each sample against all views of all, those of one class being its like: rows and columns are the same."""
     views = []
     for x in (batch["x"], jnp.roll(batch["x"], 1, axis=1)):
-        views.append(jnp.tanh(x @ params["w1"]) @ params["w2"])
+        for _ in range(6):
+            x = jnp.tanh(x @ params["w1"])
+        views.append(x @ params["w2"])
     z, label = jnp.concatenate(views), jnp.tile(batch["label"], 2)
     logits = jnp.where(jnp.eye(len(z), dtype=bool), -1e9, z @ z.T)
     like = (label[:, None] == label[None]) - jnp.eye(len(z))
@@ -223,5 +224,5 @@ def test_too_much_at_once_is_told():
         return (pairs * (batch["x"] @ params["w2"])[:, :1]).mean()
 
     program, batch = trace_case(Case(sgd(loss)))
-    with pytest.raises(MicrobatchError, match="more than 50% of the work"):
+    with pytest.raises(MicrobatchError, match="more than 20% of the work"):
         split_at_joins(program.jaxpr, 2, batch)
