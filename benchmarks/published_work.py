@@ -243,8 +243,10 @@ def _read(sharded: Any, mesh: LogicalMesh) -> Work:
     )
 
 
-def eagerly_held(graph: Graph) -> set[Var]:
-    """What stays in memory if nothing is made again: what goes through it anyway, and what several operations read."""
+def eagerly_held(graph: Graph) -> dict[Var, int]:
+    """What stays in memory if nothing is made again, each in its own type: what goes through it anyway, and what several
+    operations read."""
     nodes = [node for node in graph.nodes if node.kind == "op"]
     readers = collections.Counter(var for node in nodes for var in dict.fromkeys(inputs_of(node.eqn)))
-    return {*held_values(graph), *(v for node in nodes for v in node.eqn.outvars if readers[v] > 1)}
+    read_often = (v for node in nodes for v in node.eqn.outvars if readers[v] > 1)
+    return dict.fromkeys((*held_values(graph), *read_often), 1)

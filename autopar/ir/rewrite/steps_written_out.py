@@ -2,7 +2,8 @@
 
 In:     a flat program, and how many turns are written out at most.
 Out:    the same function. A scan whose turns take gradients and go on with what these have moved is its turns, one after the
-        other, and so are such scans in its turns (epochs of minibatches).
+        other, and so are such scans in its turns (epochs of minibatches). One that adds up gradients stays: its turns are
+        microbatches of the user's.
 Method: a turn reads its rows of what the scan goes over, and what the turn before carries; rows that turns make are stacked
         behind the last one. Stages then go through their microbatches once for each turn (`split/stage_phases.py`). Loops
         whose turns are more than that, or are not known, stay.
@@ -19,8 +20,10 @@ from jax import lax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, replace_eqn
 from autopar.ir.build import Equations
-from autopar.ir.region import Region, Role, region_of, trip_count
+from autopar.ir.dataflow import descendants, inputs_of
+from autopar.ir.region import Region, Role, bodies_of, equations_within, region_of, trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.source import is_backward
 from autopar.ir.split.turns import holds_steps
 
 
@@ -38,7 +41,26 @@ def _num_turns(jaxpr: Jaxpr) -> int:
 
 
 def _is_loop_of_steps(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "scan" and not eqn.effects and holds_steps(eqn)
+    is_scan = eqn.primitive.name == "scan" and not eqn.effects
+    return is_scan and holds_steps(eqn) and _goes_on_with_gradients(region_of(eqn))
+
+
+def _goes_on_with_gradients(scan: Region) -> bool:
+    """Whether a turn takes gradients where those of turns before have led: a sum of gradients leads to none."""
+    (body,), carried = scan.bodies, list(scan.of_role("carry"))
+    moved: dict[Var, None] = {}
+    while True:  # what is carried may move another that is carried
+        behind = descendants(body.eqns, _takes_gradients, moved)
+        more = [b.inner[0] for b in carried if b.inside[0] in behind]
+        if len(more) == len(moved):
+            break
+        moved = dict.fromkeys(filter(None, more))
+    led = descendants(body.eqns, given=moved)
+    return any(_takes_gradients(eqn) and any(a in led for a in inputs_of(eqn)) for eqn in body.eqns)
+
+
+def _takes_gradients(eqn: JaxprEqn) -> bool:
+    return is_backward(eqn) or any(is_backward(inner) for body in bodies_of(eqn) for inner, _ in equations_within(body))
 
 
 def _written_out(jaxpr: Jaxpr) -> Jaxpr:

@@ -39,6 +39,17 @@ def epochs(w, rows):
     return lax.scan(lambda w, shift: lax.scan(one, w, rows + shift), w, jnp.arange(2.0))
 
 
+def summed(w, rows):
+    """Gradients that the user adds up: no turn begins where they have led. Nor does it where noise is drawn from turn to turn."""
+
+    def add(carried, row):
+        sums, key = carried
+        key, now = jax.random.split(key)
+        return (sums + one(w, row + jax.random.normal(now, row.shape))[0], key), None
+
+    return w - lax.scan(add, (jnp.zeros_like(w), jax.random.key(0)), rows)[0][0]
+
+
 def no_steps(w, rows):
     """A loop that is differentiated, and takes no gradient itself."""
     return jax.value_and_grad(
@@ -61,7 +72,7 @@ def test_written_out(fun, most, turns):
     assert counted(fun, most)[1] == 2 * turns
 
 
-@pytest.mark.parametrize("fun, most", [(forwards, 3), (epochs, 7), (no_steps, 99)])
+@pytest.mark.parametrize("fun, most", [(forwards, 3), (epochs, 7), (summed, 99), (no_steps, 99)])
 def test_left_alone(fun, most):
     before, after = counted(fun, most)
     assert before == after
