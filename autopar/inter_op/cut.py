@@ -17,8 +17,8 @@ from autopar._jax import Jaxpr, Var
 from autopar.debug import check_behind
 from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
-from autopar.inter_op.lean_scans import lean_scans
 from autopar.inter_op.pass_order import pass_order
+from autopar.inter_op.rematerialized_residuals import rematerialize_residuals
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import descendants
@@ -210,7 +210,9 @@ SORTED: Pass[Any] = Pass(
     "rows that are sorted are sorted in parts, for devices and microbatches",
     lambda step: step.by(lambda jaxpr: sort_in_parts(jaxpr, step.num_devices, step.count)),
 )
-LEAN: Pass[Any] = Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans))
+LEAN: Pass[Any] = Pass(
+    "rematerialize_residuals", "loops that keep less for their gradient", lambda step: step.by(rematerialize_residuals)
+)
 FREE: Pass[Any] = Pass(
     "barriers",
     "barriers hold back only what has to wait",

@@ -1,7 +1,7 @@
 """The search for a sharding within a memory budget: what is learnt on the way, and what is said if none is found.
 
 In:     a function that names the memory rows an assignment breaks, a function that proves what every sharding needs.
-Out:    `BudgetSearch`, which `within.py` asks; an error that says what was proved, or else how near the search came.
+Out:    `BudgetSearch`, which `memory_constrained.py` asks; an error with what was proved, or how near the search came.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BudgetSearch:
         self._rows_at, self._prove = rows_at, prove
 
     def broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
-        """As `solve_within` asks."""
+        """As `solve_constrained` asks."""
         rows = self._rows_at(choices)
         if rows:
             fullest = max((Floor(row.used(choices), row.label) for row in rows), key=lambda at: at.num_bytes)

@@ -115,7 +115,7 @@ def descend(
         solver: As of `solve`.
         seconds: As of `solve`.
         gap: As of `solve`, of each block.
-        known: Cost of an answer on another mesh: where nothing found is better, its status is `"beaten"`.
+        known: Cost of an answer on another mesh: where nothing found is better, its status is `"pruned"`.
         start: Where to begin.
         does: What choices do on each axis.
     """
@@ -136,7 +136,7 @@ def descend(
         fixed = (fixed + 1) % len(does)
     if not np.isfinite(best.objective):
         return Solution((), np.inf, np.inf, "infeasible", best.solver)
-    return best if best.objective < known else dataclasses.replace(best, status="beaten")
+    return best if best.objective < known else dataclasses.replace(best, status="pruned")
 
 
 def _block(

@@ -279,9 +279,9 @@ def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
                 # inf - inf: both are forbidden there, so the difference says nothing.
                 excess[np.isnan(excess)] = -np.inf
             worst += excess.max(axis=2)
-    beaten = worst <= 0
+    pruned = worst <= 0
     order = np.arange(len(cost))
-    strictly = beaten & ~(beaten.T & (order[:, None] > order[None, :]))
+    strictly = pruned & ~(pruned.T & (order[:, None] > order[None, :]))
     np.fill_diagonal(strictly, False)
     keep = np.asarray(~strictly.any(axis=0))
     return None if keep.all() else keep

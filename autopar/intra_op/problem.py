@@ -125,7 +125,7 @@ class Solution:
         choices: One choice per node.
         objective: Its cost in seconds.
         bound: No assignment costs less than this.
-        status: `"optimal"` (its gap is at most `PROVED`), `"feasible"` (the search ended first), `"beaten"` (no
+        status: `"optimal"` (its gap is at most `PROVED`), `"feasible"` (the search ended first), `"pruned"` (no
             assignment is better than one known from elsewhere, and the search was ended there) or `"infeasible"`.
         solver: Which solver, and on what was left for it.
     """

@@ -24,6 +24,7 @@ from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
+from autopar.intra_op.memory_constrained import Prices, Solve, is_far_over, solve_constrained
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -31,14 +32,13 @@ from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.within import Prices, Solve, is_far_over, solve_within
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device
 from autopar.options import Options
 from autopar.tuning import TUNING
 
 
-class Beaten(Exception):
+class Pruned(Exception):
     """A mesh was given up: no plan on it takes less than `seconds`, and a better one is known elsewhere."""
 
     def __init__(self, seconds: float):
@@ -82,15 +82,15 @@ def shard(
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
-        Beaten: Nothing here is better than `beat`, or nothing better was found from `begin`.
+        Pruned: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
     setting = run_passes(SHARD, Setting(graph, device, restrict), check_setting)
     instance = _Instance(setting, options, donated, waiting, gap)
     if begin and num_pairs(instance.prices.problem()) > TUNING.small_mesh_pairs:
         instance.begin_at(begin)
     problem, solution = instance.solve_under(exposure, beat)
-    if solution.status == "beaten":
-        raise Beaten(solution.bound)
+    if solution.status == "pruned":
+        raise Pruned(solution.bound)
     tried = [solution.choices]
     best = last = instance.read_off(problem, solution, exposure) if solution.choices else None
     if best is not None:
@@ -156,7 +156,7 @@ class _Instance:
         if parts not in self._solved:
             problem = self.prices.problem(exposure)
             solution = self.solve(problem, beat)
-            if not solution.choices or solution.status == "beaten":
+            if not solution.choices or solution.status == "pruned":
                 return problem, solution
             self._solved[parts] = problem, solution
         return self._solved[parts]
@@ -173,7 +173,7 @@ class _Instance:
         search, one = self.budget_search, self._solve_one
         if np.isfinite(search.budget):
             how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._memory_prices
-            return solve_within(problem, search.broken_rows, *how)
+            return solve_constrained(problem, search.broken_rows, *how)
         return one(problem, self.solver, self.limit, self.gap, beat)
 
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
@@ -239,7 +239,7 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
             break
         exposure = _shown(last)
         problem, solution = instance.solve_under(exposure, (1 + TUNING.known_far) * best.step_seconds)
-        if not solution.choices or solution.status == "beaten":
+        if not solution.choices or solution.status == "pruned":
             break
         if solution.choices in tried:
             if instance.nodes(solution.choices) == best.choices:
@@ -263,7 +263,7 @@ def _explore(
         return best, last
     exposure = _shown(last).hopeful()
     problem, solution = instance.solve_under(exposure, (1 - TUNING.exposure_same) * best.step_seconds)
-    if not solution.choices or solution.status == "beaten" or solution.choices in tried:
+    if not solution.choices or solution.status == "pruned" or solution.choices in tried:
         return best, last
     tried.append(solution.choices)
     found, last = _follow_clock(instance, instance.read_off(problem, solution, exposure), tried)
@@ -364,7 +364,7 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
         return False  # the best answer is one of these, and the best of all as they are priced
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
-    return bool(answer.choices) and answer.status != "beaten" and answer.objective <= least
+    return bool(answer.choices) and answer.status != "pruned" and answer.objective <= least
 
 
 def _narrowed(problem: Problem, graph: Graph, class_of: Sequence[int], restrict: Restrict) -> Problem | None:

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import Reduced, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.time_limit import TimeLimit, time_limit
+from autopar.intra_op.trws import Ascent
 from autopar.options import SOLVERS
 from autopar.tuning import TUNING
 
@@ -43,7 +43,7 @@ def solve(
         seconds: Time limit of the ILP solver, in all. Where none is left, what message passing has found is taken.
         gap: Relative gap at which the search may stop; where it is more than `PROVED`, message passing alone may do.
         known: Cost of an answer to the same question in another form (another mesh): where a problem is proved to have
-            none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
+            none better, to the gap that is left there anyway, the search ends with the status `"pruned"`.
         start: An assignment that is known already; of problems with rows it is not looked at.
     """
     reduced = _within_rows(problem)
@@ -57,10 +57,10 @@ def solve(
         return core
     choices = reduced.expand(core.choices)
     objective = problem.cost(choices)
-    if objective == float("inf") and core.status != "beaten":
+    if objective == float("inf") and core.status != "pruned":
         return Solution((), objective, objective, "infeasible", core.solver)
     whole = Solution(choices, objective, core.bound + constant, core.status, core.solver)
-    return whole if core.status == "beaten" else whole.bounded(whole.bound)
+    return whole if core.status == "pruned" else whole.bounded(whole.bound)
 
 
 def _within_rows(problem: Problem) -> Reduced:
@@ -123,7 +123,7 @@ class _Core:
             rounds = rounds if gap < TUNING.rough_gap else rounds // 2
             bounds = ascent.run(rounds, gap=gap, enough=self.known * (1 - PROVED))
             if bounds.lower + self.constant >= (self.known + self.constant) * (1 - gap):
-                return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", self.how)
+                return Solution(bounds.choices, bounds.upper, bounds.lower, "pruned", self.how)
             room, whole = bounds.upper - bounds.lower, abs(bounds.upper + self.constant)
             self.allowed = gap * whole
             # Whoever asks for no more than about a hundredth waits for no proof of the rest by the ILP.

@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
+from autopar.intra_op.trws import Ascent
 from autopar.mesh import Device
 from autopar.tuning import TUNING
 

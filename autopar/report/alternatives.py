@@ -21,10 +21,10 @@ from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
+from autopar.intra_op.memory_constrained import solve_constrained
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
-from autopar.intra_op.within import solve_within
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text
 
@@ -122,7 +122,7 @@ class Study:
         if not math.isfinite(budget):
             solution = solve(forced, self.solver, SECONDS)
         else:
-            solution = solve_within(forced, self._broken_rows, self.solver, SECONDS)
+            solution = solve_constrained(forced, self._broken_rows, self.solver, SECONDS)
         if solution.status != "infeasible":
             return Outcome(choice, solution.objective)
         unlimited = solve(Problem(costs, dict(problem.edges)), self.solver, SECONDS)

@@ -71,7 +71,7 @@ def search_accumulation(
         beat, exposure = _to_beat(found or whole, count)
         search_meshes(request.of(split), best_meshes(meshes, found or whole), told, searched, beat, exposure)
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
-        if searched.beaten and not searched.results:
+        if searched.pruned and not searched.results:
             break
         if not searched.results:
             before, needed = needed, needed_bytes(searched.failure)

@@ -19,7 +19,7 @@ from autopar.intra_op.by_axes import joined_axes
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
-from autopar.intra_op.shard import Beaten
+from autopar.intra_op.shard import Pruned
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import proved, untie
 from autopar.mesh import LogicalMesh
@@ -37,13 +37,13 @@ class Searched:
         results: The plan on each mesh that has one.
         tried: What was tried or left out: its time, or why.
         failure: Why there is none on a mesh: of the one that needs least memory, or of the last, where that is not known.
-        beaten: Meshes that were given up, for nothing on them is better than the best.
+        pruned: Meshes that were given up, for nothing on them is better than the best.
     """
 
     results: list[Sharded]
     tried: list[tuple[str, str]]
     failure: AutoparError | None = None
-    beaten: list[LogicalMesh] = field(default_factory=list)
+    pruned: list[LogicalMesh] = field(default_factory=list)
 
     @property
     def best(self) -> Sharded:
@@ -85,9 +85,9 @@ def search_meshes(
             like = searched.results[0].graph if searched.results else None
             begin, explore = _begin(searched, mesh), not searched.results
             sharded = shard_on(request, mesh, compare, beat, exposure, like, begin, explore)
-        except Beaten as beaten:
-            searched.beaten.append(mesh)
-            searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
+        except Pruned as pruned:
+            searched.pruned.append(mesh)
+            searched.tried.append((str(mesh), f"at least {pruned.seconds:.3e} s"))
         except AutoparError as error:
             searched.failure = min(error, searched.failure or error, key=needed_bytes)
             searched.tried.append((str(mesh), error.summary))
@@ -170,7 +170,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     for sharded in searched.results:
         axes = len(sharded.mesh.shape)
         by_axes[axes] = min(by_axes.get(axes, math.inf), sharded.step_seconds)
-    for known in searched.beaten:
+    for known in searched.pruned:
         by_axes.setdefault(len(known.shape), best.step_seconds)
     if len(mesh.shape) < 3 or (len(by_axes) < 2 and 1 in by_axes):
         return "" if options.repays(TUNING.hoped * won, takes) else too_long

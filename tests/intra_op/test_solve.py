@@ -9,11 +9,11 @@ import pytest
 from autopar.errors import SolverError
 from autopar.intra_op import elimination, ilp
 from autopar.intra_op import solve as solving
-from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import _Folded, _least_between, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.solve import solve
+from autopar.intra_op.trws import Ascent
 from autopar.tuning import TUNING
 from tests.brute_force import brute_force
 from tests.tuned import tune
@@ -245,7 +245,7 @@ def test_a_large_problem_is_given_up_only_where_it_cannot_be_better(monkeypatch)
         for known in (0.5 * least, least, 1.1 * least):
             found = solve(problem, known=known)
             assert found.bound <= least * (1 + 1e-9)
-            if found.status == "beaten":
+            if found.status == "pruned":
                 given_up += 1
                 assert least >= known * (1 - TUNING.large_gap)
             else:

@@ -26,7 +26,7 @@ def test_ctrl_c_leaves_no_solver_behind(make_step, types, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(shard, "solve", interrupted)
-        patched.setattr(shard, "solve_within", interrupted)
+        patched.setattr(shard, "solve_constrained", interrupted)
         with pytest.raises(KeyboardInterrupt, match="planning `train_step` was stopped") as caught:
             step.plan(*types(num_layers=1))
     shown = "".join(traceback.format_exception(caught.value))

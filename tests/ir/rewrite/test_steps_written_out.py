@@ -40,7 +40,7 @@ def epochs(w, rows):
 
 
 def summed(w, rows):
-    """Gradients that the user adds up: no turn begins where they have led. Nor does it where noise is drawn from turn to turn."""
+    """Gradients that the user adds up: no turn begins where they have led. Nor does it where noise goes from turn to turn."""
 
     def add(carried, row):
         sums, key = carried

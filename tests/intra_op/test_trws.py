@@ -7,9 +7,9 @@ import pytest
 
 from autopar.intra_op import batches
 from autopar.intra_op.batches import Layout, _padded
-from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.problem import Problem
+from autopar.intra_op.trws import Ascent
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 from tests.tuned import tune

@@ -21,7 +21,7 @@ from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.work import device_bytes
 
 
-def lean_scans(jaxpr: Jaxpr) -> Jaxpr:
+def rematerialize_residuals(jaxpr: Jaxpr) -> Jaxpr:
     """The program, over the same inputs and results, with the stacks between its scans as small as can be without running
     anything heavy again."""
     eqns = list(jaxpr.eqns)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from autopar._jax import eval_jaxpr
-from autopar.inter_op.lean_scans import lean_scans
+from autopar.inter_op.rematerialized_residuals import rematerialize_residuals
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import bodies_of, region_of, trip_count
@@ -42,7 +42,7 @@ def num_heavy(jaxpr):
 def made_lean(function, *args):
     """The program before and after, which gives the same."""
     program = trace_step(function, args)
-    lean = lean_scans(program.jaxpr)
+    lean = rematerialize_residuals(program.jaxpr)
     check_program(lean)
     inputs = program.flatten_inputs(jax.tree.leaves(args))
     before, after = (jax.jit(lambda *xs, j=j: eval_jaxpr(j, (), *xs))(*inputs) for j in (program.jaxpr, lean))

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-import autopar.intra_op.within as within
+from autopar.intra_op import memory_constrained
+from autopar.intra_op.memory_constrained import Prices, solve_constrained
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.solve import solve
-from autopar.intra_op.within import Prices, solve_within
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 from tests.tuned import tune
@@ -20,15 +20,15 @@ def test_rows_are_added_until_none_is_broken():
         used = sum(sizes[n][k] for n, k in enumerate(choices))
         return [MemoryRow("all", sizes, 9.0)] if used > 9 else []
 
-    found = solve_within(problem, broken)
+    found = solve_constrained(problem, broken)
     assert found.objective == 1.0 and sorted(found.choices) == [0, 1]
     problem.rows.clear()
-    assert solve_within(problem, lambda choices: [MemoryRow("all", sizes, 1.0)]).status == "infeasible"
+    assert solve_constrained(problem, lambda choices: [MemoryRow("all", sizes, 1.0)]).status == "infeasible"
 
 
 @pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
 def test_budgets_against_brute_force(small, monkeypatch):
-    tune(monkeypatch, within, rows_core=small)
+    tune(monkeypatch, memory_constrained, rows_core=small)
     feasible, solved, least = 0, 0, 0
     for seed in range(60):
         problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
@@ -37,7 +37,7 @@ def test_budgets_against_brute_force(small, monkeypatch):
         def broken(choices, rows=rows):
             return [row for row in rows if row.used(choices) > row.budget_bytes]
 
-        found = solve_within(Problem(problem.costs, problem.edges), broken)
+        found = solve_constrained(Problem(problem.costs, problem.edges), broken)
         feasible += bool(wanted.choices)
         if found.choices:
             solved += 1
@@ -51,7 +51,7 @@ def test_budgets_against_brute_force(small, monkeypatch):
 
 def test_a_price_that_was_found_is_where_the_next_problem_begins(monkeypatch):
     """Of the same program with other costs: fewer prices are tried, and what is found fits as well."""
-    tune(monkeypatch, within, rows_core=0)
+    tune(monkeypatch, memory_constrained, rows_core=0)
     tried = {"first": 0, "next": 0}
     for seed in range(30):
         problem, prices = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5)), Prices()
@@ -66,15 +66,15 @@ def test_a_price_that_was_found_is_where_the_next_problem_begins(monkeypatch):
                 tried[name] += 1
                 return solve(*args, **kwargs)
 
-            found = solve_within(Problem(costs, problem.edges), broken, solve_one=solve_one, prices=prices)
+            found = solve_constrained(Problem(costs, problem.edges), broken, solve_one=solve_one, prices=prices)
             assert not found.choices or problem.fits(found.choices)
     assert tried["next"] < 0.8 * tried["first"], tried
 
 
 def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
     """At some price on bytes it is proved that no assignment is as good as one known from elsewhere."""
-    tune(monkeypatch, within, rows_core=0)
-    beaten = by_price = 0
+    tune(monkeypatch, memory_constrained, rows_core=0)
+    pruned = by_price = 0
     for seed in range(30):
         problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
         wanted, rows = brute_force(problem), problem.rows
@@ -85,26 +85,26 @@ def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
 
         for share in () if not wanted.choices else (0.5, 1.0, 1.5) if seed < 4 else (1.0,):
             known = share * wanted.objective
-            found = solve_within(Problem(problem.costs, problem.edges), broken, known=known)
-            if found.status == "beaten":
-                beaten += 1
+            found = solve_constrained(Problem(problem.costs, problem.edges), broken, known=known)
+            if found.status == "pruned":
+                pruned += 1
                 by_price += endless < known * (1 - 1e-6)
                 assert known * (1 - 1e-5) <= found.bound <= wanted.objective * (1 + 1e-9)
             else:
                 assert found.choices and problem.fits(found.choices)
-    assert beaten > 6 and by_price > 0
+    assert pruned > 6 and by_price > 0
 
 
 def test_no_time_is_spent_on_what_is_far_over(monkeypatch):
     """Rows of a large problem that say so are believed; where they may be wrong by a little, what takes least is looked at."""
     sizes = {0: np.array([8.0, 4.0])}
     for small, budget, looks in ((10_000, 1.0, 3), (-1, 1.0, 1), (-1, 3.0, 3)):
-        tune(monkeypatch, within, rows_core=small)
+        tune(monkeypatch, memory_constrained, rows_core=small)
         seen = []
 
         def broken(choices, budget=budget, seen=seen):
             seen.append(choices)
             return [MemoryRow("all", sizes, budget)]
 
-        assert solve_within(Problem([np.array([0.0, 1.0])]), broken).status == "infeasible"
+        assert solve_constrained(Problem([np.array([0.0, 1.0])]), broken).status == "infeasible"
         assert len(seen) == looks

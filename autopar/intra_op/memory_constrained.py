@@ -37,7 +37,7 @@ Solve = Callable[..., Solution]
 """How one problem without rows is solved: of the arguments of `solve`, up to `known`."""
 
 
-def solve_within(
+def solve_constrained(
     problem: Problem,
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str = "highs",
@@ -66,7 +66,7 @@ def solve_within(
     """
     limit = time_limit(seconds)
     base = solve_one(problem, solver, limit, gap, known)
-    if base.status in ("infeasible", "beaten"):
+    if base.status in ("infeasible", "pruned"):
         return base
     rows = broken_rows(base.choices)
     if not rows:
@@ -159,7 +159,7 @@ class _Search:
             answers.append(answer)
             lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
             if lower >= known * (1 - PROVED):
-                return dataclasses.replace(base, bound=lower, status="beaten")
+                return dataclasses.replace(base, bound=lower, status="pruned")
             broken = self.broken_rows(answer.choices)
             if broken:
                 rows += [
