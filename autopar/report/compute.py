@@ -18,7 +18,7 @@ from autopar.intra_op.strategies import split_fraction
 from autopar.plan.decision import Decision
 from autopar.plan.words import count_text, rate_text, seconds_text, share_text
 from autopar.report.page import Page, Table
-from autopar.report.uses import describe_phase
+from autopar.report.readers import describe_phase
 
 MAX_OPERATIONS = 24
 

@@ -33,8 +33,8 @@ from autopar.report.compute import compute_page
 from autopar.report.cuts import cuts_page
 from autopar.report.page import Page, Table
 from autopar.report.paths import collapse_paths, numbers_text
+from autopar.report.readers import conversions, describe_phase, readers, result_sharding
 from autopar.report.text import page_text
-from autopar.report.uses import conversions, describe_phase, readers, result_sharding
 
 MAX_DECISIONS = 4
 MAX_FORBIDDEN = 6

@@ -21,7 +21,7 @@ from autopar.plan.decision import Cost, Origin, Recomputed, Stage, Submesh, Valu
 from autopar.plan.stale import fingerprints
 from autopar.plan.words import ArgumentRole, machine_text
 from autopar.report.plan import Plan
-from autopar.report.uses import describe_phase
+from autopar.report.readers import describe_phase
 from autopar.search.figures import figures_of
 from autopar.search.methods import method_text
 from autopar.search.profile import profile_of
