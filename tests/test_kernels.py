@@ -239,6 +239,33 @@ def test_devices_sort_their_own_rows(num_microbatches):
     assert sum(each.bytes for each in once) == 4 * (weights + 1)
 
 
+BY_EXPERTS = {"params/up": PartitionSpec(None, "x"), "params/down": PartitionSpec(None, "x")}
+
+
+def test_rows_travel_to_experts():
+    """Experts of which each device has some, over links so slow that neither they nor all rows are sent: only the rows that
+    picked them, forward and backward. So it is planned, and that is the step; in numbers of rows that are far from equal."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return np.float32(rng.normal(size=shape) * 0.3)
+
+    params = {"router": draw(2, WIDTH, 8), "up": draw(2, 8, WIDTH, 32), "down": draw(2, 8, 32, WIDTH)}
+    args = params, {"x": draw(BATCH, 8, WIDTH) + 0.5, "y": draw(BATCH, 8, WIDTH)}
+    step, device = make_step(functools.partial(routed, mixed=experts)), autopar.Cluster.of("4 h100").device
+    link = autopar.Link(1e-9, 1e8)
+    cluster = autopar.Cluster.local(jax.devices()[:4], device=device, intra=link, inter=link)
+    method = autopar.ShardParallel(mesh_shape=(4,), constraints=BY_EXPERTS)
+    parallel = autopar.parallelize(step, cluster=cluster, method=method)
+    sent = [c for c in parallel.plan(*args).cost.collectives if c.kind == "ragged-all-to-all"]
+    # Of two layers' two products: what enters and what is made, and of the gradients of both operands; none of the batch.
+    assert sum(c.times for c in sent) == 2 * 2 * (2 + 2 + 2) - 2
+    assert {c.bytes for c in sent} == {BATCH * 8 // 4 * width * 4 for width in (WIDTH, 32)}
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parallel(*args), jax.jit(step)(*args)
+    )
+
+
 def looked_up(x, pick, up, down):
     """Sizes of groups that are looked for in the sorted list: nothing says that they count what rows are sorted by."""
     order = jnp.argsort(pick)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
-from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
+from autopar.cost.steps import CollectiveKind
 
 SMALL = 1e-6
 """Keeps numbers of one size however long a loop runs."""
@@ -67,7 +67,7 @@ def all_cases(num_devices: int, is_cpu: bool, blocks: Iterable[Case] = ()) -> li
         list(blocks),
         list(_convolutions(is_cpu)),
         list(_attention(is_cpu)),
-        *([collective(kind, size, group) for size, group in _messages(groups, is_cpu)] for kind in COLLECTIVE_KINDS),
+        *([collective(kind, size, group) for size, group in _messages(groups, is_cpu)] for kind in _COLLECTIVES),
         list(_indexing(is_cpu)),
     ]
     rounds = itertools.zip_longest(*kinds)
@@ -258,6 +258,16 @@ def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
     sizes = (2**20, 2**12, 2**17, 2**22) if is_cpu else (2**26, 2**14, 2**20, 2**23, 2**28)
     for size in sizes:
         yield from ((size, group) for group in groups)
+
+
+_COLLECTIVES: tuple[CollectiveKind, ...] = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+"""What is measured of them: an all-to-all of unequal counts is taken to be one of equal counts."""
 
 
 def collective(kind: CollectiveKind, num_bytes: int, group: int) -> Case:

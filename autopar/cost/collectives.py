@@ -104,6 +104,7 @@ _PASSES: dict[CollectiveKind, float] = {
     "reduce-scatter": 1.0,
     "all-to-all": 2.0,
     "collective-permute": 2.0,
+    "ragged-all-to-all": 2.0,
 }
 """How often a device's bytes (as `collective_seconds` counts them) pass through memory: what all-gather writes and
 reduce-scatter reads, once; what an all-reduce reads and then writes, and what others read in one place and write in another,
@@ -187,7 +188,7 @@ def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Itera
                     for (p, a), s in zip(groups, shares, strict=True)
                 ]
             )
-        case "all-to-all":
+        case "all-to-all" | "ragged-all-to-all":  # as many bytes for each device: groups are taken to be equally large
             yield _sum_of([((lambda n, p=p, a=a: all_to_all_seconds(n, p, a)), 1.0) for p, a in groups])
         case "collective-permute":
             # Every device sends its operand to one other, at worst over the slowest link.

@@ -15,7 +15,9 @@ import numpy as np
 
 from autopar.mesh import LogicalMesh, Sharding
 
-CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+CollectiveKind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all"
+]
 """A collective as HLO spells it."""
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 

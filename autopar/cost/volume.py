@@ -19,6 +19,7 @@ _PASSES: dict[CollectiveKind, int] = {
     "reduce-scatter": 1,
     "all-to-all": 1,
     "collective-permute": 1,
+    "ragged-all-to-all": 1,
 }
 
 
@@ -41,5 +42,5 @@ def sent_bytes(
             yield axis, left
             return
         yield axis, _PASSES[kind] * left * (size - 1) / size
-        if kind != "all-to-all":
+        if kind not in ("all-to-all", "ragged-all-to-all"):
             left /= size

@@ -24,6 +24,7 @@ from autopar.intra_op.fuse import sent_together, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of, kernels_of
 from autopar.intra_op.problem import Problem
+from autopar.intra_op.sharded import travelling_bytes
 from autopar.intra_op.traffic import Traffic, find_traffic
 from autopar.ir.rules.rule import num_elements
 from autopar.ir.work import num_bytes
@@ -213,6 +214,9 @@ class _NodeCosts:
 
     def __init__(self, graph: Graph, device: Device):
         self.graph, self.device, self.mesh = graph, device, graph.mesh
+        self.shares_memory = any(
+            link.shared_memory for link in graph.mesh.links
+        )  # devices that have no such collective
         self.traffic = find_traffic(graph)
         self.known: dict[object, np.ndarray] = _known(graph, "operations", device)
 
@@ -250,4 +254,7 @@ class _NodeCosts:
                     size = elements * reduced_itemsize(reduction, var.aval.dtype)
                     sent = collective_seconds("all-reduce", size, axes, self.mesh)
                     seconds[k] += sent if node.communicates else np.inf
+            for size in travelling_bytes(node.rule, node.eqn, strategy, self.mesh):
+                sent = collective_seconds("ragged-all-to-all", size, strategy.travels, self.mesh)
+                seconds[k] += sent if node.communicates and not self.shares_memory else np.inf
         return seconds

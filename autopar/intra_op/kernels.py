@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax.lax
 import numpy as np
@@ -19,8 +20,10 @@ from autopar.cost.kernels import FusedProducts, HostCopy, Kernel, Pass, Product
 from autopar.intra_op.graph import Node
 from autopar.intra_op.strategies import Strategy, split_fraction
 from autopar.intra_op.traffic import Traffic, is_indexing
+from autopar.intra_op.workspace import is_masked, masked_bytes
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import num_elements
+from autopar.ir.split.ordered import PRODUCTS
 from autopar.mesh import LogicalMesh, Sharding
 
 Shape = tuple[int, ...]
@@ -31,7 +34,8 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
     """The kernel that one device runs for an operation under a strategy."""
     atoms = (*node.eqn.invars, *node.eqn.outvars)
     parts = [_part(a, s, mesh) for a, s in zip(atoms, (*strategy.operands, *strategy.results), strict=True)]
-    return _kernel(node, split_fraction(strategy, mesh.axis_sizes), traffic, parts, _computes(node))
+    share = split_fraction(strategy, mesh.axis_sizes)
+    return _kernel(node, share, traffic, parts, _computes(node), _grouped(node, strategy, mesh))
 
 
 def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
@@ -45,9 +49,10 @@ def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
     for strategy in node.strategies:
         parts = tuple([of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)])
         share = split_fraction(strategy, mesh.axis_sizes) if computes else 1.0
-        kernel = alike.get((parts, share))
+        grouped = _grouped(node, strategy, mesh)
+        kernel = alike.get((parts, share, grouped))
         if kernel is None:
-            kernel = alike[parts, share] = _kernel(node, share, traffic, parts, computes)
+            kernel = alike[parts, share, grouped] = _kernel(node, share, traffic, parts, computes, grouped)
         found.append(kernel)
     return found
 
@@ -62,7 +67,9 @@ def _part(atom: Atom, sharding: Sharding, mesh: LogicalMesh) -> _Part:
     return shape, num_elements(shape) * atom.aval.dtype.itemsize
 
 
-def _kernel(node: Node, share: float, traffic: Traffic, parts: Sequence[_Part], computes: bool) -> Kernel:
+def _kernel(
+    node: Node, share: float, traffic: Traffic, parts: Sequence[_Part], computes: bool, grouped: _Grouped | None
+) -> Kernel:
     """As `kernel_of`; `share`: one device's of the work, `parts`: of operands and results, `computes`: whether FLOPs count."""
     eqn = node.eqn
     shapes, sizes = [shape for shape, _ in parts], [size for _, size in parts]
@@ -81,12 +88,39 @@ def _kernel(node: Node, share: float, traffic: Traffic, parts: Sequence[_Part], 
             return _product(eqn, shapes, flops, num_bytes, dtypes)
         case "conv_general_dilated":
             return _convolution(eqn, shapes, flops, num_bytes, dtypes)
-        case "ragged_dot_general" | "grouped_product" if len(shapes[0]) == 2 and len(shapes[1]) == 3:
-            groups, depth, columns = shapes[1]  # of a device; its rows are of all groups
-            return Product(
-                groups, math.ceil(shapes[0][0] / eqn.invars[1].aval.shape[0]), columns, depth, num_bytes, dtypes[:2]
-            )
+    if grouped is not None:
+        num_bytes += 2 * grouped.masked_bytes
+        if len(shapes[0]) == 2 and len(shapes[1]) == 3:
+            groups, depth, columns = shapes[1]  # of a device
+            if grouped.masked_bytes:
+                rows = shapes[0][0] * grouped.num_devices
+                return Product(1, rows, columns, groups * depth, num_bytes, dtypes[:2])
+            # Its rows are of all groups, unless they travel to it.
+            of_groups = groups if grouped.num_devices > 1 else eqn.invars[1].aval.shape[0]
+            return Product(groups, math.ceil(shapes[0][0] / of_groups), columns, depth, num_bytes, dtypes[:2])
+        if grouped.masked_bytes and len(shapes[-1]) == 3:  # each group's own sum is over the rows of all
+            flops *= eqn.outvars[0].aval.shape[0]
     return FusedProducts(flops, num_bytes, dtypes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """How rows in groups are multiplied.
+
+    Attributes:
+        num_devices: Between how many of them rows travel to their groups.
+        masked_bytes: Of rows that are there for each group.
+    """
+
+    num_devices: int
+    masked_bytes: int
+
+
+def _grouped(node: Node, strategy: Strategy, mesh: LogicalMesh) -> _Grouped | None:
+    if node.eqn.primitive.name not in PRODUCTS:
+        return None
+    num_devices = math.prod(mesh.size_of(axis) for axis in strategy.travels)
+    return _Grouped(num_devices, masked_bytes(node.eqn, strategy, mesh) if is_masked(node.eqn, mesh) else 0)
 
 
 def _product(

@@ -128,7 +128,7 @@ class _Build:
             kernel = self.seconds_of(instruction.eqn)
             if copies_to_or_from_host(instruction.eqn):  # beside the kernels, like collectives
                 return _Task(None, kernel, needs)
-        if not isinstance(instruction, Compute) or instruction.strategy.reductions:
+        if not isinstance(instruction, Compute) or instruction.strategy.reductions or instruction.strategy.travels:
             own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
         if not kernel and not own:
             return None

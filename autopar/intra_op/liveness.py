@@ -34,6 +34,7 @@ from autopar.intra_op.sharded import (
     share_bytes,
 )
 from autopar.intra_op.traffic import is_fused
+from autopar.intra_op.workspace import workspace_at
 from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
@@ -214,8 +215,7 @@ def _peaks(
     for position, instruction in enumerate(body.instructions):
         born, freed = changes[position + 1]
         total += born
-        is_plain = isinstance(instruction, Compute)
-        inner = _EMPTY if is_plain else _inner_peak(instruction, mesh, stored, waiting)
+        inner = _inner_peak(instruction, mesh, stored, waiting)
         curve.append(total + inner.peak_bytes)
         if total + inner.peak_bytes < TUNING.peak_fallen * most.peak_bytes:
             peaks.append(most)
@@ -374,6 +374,9 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var
     if isinstance(instruction, Fused):
         num_bytes = sum(packed_bytes(move, mesh) for move in instruction.moves)
         return Liveness(num_bytes, 0, packed=instruction.moves)
+    if isinstance(instruction, Compute):
+        num_bytes = workspace_at(instruction, mesh)
+        return Liveness(num_bytes, 0) if num_bytes else _EMPTY
     if not isinstance(instruction, Region):
         return _EMPTY
     most = _EMPTY

@@ -15,12 +15,22 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar._jax import Var
-from autopar.intra_op.graph import PHASES, Graph, Phase, Shardings
+from autopar.intra_op.graph import PHASES, Graph, Node, Phase, Shardings
 from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
-from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe_moment
+from autopar.intra_op.sharded import (
+    Body,
+    Compute,
+    Fused,
+    Gate,
+    Instruction,
+    Move,
+    Region,
+    describe_moment,
+)
 from autopar.intra_op.traffic import is_fused
+from autopar.intra_op.workspace import workspace_at, workspace_bytes
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.work import num_bytes
 from autopar.mesh import Sharding
@@ -97,6 +107,8 @@ def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
             row.constant += packed_bytes(move, mesh)
         else:
             row.add(move.var, ends[0], ends[1], packed=True)
+    if isinstance(liveness.at, Compute) and workspace_at(liveness.at, mesh):
+        row.add_workspace(owners.graph.nodes[owners.graph.op_node[liveness.at.eqn]])
     return MemoryRow(_place(liveness.at), row.bytes_of, budget, row.constant, row.pairs)
 
 
@@ -137,6 +149,14 @@ class _Row:
         number = self.class_of[node]
         here = np.arange(len(shardings)) == choices[number]
         self.bytes_of[number] = self.bytes_of.get(number, 0.0) + here * float(size)
+
+    def add_workspace(self, node: Node) -> None:
+        """What an operation needs besides, under each of its strategies."""
+        number, needs = (
+            self.class_of[node.index],
+            [workspace_bytes(node.rule, node.eqn, s, self.mesh) for s in node.strategies],
+        )
+        self.bytes_of[number] = self.bytes_of.get(number, 0.0) + np.array(needs, float)
 
     def _bytes(self, var: Var, shardings: Shardings) -> np.ndarray:
         return np.array([num_bytes(var) / sharding.num_shards(self.mesh) for sharding in shardings])

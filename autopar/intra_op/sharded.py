@@ -240,7 +240,7 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
     """The communication of a program as of `collectives_of`, each with the instruction that does it."""
     for instruction in body.instructions:
         match instruction:
-            case Compute(eqn, _, strategy):
+            case Compute(eqn, rule, strategy):
                 for reduction, axes in strategy.reductions:
                     for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
                         dtype = var.aval.dtype
@@ -248,6 +248,9 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
                             local_bytes(var, sharding, mesh) // dtype.itemsize * reduced_itemsize(reduction, dtype)
                         )
                         yield instruction, Collective("all-reduce", axes, num_bytes, times, describe(eqn))
+                for num_bytes in travelling_bytes(rule, eqn, strategy, mesh):
+                    kind: CollectiveKind = "ragged-all-to-all"
+                    yield instruction, Collective(kind, strategy.travels, num_bytes, times, describe(eqn))
             case Move():
                 yield from ((instruction, c) for c in _move_collective((instruction,), mesh, times))
             case Fused(moves):
@@ -260,6 +263,15 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
                 pass
             case _:
                 assert_never(instruction)
+
+
+def travelling_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[int]:
+    """Of each array of rows that travels, in order: bytes that a device sends if all groups are equally large, those of its
+    own rows."""
+    if rule.travel is None or not strategy.travels:
+        return []
+    copies = [*zip(eqn.invars, strategy.operands, strict=True), *zip(eqn.outvars, strategy.results, strict=True)]
+    return [local_bytes(*copies[k], mesh) for k in rule.travel.travelling]
 
 
 def is_callback(instruction: Compute) -> bool:

@@ -5,7 +5,8 @@ Out:    `Strategy` for each assignment of mesh axes to factors: the sharding it 
         gives each result, and the reductions it must do at once.
 Method: each axis independently does the operation in one of the ways that there are on any axis (`ir/split/strategy.py`):
         it splits one factor, or carries partial sums through one linear group of operands; or it is idle (the operation
-        is repeated along it). Factors are split only where their length divides.
+        is repeated along it); or rows travel along it to the devices of their groups (`Travel`). Factors are split only where
+        their length divides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir.rules.rule import Factor, ShardingRule, Term
 from autopar.ir.split.placement import REPLICATED, Partial, Placement, Split
-from autopar.ir.split.strategy import AxisStrategy, strategies
+from autopar.ir.split.strategy import AxisStrategy, strategies, travels
 from autopar.mesh import Sharding
 
 IDLE = "-"
@@ -28,12 +29,13 @@ class Strategy:
     """One assignment of mesh axes to the factors of an operation.
 
     Attributes:
-        choice: For each mesh axis, in mesh order, what it does: a factor, `+k` (carries partial sums of linear group k)
-            or `-` (idle).
+        choice: For each mesh axis, in mesh order, what it does: a factor, `p>g` (rows travel from parts p to groups g), `+k`
+            (carries partial sums of linear group k) or `-` (idle).
         axes_of: Mesh axes that split each factor, in mesh order.
         operands: Sharding asked of each operand.
         results: Sharding of each result, after `reductions`.
         reductions: (kind, axes) done at once on every result that lacks the reduced factor.
+        travels: Axes along which rows travel to the devices of their groups, and what is made of them comes back.
     """
 
     choice: tuple[str, ...]
@@ -41,6 +43,7 @@ class Strategy:
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     reductions: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    travels: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return " ".join(self.choice)
@@ -60,7 +63,9 @@ def enumerate_strategies(
     on_axis = []
     for size in axis_sizes.values():
         ways = [s for s in strategies(rule, size) if s.factor is not None or carried is None or s.group in carried]
-        on_axis.append([*((s.factor or f"+{s.group}", s) for s in ways if size > 1), (IDLE, idle)])
+        named = [(s.factor or f"+{s.group}", s) for s in ways]
+        named += [(f"{s.factor}>{s.beside}", s) for s in travels(rule, size)]
+        on_axis.append([*(named if size > 1 else ()), (IDLE, idle)])
     found: dict[tuple[object, ...], Strategy] = {}
     axes = tuple(axis_sizes)
     operands = [_Lying(t, axes, [[s.operands[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.operands)]
@@ -104,8 +109,9 @@ def _together(
     """The strategy that does on each mesh axis what is chosen for it, by these numbers; None where a factor does not divide."""
     axes_of: dict[Factor, tuple[str, ...]] = {}
     for axis, (_, on_axis) in zip(axis_sizes, chosen, strict=True):
-        if on_axis.factor is not None:
-            axes_of[on_axis.factor] = (*axes_of.get(on_axis.factor, ()), axis)
+        for factor in (on_axis.factor, on_axis.beside):
+            if factor is not None:
+                axes_of[factor] = (*axes_of.get(factor, ()), axis)
     for factor, axes in axes_of.items():
         if rule.sizes[factor] % math.prod(axis_sizes[axis] for axis in axes):
             return None
@@ -114,7 +120,13 @@ def _together(
     if rule.once and wide:
         reductions = (("sum", wide),)
     wanted, given = tuple([of(numbers) for of in operands]), tuple([of(numbers) for of in results])
-    return Strategy(tuple([name for name, _ in chosen]), axes_of, wanted, given, reductions)
+    travel = () if rule.travel is None else rule.travel.axes(axes_of)
+    if travel and rule.travel is not None:
+        if travel != axes_of[rule.travel.group]:  # on one axis groups come together, on another rows go to them
+            return None
+        along = zip(wanted, rule.travel.along, strict=False)
+        wanted = tuple([s if factor is not None else Sharding(((),) * len(s.dims)) for s, factor in along])
+    return Strategy(tuple([name for name, _ in chosen]), axes_of, wanted, given, reductions, travel)
 
 
 def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:
@@ -131,4 +143,5 @@ def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Shardi
 
 def split_fraction(strategy: Strategy, axis_sizes: Mapping[str, int]) -> float:
     """Share of the operation's work that one device does: 1 / (devices over which factors are split)."""
-    return 1.0 / math.prod(axis_sizes[axis] for axes in strategy.axes_of.values() for axis in axes)
+    used = dict.fromkeys(axis for axes in strategy.axes_of.values() for axis in axes)
+    return 1.0 / math.prod(axis_sizes[axis] for axis in used)

@@ -16,13 +16,27 @@ from autopar._jax import JaxprEqn, bind_eqn
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.partition.collectives import reduce_at_once
+from autopar.partition.order import after
 
 
 def run_equation(
-    eqn: JaxprEqn, rule: ShardingRule, strategy: Strategy, axis_sizes: Mapping[str, int], operands: Sequence[jax.Array]
+    eqn: JaxprEqn,
+    rule: ShardingRule,
+    strategy: Strategy,
+    axis_sizes: Mapping[str, int],
+    operands: Sequence[jax.Array],
+    platform: str = "",
 ) -> list[jax.Array]:
-    """The per-device program of `eqn` under `strategy`; call it inside `shard_map`."""
-    shard = Shard(strategy.axes_of, axis_sizes, rule.sizes)
+    """The per-device program of `eqn` under `strategy`, for devices of that platform; call it inside `shard_map`."""
+    shard = Shard(strategy.axes_of, axis_sizes, rule.sizes, platform=platform)
+    if strategy.travels and rule.travel is not None:
+        # Each product sends its rows itself, as it is planned: equal ones waiting for another operand are not taken for one.
+        first, second, *others = operands
+        sent = [
+            after(*pair) if k in rule.travel.travelling else pair[0]
+            for k, pair in enumerate(((first, second), (second, first)))
+        ]
+        operands = [*sent, *others]
     if rule.once:
         results = _run_once(eqn, rule, shard, axis_sizes, operands)
     elif rule.local is not None:

@@ -29,7 +29,7 @@ def communicates(instruction: Instruction) -> bool:
         case Fused():
             return True
         case Compute(strategy=strategy):
-            return bool(strategy.reductions)
+            return bool(strategy.reductions or strategy.travels)
         case Region(bodies=bodies):
             return any(communicates(inner) for body in bodies for inner in body.instructions)
         case Gate():

@@ -120,7 +120,7 @@ def _run_instruction(
             }
         case Compute(eqn, rule, strategy):
             operands = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, strategy.operands, strict=True)]
-            results = run_equation(eqn, rule, strategy, axis_sizes, _first_after(operands, earlier))
+            results = run_equation(eqn, rule, strategy, axis_sizes, _first_after(operands, earlier), platform)
             return dict(zip(zip(eqn.outvars, strategy.results, strict=True), results, strict=True))
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]

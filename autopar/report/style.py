@@ -33,6 +33,7 @@ _KINDS = {
     "reduce-scatter": "scatter",
     "all-reduce": "reduce",
     "all-to-all": "alltoall",
+    "ragged-all-to-all": "alltoall",
     "collective-permute": "permute",
     "wait": "wait",
 }

@@ -163,6 +163,11 @@ class _Follower:
         if hlo.opcode == "all-gather-start":
             *_, result = parts_of(hlo.type)
             return type_bytes(result)
+        if (
+            kind_of(hlo.opcode) == "ragged-all-to-all"
+        ):  # on one side is room for what may come; the other has a device's own
+            result = [*parts_of(hlo.type)][-1] if _begins(hlo) else hlo.type
+            return min(type_bytes(self.type_of[hlo.operands[0]]), type_bytes(result))
         return sum(type_bytes(self.type_of[name]) for name in hlo.operands)
 
     def _axes(self, hlo: Hlo) -> tuple[str, ...]:

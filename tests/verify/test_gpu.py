@@ -78,3 +78,10 @@ def test_weights_are_gathered_while_kernels_run(found):
 
 def test_a_step_compiles_for_devices_that_are_not_there(found):
     assert {"stage0/F", "stage1/B"} <= set(found["programs"])
+
+
+def test_rows_travel_to_experts_in_an_all_to_all_of_unequal_counts(found):
+    planned, emitted = found["experts"]["planned"], found["experts"]["emitted"]
+    both_ways = 1024 // 8 * (64 + 128) * 4  # into a product and out of it
+    assert planned == emitted and planned["ragged-all-to-all"] >= 2 * both_ways
+    assert planned["ragged-all-to-all"] % both_ways == 0

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
+from autopar.ir.rules.exchanged_rows import Exchange
 from autopar.ir.rules.grouped_product import by_parts, grouped_product_p
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.locate import signed
@@ -30,6 +31,7 @@ from autopar.ir.rules.rule import (
     Shard,
     ShardingRule,
     Term,
+    Travel,
     factor_names,
     infer_sizes,
     num_elements,
@@ -142,10 +144,14 @@ def _in_parts(
     rule = _product(eqn, (lhs, rhs, ((part,), lengths)), out, summed=sums, whole=(rows, *lengths))
     picked = tuple(f for f in (group,) if f in rule.summed)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
+    along = [part if term in (lhs, rhs, out) and part in factors_of(term) else group for term in (lhs, rhs, out)]
+    travel = Travel(part, group, (*along[:2], None, along[2]))
 
     def local(
         eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
     ) -> Sequence[jax.Array]:
+        if travel.axes(shard.axes_of):
+            return _of_rows_that_travel(eqn, shard, travel, lhs, rhs, group_sizes)
         if shard.num_shards(group) == 1 < len(group_sizes):  # of fewer parts, which a mesh may split further
             return bind_eqn(eqn, lhs, rhs, group_sizes)
 
@@ -154,7 +160,38 @@ def _in_parts(
 
         return [by_parts(one, numbers, lhs, rhs, group_sizes)]
 
-    return replace(rule, flops=rule.flops / groups, picked=picked, local=local)
+    return replace(rule, flops=rule.flops / groups, picked=picked, local=local, travel=travel)
+
+
+def _of_rows_that_travel(
+    eqn: JaxprEqn, shard: Shard, travel: Travel, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+) -> Sequence[jax.Array]:
+    """The per-device program where each device has its own groups, and of all rows a part: rows travel, and come back.
+
+    `group_sizes`: of all parts, the same on every device.
+    """
+    axes, of_parts = travel.axes(shard.axes_of), shard.axes_of[travel.part]
+    # Which part a row is of is told by all axes that split them, in their order; it travels along some of these.
+    counts = signed(group_sizes).reshape(*(shard.axis_sizes[axis] for axis in of_parts), -1, group_sizes.shape[-1])
+    for d, axis in reversed([*enumerate(of_parts)]):
+        if axis not in axes:
+            counts = lax.dynamic_index_in_dim(counts, lax.axis_index(axis), d, keepdims=False)
+    counts = counts.reshape(shard.num_shards(travel.group), *counts.shape[len(axes) :])
+    ((of_lhs, of_rhs), _), (ragged,) = (
+        eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers,
+        eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions,
+    )
+    exchange = Exchange(counts, lhs.shape[ragged] // counts.shape[1], axes, shard.platform)
+
+    def sent(array: jax.Array, dim: int) -> jax.Array:
+        return jnp.moveaxis(exchange.send(jnp.moveaxis(array, dim, 0)), 0, dim)
+
+    sizes = exchange.sizes.astype(group_sizes.dtype)
+    if ragged in of_lhs:
+        return bind_eqn(eqn, sent(lhs, ragged), sent(rhs, of_rhs[of_lhs.index(ragged)]), sizes)
+    (made,) = bind_eqn(eqn, sent(lhs, ragged), rhs, sizes)
+    at = sum(d < ragged and d not in of_lhs for d in range(lhs.ndim))
+    return [jnp.moveaxis(exchange.bring_back(jnp.moveaxis(made, at, 0)), 0, at)]
 
 
 def _ragged_here(

@@ -31,11 +31,13 @@ Term = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where this device stands in an equation: which mesh axes split each factor. Valid inside `shard_map` only."""
+    """Where this device stands in an equation: which mesh axes split each factor, and what it is. Valid inside `shard_map`
+    only."""
 
     axes_of: Mapping[Factor, tuple[str, ...]]
     axis_sizes: Mapping[str, int]
     sizes: Mapping[Factor, int]
+    platform: str = field(default="", kw_only=True)
 
     def num_shards(self, factor: Factor) -> int:
         """Into how many parts `factor` is split; 1 where it is whole."""
@@ -57,6 +59,32 @@ class Shard:
     def local_dim(self, dim: Dim) -> int:
         """Length on one device of a dim made of these factors."""
         return math.prod(self.local_size(factor) for factor in dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """An axis may split two factors of an operation at once: rows that come in parts travel to the devices of their groups, and
+    what is made of them comes back.
+
+    Attributes:
+        part: The factor that says of which part a row is.
+        group: The factor that says of which group a matrix is.
+        along: Of each operand and then each result, which of the two the axis splits there; None: it is whole on all devices,
+            and on those of other axes.
+    """
+
+    part: Factor
+    group: Factor
+    along: tuple[Factor | None, ...]
+
+    @property
+    def travelling(self) -> tuple[int, ...]:
+        """Those operands, and then results, that are sent."""
+        return tuple(k for k, factor in enumerate(self.along) if factor == self.part)
+
+    def axes(self, axes_of: Mapping[Factor, tuple[str, ...]]) -> tuple[str, ...]:
+        """The axes on which this is done, if these split each factor."""
+        return tuple(axis for axis in axes_of.get(self.group, ()) if axis in axes_of.get(self.part, ()))
 
 
 class LocalProgram(Protocol):
@@ -87,6 +115,7 @@ class ShardingRule:
         once: It calls into the host: one device runs it and hands its results to all.
         turned: Operands that kernels want with their dims in another order: an array that is stored as it was given is copied.
         zeros_like: The operand of whose shape the zeros are that the result begins as; None: it does not.
+        travel: Rows may travel to the devices of their groups; None: there are none.
     """
 
     operands: tuple[Term, ...]
@@ -104,6 +133,7 @@ class ShardingRule:
     once: bool = False
     turned: tuple[int, ...] = ()
     zeros_like: int | None = None
+    travel: Travel | None = None
 
     def splittable(self) -> tuple[Factor, ...]:
         """Factors that may be split over mesh axes, in order of appearance: not whole, and leading wherever they stand."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import jax
@@ -42,6 +42,7 @@ class AxisStrategy:
         picks: The sums that it makes are of single elements: a shard has zeros for what others find.
         blocks: Of the factor: of each of so many parts of it that stand behind each other a shard has its part.
         local: The program of a shard where it is not that of the rule.
+        beside: A second factor that is split with it; rows travel (`Travel`).
     """
 
     factor: Factor | None
@@ -51,6 +52,7 @@ class AxisStrategy:
     picks: bool = False
     blocks: int = 1
     local: LocalProgram | None = field(default=None, compare=False)
+    beside: Factor | None = None
 
 
 def strategies(rule: ShardingRule, count: int) -> list[AxisStrategy]:
@@ -78,6 +80,19 @@ def split_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> AxisStra
         lost = Partial(cast(Reduction, rule.reduced[factor]))
     results = tuple(placement(term, lost) for term in rule.results)
     return AxisStrategy(factor, operands, results, picks=factor in rule.picked, blocks=blocks)
+
+
+def travels(rule: ShardingRule, count: int) -> list[AxisStrategy]:
+    """The way in which rows travel between `count` devices, if the operation has one: microbatches have no such way."""
+    travel = rule.travel
+    if travel is None or any(rule.sizes.get(factor, 1) % count for factor in (travel.part, travel.group)):
+        return []
+    placements = tuple(
+        REPLICATED if factor is None else split_along(replace(rule, operands=(term,), results=()), factor).operands[0]
+        for term, factor in zip((*rule.operands, *rule.results), travel.along, strict=True)
+    )
+    operands = len(rule.operands)
+    return [AxisStrategy(travel.part, placements[:operands], placements[operands:], beside=travel.group)]
 
 
 class NoPositionError(Exception):

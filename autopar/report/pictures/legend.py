@@ -23,6 +23,7 @@ KIND_NAMES = {
     "reduce-scatter": "reduce-scatter",
     "all-reduce": "all-reduce",
     "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all of unequal counts",
     "collective-permute": "permute",
     "wait": "waiting",
 }

@@ -85,6 +85,7 @@ def check_function(
     mesh_shape: tuple[int, ...] = (2, 4),
     only: Collection[str] | None = None,
     limit: int = 10,
+    which: Callable[[Strategy], object] = lambda strategy: True,
 ) -> int:
     """Check every equation of `fun` at the values it has there; see `check_equations`.
 
@@ -95,6 +96,7 @@ def check_function(
         mesh_shape: Of the 8 devices.
         only: Primitives to check; None for all.
         limit: Strategies of each equation.
+        which: Among those for which this is true.
 
     Returns:
         How many strategies were checked.
@@ -108,7 +110,7 @@ def check_function(
         if list_of(eqn.primitive.name) != "STRUCTURED" and (only is None or eqn.primitive.name in only)
     ]
     operands = _operands_of(eqns, flat, [*jax.tree.leaves(arrays), *consts])
-    return check_equations(eqns, seed, mesh_shape, operands=operands, limit=limit)
+    return check_equations(eqns, seed, mesh_shape, operands=operands, limit=limit, which=which)
 
 
 def _operands_of(eqns: Sequence[JaxprEqn], flat: Jaxpr, arguments: Sequence[Any]) -> list[list[Any]]:
@@ -146,6 +148,7 @@ def check_equations(
     *,
     operands: Sequence[Sequence[Any]] | None = None,
     limit: int = 10,
+    which: Callable[[Strategy], object] = lambda strategy: True,
 ) -> int:
     """Check strategies of each of some equations: all, or `limit` of them at random.
 
@@ -155,13 +158,14 @@ def check_equations(
         mesh_shape: Of the 8 devices; axes are x, y, z.
         operands: Their values; random if not given.
         limit: How many strategies of each.
+        which: Among those for which this is true.
 
     Returns:
         How many strategies were checked.
     """
     axis_sizes = dict(zip("xyz", mesh_shape, strict=False))
     values = [None] * len(eqns) if operands is None else operands
-    checks = [_draw_check(eqn, seed, axis_sizes, given, limit) for eqn, given in zip(eqns, values, strict=True)]
+    checks = [_draw_check(eqn, seed, axis_sizes, given, limit, which) for eqn, given in zip(eqns, values, strict=True)]
     alone = jax.jit(lambda values: [bind_eqn(eqn, *each) for eqn, each in zip(eqns, values, strict=True)])
     expected = alone([check.operands for check in checks])
     actual = _on_devices(checks, Mesh(np.array(jax.devices()).reshape(mesh_shape), tuple(axis_sizes)))
@@ -186,14 +190,19 @@ class _Check:
 
 
 def _draw_check(
-    eqn: JaxprEqn, seed: int, axis_sizes: dict[str, int], operands: Sequence[Any] | None, limit: int
+    eqn: JaxprEqn,
+    seed: int,
+    axis_sizes: dict[str, int],
+    operands: Sequence[Any] | None,
+    limit: int,
+    which: Callable[[Strategy], object],
 ) -> _Check:
     rng = np.random.default_rng(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rule = rule_for(eqn)
     _check_shapes(eqn, rule)
-    strategies = enumerate_strategies(rule, axis_sizes)
+    strategies = list(filter(which, enumerate_strategies(rule, axis_sizes)))
     if len(strategies) > limit:
         strategies = [strategies[k] for k in sorted(rng.choice(len(strategies), limit, replace=False))]
     if operands is None:

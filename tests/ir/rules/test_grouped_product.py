@@ -118,3 +118,24 @@ def test_rows_in_parts(numbers, shapes, rule):
     ]
     expected = sum(each) if numbers is OVER_ROWS else jnp.concatenate(each)
     np.testing.assert_allclose(product(*map(jnp.ones, shapes)), expected)
+
+
+@pytest.mark.parametrize("numbers, shapes", [(ROWS_OF_GROUPS, [(48, 8), (4, 8, 4)]), (OVER_ROWS, [(48, 8), (48, 4)])])
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (2, 2, 2)])
+def test_rows_travel_to_their_groups(numbers, shapes, mesh_shape):
+    """Over one axis or two, in several parts on a device, with rows split over another axis; some rows are of no group."""
+
+    def product(lhs, rhs):
+        settings = {"preferred_element_type": jnp.float32, "precision": None, "tiles": None}
+        return grouped_product_p.bind(lhs, rhs, EIGHT_PARTS, ragged_dot_dimension_numbers=numbers, **settings)
+
+    def travels(strategy):
+        return strategy.travels and "b" not in strategy.axes_of
+
+    assert check_function(product, *shapes, only=["grouped_product"], limit=8, which=travels, mesh_shape=mesh_shape) > 3
+
+
+EIGHT_PARTS = np.array(
+    [[3, 0, 2, 1], [0, 0, 6, 0], [2, 2, 2, 0], [1, 2, 3, 0], [0, 0, 0, 5], [1, 1, 1, 1], [6, 0, 0, 0], [0, 0, 1, 2]],
+    np.int32,
+)
