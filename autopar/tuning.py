@@ -191,6 +191,8 @@ class Tuning:
 
     exposure_turns: int = 3
     """Problems that are solved on a mesh, each with what the answer before showed to be exposed."""
+    around_turns: int = 5
+    """The same around the best answer of a mesh, as long as its gap is more than `rough_gap`."""
     exposure_same: float = 5e-3
     """Part of the step. Up to that it takes as long as was thought, and is not solved again: 0.2 % of a step for about a
     second of planning."""

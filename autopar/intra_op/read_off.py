@@ -27,7 +27,6 @@ from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.strategies import split_fraction
 from autopar.mesh import Device, LogicalMesh, Sharding
-from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,17 +123,6 @@ class Sharded:
         if self.exposure is None or self.exposure.before is None:
             return self
         return self._priced_under(self.exposure.before, device)
-
-    def as_shown(self, device: Device) -> Sharded:
-        """The same program, priced as it alone shows what is exposed, where it takes otherwise than it was priced."""
-        if self.exposure is None or self.exposure.before is not None:
-            return self
-        taken = self.compute_seconds, self.communication_seconds
-        seconds = self.priced_seconds(self.body, self.exposed_seconds, *taken)
-        if abs(seconds - self.solution.objective) <= TUNING.exposure_same * seconds:
-            return self
-        shown = show(self.graph, self.body, self.exposed_seconds)
-        return self._priced_under(self.exposure.after(shown).as_in(shown, self.exposure), device)
 
     def _priced_under(self, exposure: Exposure, device: Device) -> Sharded:
         problem = build_problem(self.graph, device, self.class_of, self.allowed.masks, exposure)

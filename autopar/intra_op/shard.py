@@ -30,7 +30,7 @@ from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
-from autopar.intra_op.solve import solve
+from autopar.intra_op.solve import pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device
@@ -96,7 +96,7 @@ def shard(
     if best is not None:
         best, last = _follow_clock(instance, best, tried)
         best, last = _explore(instance, best, last, tried) if explore else (best, last)
-        best = _around(instance, best, last, tried)
+        best = _around(instance, best, last, tried) if instance.proves else best
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
@@ -149,6 +149,10 @@ class _Instance:
             return found
 
         self._solve_one, self.proves = by_axes, False
+
+    def only_pass_messages(self, start: tuple[int, ...]) -> None:
+        """Have message passing bound the problem as a whole and read better answers than `start` from what was passed."""
+        self._solve_one = lambda problem, *_: pass_messages(problem, start)
 
     def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:
         """The problem, as what is known of exposure prices it, and its solution: of equal problems that of the first."""
@@ -276,15 +280,30 @@ def _explore(
     return dataclasses.replace(found, problem=last.problem, solution=priced, exposure=last.exposure), last
 
 
-def _around(instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]]) -> Sharded:
+def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool]) -> Sharded:
+    """An answer found two axes at a time, or a faster one: solved around, as those on fewer axes are at once.
+
+    Message passing does so for all axes together, and is for the best answer of all: it takes long. Arguments as of `shard`."""
+    setting = Setting(sharded.graph, device, None, sharded.allowed, sharded.class_of)
+    # What does not fit is not taken: memory has no price here.
+    endless = dataclasses.replace(options, memory_budget_bytes=np.inf)
+    instance = _Instance(run_passes(SHARD[-1:], setting, check_setting), endless, donated, ONE_PROGRAM, PROVED)
+    instance.only_pass_messages(sharded.solution.choices)
+    return _around(instance, sharded, sharded, [sharded.solution.choices], options.budget_bytes(device.memory_bytes))
+
+
+def _around(
+    instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]], budget: float = np.inf
+) -> Sharded:
     """Solve as the best program itself shows conversions to be exposed, then as it and what is found so show them.
 
     What several programs showed is true of none: the best may look slower so than it is, and others faster. Arguments as of
-    `_follow_clock`; returns the fastest on the clock, priced as it shows where that leaves less open."""
+    `_follow_clock`, and bytes that none may exceed; returns the fastest on the clock, priced as it shows where that leaves
+    less open."""
     shown, before = show(best.graph, best.body, best.exposed_seconds), best.exposure
-    for _ in range(TUNING.exposure_turns):
-        off = max(best.gap, abs(1 - best.solution.objective / best.step_seconds))
-        if before is None or off <= TUNING.rough_gap or not instance.proves:
+    for turn in range(TUNING.around_turns):
+        off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
+        if before is None or max(best.gap, off) <= TUNING.rough_gap:
             break
         exposure = _shown(last).as_in(shown, before)
         problem, solution = instance.solve_under(exposure)
@@ -300,7 +319,8 @@ def _around(instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple
         tried.append(solution.choices)
         last = instance.read_off(problem, solution, exposure)
         shown += show(last.graph, last.body, last.exposed_seconds)
-        best = min(best, last, key=lambda sharded: sharded.step_seconds)
+        if last.liveness.peak_bytes <= budget:
+            best = min(best, last, key=lambda sharded: sharded.step_seconds)
     return best
 
 

@@ -63,6 +63,20 @@ def solve(
     return whole if core.status == "pruned" else whole.bounded(whole.bound)
 
 
+def pass_messages(problem: Problem, start: Sequence[int]) -> Solution:
+    """A bound of a problem without its rows, however large it is, and the best assignment seen beside `start`: what elimination
+    leaves goes to no ILP."""
+    reduced = eliminate(Problem(problem.costs, problem.edges))
+    bound, choices = reduced.constant + sum(float(costs.min()) for costs in reduced.problem.costs), tuple(start)
+    if reduced.problem.edges:
+        ascent = Ascent(reduced.problem)
+        ascent.offer(reduced.narrow(start))
+        bound = reduced.constant + ascent.run(TUNING.message_rounds[0], gap=TUNING.stage_gap).lower
+        choices = min(choices, reduced.expand(ascent.best), key=problem.cost)
+    seconds = problem.cost(choices)
+    return Solution(choices, seconds, seconds, "feasible", "message passing").bounded(bound)
+
+
 def _within_rows(problem: Problem) -> Reduced:
     """What is left of a problem whose nodes in memory rows stay."""
     reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})

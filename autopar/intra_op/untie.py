@@ -13,12 +13,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.elimination import eliminate
-from autopar.intra_op.problem import Problem, Solution
+from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
-from autopar.intra_op.solve import solve
+from autopar.intra_op.solve import pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.trws import Ascent
 from autopar.mesh import Device
 from autopar.tuning import TUNING
 
@@ -75,14 +73,9 @@ def proved(sharded: Sharded) -> Sharded:
     """The same answer; where it was found two axes at a time, with a bound of the problem as a whole by message passing."""
     if len(sharded.graph.mesh.shape) < 3 or sharded.solution.gap <= TUNING.rough_gap:
         return sharded
-    problem, solution = sharded.problem, sharded.solution
-    reduced = eliminate(Problem(problem.costs, problem.edges))
-    bound = reduced.constant + sum(float(costs.min()) for costs in reduced.problem.costs)
-    if reduced.problem.edges:
-        ascent = Ascent(reduced.problem)
-        ascent.offer(reduced.narrow(solution.choices))
-        bound = reduced.constant + ascent.run(TUNING.message_rounds[0], gap=TUNING.stage_gap).lower
-    return dataclasses.replace(sharded, solution=solution.bounded(max(solution.bound, bound)))
+    found = pass_messages(sharded.problem, sharded.solution.choices)
+    solution = sharded.solution.bounded(max(sharded.solution.bound, found.bound))
+    return dataclasses.replace(sharded, solution=solution)
 
 
 def _untied_pairs(sharded: Sharded) -> int:

@@ -19,7 +19,7 @@ from autopar.intra_op.by_axes import joined_axes
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
-from autopar.intra_op.shard import Pruned
+from autopar.intra_op.shard import Pruned, settle
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import proved, untie
 from autopar.mesh import LogicalMesh
@@ -121,18 +121,18 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
     long, it is done if it may win as much."""
     best, options, budget, device = searched.best, request.options, request.budget_bytes, request.cluster.device
 
-    def as_shown(sharded: Sharded) -> Sharded:
+    def settled(sharded: Sharded) -> Sharded:
         # On fewer axes that was done when it was found (`shard.py`).
         if len(sharded.mesh.shape) < 3 or sharded.gap <= TUNING.rough_gap:
             return sharded
-        return min(sharded, proved(sharded.as_shown(device)), key=lambda sharded: sharded.gap)
+        return settle(sharded, device, options, request.roles.donated)
 
     def untied(sharded: Sharded) -> Sharded:
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
         at_once = sharded is best and takes <= TUNING.untied_seconds
         if not at_once and not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             is_quick = sharded is best and takes <= TUNING.proved_seconds
-            return as_shown(proved(sharded)) if is_quick else sharded
+            return settled(proved(sharded)) if is_quick else sharded
         alone = untie(
             sharded,
             device,
@@ -141,7 +141,7 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
             options.solver,
             TimeLimit(options.solver_seconds, options.repaying_steps),
         )
-        return as_shown(alone)
+        return settled(alone)
 
     near = (1 + TUNING.untied_near) * best.step_seconds
     small = len(best.graph.nodes) <= TUNING.untied_each

@@ -11,15 +11,18 @@ import pytest
 import autopar
 from autopar import Cluster, Link, ShardParallel
 from autopar.cost import collective_seconds
+from autopar.intra_op import shard as sharding
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import Prices
 from autopar.intra_op.exposure import Exposure, Shown, show
-from autopar.intra_op.shard import shard
+from autopar.intra_op.shard import settle, shard
+from autopar.intra_op.untie import proved
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.options import Options
 from tests.intra_op.test_lanes import device, plan_of
+from tests.tuned import tune
 
 GRADIENTS, SAMPLES = (False, "u", 1.0, False), (True, "f", 1.0, False)
 
@@ -80,17 +83,20 @@ def test_other_plans_are_compared_as_was_known_before():
 
 @pytest.mark.parametrize("scanned", [False, True])
 def test_what_a_program_shows_is_no_gap(scanned):
-    """Small conversions were priced as ten that are sent together; the same program is then priced as it sends them."""
+    """Small conversions were priced as ten that are sent together; the same program is then priced as it sends them.
+
+    What is left open is what others might win that are priced so.
+    """
     sharded, kind = sharded_of(plan_of(scanned, 3, 1e12, 0.0, width=64, batch=64)), device(0.0)
     in_full = Exposure(1.0)
     problem = Prices(sharded.graph, kind, sharded.class_of, sharded.allowed.masks).problem(in_full)
     seconds = problem.cost(sharded.solution.choices)
     solution = dataclasses.replace(sharded.solution, objective=seconds, bound=seconds)
     priced = dataclasses.replace(sharded, problem=problem, solution=solution, exposure=in_full)
-    shown = priced.as_shown(kind)
-    assert priced.gap > 0.03 and shown.choices == priced.choices
+    shown = settle(priced, kind, Options(), [False] * len(priced.graph.inputs))
+    assert priced.gap > 0.03 and shown.gap < 0.02 and shown.choices == priced.choices
     assert shown.solution.objective == pytest.approx(shown.step_seconds, rel=1e-3)
-    assert shown.as_shown(kind) is shown and shown.as_compared(kind).exposure is in_full
+    assert shown.as_compared(kind).exposure is in_full
 
 
 def test_a_loop_gathers_its_parameters_where_that_hides():
@@ -110,7 +116,7 @@ def layers(params, x):
     return x
 
 
-def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096):
+def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096, hosts=1, between=None, begin=()):
     def step(params, x):
         grads = jax.grad(lambda p: jnp.mean(layers(p, x) ** 2))(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
@@ -119,9 +125,9 @@ def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096):
     x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
     program = trace_step(step, (state, x))
     roles = find_roles(program, (1,))
-    cluster = Cluster(1, 8, device(0.9), Link(1e-6, rate), Link(1e-6, rate))
+    cluster = Cluster(hosts, 8 // hosts, device(0.9), Link(1e-6, rate), Link(1e-6, between or rate))
     graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
-    return shard(graph, cluster.device, Options(), None, roles.donated, exposure=exposure)
+    return shard(graph, cluster.device, Options(), None, roles.donated, exposure=exposure, begin=begin)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
@@ -135,6 +141,17 @@ def test_what_the_best_program_shows_decides_in_the_end():
     """What others showed beside it, far from it, made two axes an eighth slower than the one that they are parts of."""
     two, one = (sharded_with(Exposure(0.1), 1e10, shape, depth=4) for shape in ((2, 4), (8,)))
     assert two.step_seconds <= one.step_seconds * 1.01
+
+
+def test_what_the_best_program_shows_decides_on_three_axes_too(monkeypatch):
+    """Such an answer was only priced as it shows, where others are solved around: 1.6 % were left open."""
+    tune(monkeypatch, sharding, small_mesh_pairs=0)
+    of = {"depth": 3, "width": 256, "batch": 512, "hosts": 2, "between": 2e9}
+    two = sharded_with(Exposure(0.1), 1e11, (2, 4), **of)
+    found = proved(sharded_with(Exposure(0.1), 1e11, (2, 2, 2), **of, begin=[two]))
+    settled = settle(found, device(0.9), Options(), [False] * len(found.graph.inputs))
+    assert found.step_seconds < two.step_seconds and found.gap > 0.05
+    assert settled.step_seconds <= found.step_seconds and settled.gap < 0.01
 
 
 @pytest.mark.parametrize("scanned", [False, True])
