@@ -211,7 +211,7 @@ SORTED: Pass[Any] = Pass(
     lambda step: step.by(lambda jaxpr: sort_in_parts(jaxpr, step.num_devices, step.count)),
 )
 LEAN: Pass[Any] = Pass(
-    "rematerialize_residuals", "loops that keep less for their gradient", lambda step: step.by(rematerialize_residuals)
+    "rematerialized_residuals", "loops that keep less for their gradient", lambda step: step.by(rematerialize_residuals)
 )
 FREE: Pass[Any] = Pass(
     "barriers",
