@@ -129,8 +129,12 @@ def recompute_of(row: Cells) -> str | None:
         return "none"
     if recomputed_part(row) < 1:
         return "full"
-    if re.match(r"selective|sac\b|(recompute )?(attention|attn|core|layer_?norm|moe_act|mla_up)", lower):
+    if re.match(
+        r"((selective|sac)\W*(of )?|recompute )?(attention|attn|core|layer_?norm|rms_?norm|moe_act|mla_up)", lower
+    ):
         return "selective"
+    if re.match(r"selective|sac\b", lower):  # of attention in Megatron-LM; with others of as much as memory asks for
+        return "selective" if says(row, "Megatron|NeMo", "framework") else None
     if "dot" in lower or lower == "minimal":  # so MaxText calls it
         return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
     if re.match(
@@ -196,7 +200,7 @@ def _usual_zero(row: Cells) -> str:
     stated = re.search(r"zero[\s_-]*[0-9]|\bf?sdp[12]?\b", f"{framework} {text_of(row, 'notes')}", re.IGNORECASE)
     if stated and not says(row, r"DDP", "framework"):
         return stated[0].lower()
-    return "distributed optimizer" if re.search("NeMo|Megatron-Bridge", framework) else ""
+    return "distributed optimizer" if re.search("NeMo|Megatron-(Bridge|Core)", framework) else ""
 
 
 def attention_of(row: Cells) -> int | None:
@@ -223,11 +227,17 @@ def attention_of(row: Cells) -> int | None:
 
 
 def usual_attention(row: Cells) -> int:
-    """What is likely where the cell is empty: on Ampere, who trained in fp16 with scaled losses did so before it was fused."""
+    """What is likely where the cell is empty: on Ampere, who trained in fp16 with scaled losses did so before it was fused.
+
+    Megatron-DeepSpeed and the first two generations of TPUs, which kernels are not written for, are older too.
+    """
     if says(row, "A100|A800|A40|A10|A6000|3090", "gpu_type"):
-        is_recent = dtype_of(row) != "float16"
+        is_recent = dtype_of(row) != "float16" and not says(row, "Megatron-DeepSpeed", "framework")
+    elif says(row, r"TPU[- ]?v?[23]\b|\bv[23]-\d", "gpu_type"):
+        is_recent = False
     else:
-        is_recent = says(row, "[HBL]\\d|TPU|MI[23]|RTX|trillium|ironwood|gaudi|trainium", "gpu_type")
+        newer = r"[HBL]\d|TPU|\bv\d[ep]?-\d|MI[23]|RTX|trillium|ironwood|gaudi|trainium"
+        is_recent = says(row, newer, "gpu_type")
     return library_attention(row) if is_recent else 0
 
 
@@ -254,15 +264,19 @@ def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
 def batch_of(row: Cells, tokens: int, replicas: int) -> int:
     """Samples of a step, of so many tokens each; batches in tokens are rounded to what the replicas can share.
 
-    So is every batch where a rate is published: the time is then that of so many samples, whatever the batch was.
+    So is every batch where a rate is published: the time is then that of so many samples, whatever the batch was. Where the
+    cell says nothing, a rate outside of stages is that of one microbatch on each replica.
 
     Raises:
-        ValueError: The cell says nothing.
+        ValueError: The cell says nothing, and no rate is published.
     """
-    text = text_of(row, "global_batch")
-    batch = needed(row, "global_batch", kilo=_kilo(text))
+    text, rates = text_of(row, "global_batch"), ("tokens_per_s_per_gpu", "tflops_per_gpu")
     together = replicas * (count_of(row, "microbatch") or 1)
     has_rate = not text_of(row, "seconds_per_step") and number_of(row, "tokens_per_s_per_gpu") is not None
+    if not text and not text_of(row, "seconds_per_step") and any(number_of(row, name) is not None for name in rates):
+        if count_of(row, "microbatch") and (degree_of(row, "pp") or 1) == 1:
+            return together
+    batch = needed(row, "global_batch", kilo=_kilo(text))
     sequences = re.match(rf"(\d[\d,]*)\s*(?:seq\w*|samples?)?\s*(?:[x×*]|of)\s*{tokens}\b", text)
     first = r"\D*[\d.,]+(?:e\d+)?\s*[km]?\s*"  # of what stands behind it in brackets nothing is read
     if re.match(first + r"(seq\w*|samples?)?\s*(/|per|on each)\s*(gpu|device|chip|replica|rank)", text, re.IGNORECASE):

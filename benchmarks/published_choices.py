@@ -27,14 +27,29 @@ def settle(run: Run, predict: Callable[[Run], Prediction] = predict) -> tuple[Ru
     Raises:
         AutoparError: It cannot be predicted.
     """
-    found = [(taken, _whole_or_in_part(taken, predict)) for taken in alternatives(run)]
     recomputing = any(name == "recompute" for name, _ in run.unstated)
-    if recomputing:
-        found += _in_part(found)
-    fitting = [row for row in found if row[1].needed_bytes <= 1.001 * row[1].capacity_bytes]
+    found = _tried(alternatives(run), recomputing, predict)
+    fitting = [row for row in found if _fits(row[1])]
+    if run.may_split and run.seconds is not None and not fitting:
+        # It ran, and nothing denies that replicas split the optimizer's state among them.
+        split = (replace(taken, zero=1, shards=taken.data * taken.context) for taken in alternatives(run))
+        found = _tried(split, recomputing, predict)
+        fitting = [row for row in found if _fits(row[1])]
     # Where nothing fits, more was done for memory than is known here: what keeps least is nearest to it.
     thrifty = [row for row in found if row[0].recompute == "full"] if recomputing else _least(found)
     return min(fitting or thrifty, key=lambda row: row[1].seconds)
+
+
+def _tried(
+    several: Iterator[Run], recomputing: bool, predict: Callable[[Run], Prediction]
+) -> list[tuple[Run, Prediction]]:
+    """Each of several runs with its prediction, and what lies between them if layers may be made again."""
+    found = [(taken, _whole_or_in_part(taken, predict)) for taken in several]
+    return found + list(_in_part(found)) if recomputing else found
+
+
+def _fits(predicted: Prediction) -> bool:
+    return predicted.needed_bytes <= 1.001 * predicted.capacity_bytes
 
 
 def _least(found: Sequence[tuple[Run, Prediction]]) -> list[tuple[Run, Prediction]]:

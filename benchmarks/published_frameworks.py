@@ -21,7 +21,7 @@ EAGER = 2.3
 HOST_SECONDS = 1e-5
 """To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
 that only small kernels wait for it."""
-PROFILED = 5.2
+PROFILED = 5.6
 """Of a launch with PyTorch's profiler, which records shapes, memory and the Python stack of each; fitted to one source."""
 OVERLAPPED = 0.75
 """Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
@@ -161,11 +161,12 @@ def _is_aligned(kernel: Product) -> bool:
     return all(side * itemsize % ALIGNMENT_BYTES == 0 for side in (kernel.rows, kernel.columns, kernel.depth))
 
 
-def with_launches(run: Run, kernels: tuple[Kernel, ...], seconds: float) -> float:
-    """Seconds of kernels that a host launches one by one: ahead of the device, or each when the one before is done."""
+def with_launches(run: Run, kernels: tuple[Kernel, ...], seconds: float, collectives: int = 0) -> float:
+    """Seconds of kernels that a host launches one by one, with so many collectives between: ahead of the device, or each when
+    the one before is done."""
     if run.compiled:
         return seconds
-    count = sum(EAGER if isinstance(k, Pass) else 1 for k in kernels)
+    count = collectives + sum(EAGER if isinstance(k, Pass) else 1 for k in kernels)
     if waits_for_kernels(run):
         return seconds + count * BLOCKING_SECONDS
     return max(seconds, count * HOST_SECONDS * (PROFILED if run.is_profiled else 1))

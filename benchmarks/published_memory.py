@@ -26,10 +26,10 @@ GROUP_BYTES = 0.4 * GIB
 USABLE = 0.988
 """Part of a device's memory that CUDA offers (`total_memory`: 15.78 of 16 GiB on V100, 39.59 of 40 and 79.15 of 80 on A100,
 79.11 on H100)."""
-CACHED, CACHED_IN_ORDER = 1.18, 1.06
+CACHED, CACHED_IN_ORDER = 1.18, 1.08
 """Reserved by an allocator that caches blocks, over what is allocated: fitted, for all frameworks on PyTorch. It gives them
-back before it fails. Less is left over where a backward pass frees in turn what its forward pass took, and nothing else comes
-between: no other microbatch, and nothing that is made again."""
+back before it fails. Less is left over where nothing is made again: backward passes free blocks that the next forward pass
+takes, of the same sizes."""
 RESERVED = ("nanotron", "torchtitan")
 """Frameworks whose logs have the counter of PyTorch's allocator, of what it reserved at most, and nothing of what the runtime
 takes (nanotron's trainer, "Peak reserved"; torchtitan's metrics, "max_reserved")."""
@@ -44,6 +44,9 @@ for performance)."""
 FUSED = ("Megatron", "NeMo")
 """Frameworks whose gated activation is one kernel, which keeps what enters it (Megatron-LM's `bias_swiglu_fusion`), and whose
 products of 8 bits keep their operands as they multiply them (Transformer Engine)."""
+PLANNED = ("OneFlow",)
+"""Frameworks that plan the memory of a step ahead, as XLA does, and make gradients of 16 bits into 32 before they are clipped
+and used (OneFlow's graphs, and their `enable_amp`)."""
 SPLIT_LOSS, SPLIT_LOSS_BYTES = "torchtitan", 16
 """Who computes a loss over a split vocabulary with PyTorch's distributed tensors, and what that holds of each logit: four
 tensors in 32 bits, as its gradient is made (`torch.distributed.tensor.parallel.loss`)."""
@@ -103,8 +106,7 @@ def memory_of(
         # Where tokens go to experts of other devices, fewer devices have the same ones.
         replicas = run.devices // run.pipeline // run.experts.parallel
         state += experts * state_bytes(replace(run, shards=min(run.shards, replicas)))
-    is_in_order = run.pipeline == 1 and run.recompute == "none"
-    cached = (CACHED_IN_ORDER if is_in_order else CACHED) if _is_of(run, PYTORCH) else 1.0
+    cached = (CACHED_IN_ORDER if run.recompute == "none" else CACHED) if _is_of(run, PYTORCH) else 1.0
     counted = 0.0 if _is_of(run, RESERVED) else runtime
     held = state + activations
     reserved = max(held + counted, min(cached * held + counted, capacity))
@@ -126,6 +128,8 @@ def state_bytes(run: Run) -> float:
         weight, gradient, optimizer = 4, 4, 8
     elif "torchtitan" in run.framework and run.pipeline > 1:
         # What is added up over microbatches, unsplit, has the width that it is reduced in (FSDP2's `to_accumulated_grad`).
+        weight, gradient, optimizer = 2, 4, 12
+    elif _is_of(run, PLANNED):
         weight, gradient, optimizer = 2, 4, 12
     elif not _is_of(run, MEGATRON):
         weight, gradient, optimizer = 2, 2, 12
@@ -162,17 +166,22 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again
-    in_layer = layer.working_bytes if run.whole else layer.eager_bytes
+    in_layer = layer.working_bytes if is_planned(run) else layer.eager_bytes
     if stage < run.pipeline - 1:
         return waiting + in_layer + gathered
     return waiting + max(in_layer, ends_bytes(run, tokens, ends)) + gathered
+
+
+def is_planned(run: Run) -> bool:
+    """Whether what it works with lies where a compiler put it, and nothing is kept longer than it is read."""
+    return run.whole or _is_of(run, PLANNED)
 
 
 def ends_bytes(run: Run, tokens: int, ends: Held) -> float:
     """What embedding and loss keep of so many tokens and work with."""
     if SPLIT_LOSS in run.framework and run.tensor > 1:
         return tokens * (2 * run.width + SPLIT_LOSS_BYTES * run.vocabulary / run.tensor)
-    return ends.kept_bytes + (ends.working_bytes if run.whole else ends.eager_bytes)
+    return ends.kept_bytes + (ends.working_bytes if is_planned(run) else ends.eager_bytes)
 
 
 def eager_bytes(run: Run, tokens: int) -> float:

@@ -25,6 +25,8 @@ _GATED = (
     r"grok|kimi|dbrx|glu|flan|\bmt5|t5[-_ .]?v?1[._]1"
 )
 _PLAIN = r"gpt|bert|bart|mpt|\bopt|bloom|megatron|pythia|falcon|nemotron|\bvit|deit|gshard|switch|\bmoe"
+_NEAR = 0.1
+"""Of an MLP's sides: what they are rounded by."""
 _HEAD_SIZES = ((r"qwen[-_ ]?3", 128), (r"gpt[-_ ]?oss", 64), (r"gemma[-_ ]?\d?[-_ ]?(2|7|9)b", 256))
 """Of models whose heads are not parts of the width."""
 
@@ -41,10 +43,16 @@ def check_family(name: str, is_known: bool = False) -> None:
 
 
 def is_gated(name: str, row: Cells) -> bool:
-    """Whether the MLP has a gate: as its name says, or else as many parameters as one that has."""
+    """Whether the MLP has a gate: as its name says, or else as many parameters as one that has, or else its sides.
+
+    Who puts a gate beside 4 widths takes 2 / 3 of them, for as many parameters (Shazeer, "GLU variants improve transformer",
+    2020).
+    """
     billions, hidden, width = number_of(row, "params_B"), count_of(row, "ffn"), needed(row, "hidden")
-    if re.search(_GATED, name) or re.search(_PLAIN, name) or not billions or not hidden:
+    if re.search(_GATED, name) or re.search(_PLAIN, name) or not hidden:
         return re.search(_GATED, name) is not None
+    if not billions:
+        return abs(hidden / width - 8 / 3) < _NEAR
     part = (count_of(row, "kv_heads") or 1) / (count_of(row, "heads") or 1) if count_of(row, "kv_heads") else 1.0
     heads, size = count_of(row, "heads") or 1, count_of(row, "head_size")
     mixed = heads * size if size else width

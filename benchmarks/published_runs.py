@@ -73,6 +73,7 @@ class Run:
         net: Of a convolutional one, which has none of the sizes above.
         recomputed: The part of the layers for which `recompute` is full; of the others nothing is made again.
         by_rows: Whether operands of 8 bits have a scale for each row.
+        may_split: Whether its row neither says nor denies that replicas split the state among them.
         mesh: On which a solver sharded that, if one did; `()`: all devices in a row.
         unstated: What the row does not say, each with what it may be, the likeliest first.
     """
@@ -123,6 +124,7 @@ class Run:
     net: Net | None = None
     recomputed: float = 1.0
     by_rows: bool = False
+    may_split: bool = False
     mesh: tuple[int, ...] | None = None
     unstated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
@@ -211,18 +213,18 @@ def _run(row: Cells, line: int) -> Run:
     size = 0 if size * heads == width else size
     if width % heads and not size:
         raise ValueError("the heads do not divide the width")
-    if heads % (count_of(row, "kv_heads") or 1):
+    words, kv_heads = count_of(row, "vocab"), count_of(row, "kv_heads") or heads
+    if heads % kv_heads:
         raise ValueError("the heads of keys do not divide those of queries")
-    is_sized = count_of(row, "vocab"), count_of(row, "kv_heads")
     gated = is_gated(lower, row)
     hidden = stated("hidden", count_of(row, "ffn"), 4 * width if not gated else 256 * math.ceil(width * 8 / 3 / 256))
-    vocabulary = stated("vocabulary", is_sized[0], 1000 if sees_images(lower) else 50304)
+    vocabulary = stated("vocabulary", words, 1000 if sees_images(lower) else 50304)
     is_jax, decoder = says(row, JAX, "framework"), 0
     if has_decoder(lower):
-        # T5 predicts 114 tokens of 512 (Raffel et al., 2020, sec. 3.1.4).
-        decoder = stated("decoder", decoder_of(row), max(1, tokens * 114 // 512))
-    mesh = mesh_of(row, devices) if net else None
-    if mesh == ():
+        decoder = stated(
+            "decoder", decoder_of(row), max(1, tokens * 114 // 512)
+        )  # as T5 (Raffel et al., 2020, sec. 3.1.4)
+    if (mesh := mesh_of(row, devices) if net else None) == ():
         stated("mesh", None, (devices,))
     layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, heads, batch, devices)
     # Who splits the state splits tensors only where there are not samples enough.
@@ -243,8 +245,8 @@ def _run(row: Cells, line: int) -> Run:
         raise ValueError("the batch does not divide")
     zero, shards = stated("zero", zero_of(row, data * context, count_of(row, "gpus_per_node") or 8), (0, 1))
     # torchtitan's stages keep what they have gathered, and gradients, until the last microbatch (`reshard_after_forward`).
-    is_kept = zero == 3 and pipeline > 1 and says(row, "torchtitan", "framework")
-    zero = 1 if is_kept else zero
+    if is_kept := zero == 3 and pipeline > 1 and says(row, "torchtitan", "framework"):
+        zero = 1
     if says(row, r"Alpa \(auto", "framework") and not text_of(row, "zero"):
         zero, shards = 2, data  # its solver prefers reduce-scatter (`prefer_reduce_scatter` of Alpa's suites)
     if (is_jax or says(row, r"Alpa \(intra", "framework")) and not text_of(row, "zero"):
@@ -266,7 +268,7 @@ def _run(row: Cells, line: int) -> Run:
         layers=layers,
         width=width,
         heads=heads,
-        kv_heads=is_sized[1] or heads,
+        kv_heads=kv_heads,
         hidden=hidden,
         vocabulary=vocabulary,
         tokens=tokens,
@@ -303,6 +305,7 @@ def _run(row: Cells, line: int) -> Run:
         causal=not (is_encoder(lower) or has_decoder(lower)),
         decoder=decoder,
         net=net,
+        may_split=not (zero or net or text_of(row, "zero")),
         mesh=mesh,
         unstated=tuple(assumed.items()),
     )
@@ -378,7 +381,7 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
 
 _HARDWARE = r"hardware|incl. recompute|\bHFU\b"
 _EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
-_COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow|llm\.c"
+_COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow|llm\.c|(fused|transformer) kernels"
 
 
 def _overlaps(row: Cells) -> bool:

@@ -121,6 +121,9 @@ def data_seconds(
     num_bytes = params * width / (layers if run.zero == 3 else 1)
     if run.zero == 0:
         reduced, gathered = seconds("all-reduce", num_bytes, every), 0.0
+    elif run.zero == 1 and "DeepSpeed" in run.framework:
+        # Each replica gets all of the sum, of which its first stage needs a part (`buffered_reduce_fallback`).
+        reduced, gathered = seconds("all-reduce", num_bytes, every), seconds("all-gather", num_bytes)
     else:
         # Who has the same part of the state adds up that part of the gradients.
         between = seconds("all-reduce", num_bytes / math.prod(group.shape), others)

@@ -83,6 +83,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     work = layer.compute((*PHASES, *again), device, run) + again_between_products(run, layer, device)
     tensor = layer.communication((*PHASES, *again), mesh)
     tensor *= 1 - OVERLAPPED if run.overlaps else 1
+    tensor = max(0.0, tensor - layer.idle((*PHASES, *again), device, run))
     # Tokens go to their experts and back, and so do their gradients.
     sent = (6 if "forward" in again else 4) * to_experts_seconds(run, machine)
     tensor += max(sent - work, (1 - device.achieved.overlap) * sent) if hides_tokens(run) else sent

@@ -20,6 +20,7 @@ from published_frameworks import (
     joins_products,
     mask_kernels,
     padded_vocabulary,
+    waits_for_kernels,
     with_launches,
 )
 from published_layers import CORE, NARROW, Sizes, Step, ends_step, experts_step, layer_step
@@ -67,7 +68,12 @@ class Work:
     def compute(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
         """The same with what launching them takes."""
         kernels = tuple(kernel for phase in phases for kernel in self.kernels[phase])
-        return with_launches(run, kernels, self.busy(phases, device, run))
+        moves = sum(len(self.collectives[phase]) for phase in phases)
+        return with_launches(run, kernels, self.busy(phases, device, run), moves)
+
+    def idle(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
+        """Seconds of that in which it computes nothing and may communicate, because the host is not as far."""
+        return 0.0 if waits_for_kernels(run) else self.compute(phases, device, run) - self.busy(phases, device, run)
 
     def communication(self, phase: str, mesh: LogicalMesh) -> float:
         """Seconds of its collectives."""
@@ -87,6 +93,10 @@ class Layer:
             share, work = self.parts[1]
             waiting = share * expert_launches(run, tuple(k for phase in phases for k in work.kernels[phase]))
         return waiting + sum(share * work.compute(phases, device, run) for share, work in self.parts)
+
+    def idle(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
+        """Seconds in which nothing is computed because the host is not as far, but what it launched before may communicate."""
+        return sum(share * work.idle(phases, device, run) for share, work in self.parts)
 
     def communication(self, phases: tuple[str, ...], mesh: LogicalMesh) -> float:
         """Seconds of its tensor-parallel collectives."""

@@ -47,8 +47,8 @@ def test_cells_of_many_spellings():
     dtypes = {"NVFP4": "float4", "FP8-CS (current scaling)": "float8", "int8 + bf16": "int8", "amp_bf16": "bfloat16",
               "fp16 mixed": "float16", "TF32": "float32", "mixed": None}  # fmt: skip
     assert {text: dtype_of({"precision": text}) for text in dtypes} == dtypes
-    again = {"Selective": "selective", "yes": "full", "none (yaml null)": "none", "offload": None, "": None, "False": "none",
-             "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
+    again = {"Selective attention": "selective", "Selective": None, "yes": "full", "none (yaml null)": "none", "offload": None,
+             "": None, "False": "none", "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
     assert {text: recompute_of({"recompute": text}) for text in again} == again
     zeros = {"distributed optimizer": (1, 64), "FSDP2": (3, 64), "HSDP 8": (3, 8), "ZeRO-2": (2, 64), "stage 3": (3, 64),
              "zero_3": (3, 64), "FSDP (ZeRO-2)": (2, 64),

@@ -17,9 +17,12 @@ from published_cells import (  # noqa: E402
     recompute_of,
     seconds_of,
     teraflops_of,
+    usual_attention,
     zero_of,
 )
-from published_choices import alternatives  # noqa: E402
+from published_choices import alternatives, settle  # noqa: E402
+from published_names import is_gated  # noqa: E402
+from published_steps import Prediction  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
 
 
@@ -53,9 +56,12 @@ def test_batches_of_tokens_sequences_and_devices():
 
 def test_words_of_recomputation():
     again = {"disabled": "none", "N": "none", "without": "none", "everything_saveable": "none", "y": "full", "enabled": "full",
-             "per-layer": "full", "nothing_saveable": "full", "SAC": "selective", "core_attn": "selective",
-             "layernorm": "selective"}  # fmt: skip
+             "per-layer": "full", "nothing_saveable": "full", "SAC": None, "SAC (attention)": "selective",
+             "core_attn": "selective", "layernorm": "selective"}  # fmt: skip
     assert {text: recompute_of({"recompute": text}) for text in again} == again
+    # Megatron-LM's word for attention, and others' for as much as memory asks for.
+    named = {"Megatron-LM": "selective", "NeMo": "selective", "PyTorch FSDP": None}
+    assert {name: recompute_of({"recompute": "selective", "framework": name}) for name in named} == named
 
 
 def test_words_of_split_state():
@@ -68,6 +74,41 @@ def test_words_of_attention():
     kernels = {"FlexAttention": 2, "FA-2": 2, "flash_attention_2": 2, "flash-attention-3": 3, "Transformer Engine": 3, "CK": 3,
                "fused softmax": 0, "dot_product": 0}  # fmt: skip
     assert {text: attention_of({"attention": text, "gpu_type": "H100"}) for text in kernels} == kernels
+
+
+def test_attention_of_older_devices_and_frameworks():
+    kernels = {("TPU v3-256", "JAX"): 0, ("v5e-128", "MaxText"): 3, ("TPU v4", "T5X"): 3, ("DGX A100", "Megatron-DeepSpeed"): 0,
+               ("DGX A100", "Megatron-LM"): 3}  # fmt: skip
+    assert {
+        (device, name): usual_attention({"gpu_type": device, "framework": name, "precision": "bf16"})
+        for device, name in kernels
+    } == kernels
+
+
+def test_sides_of_an_mlp_tell_of_its_gate():
+    sides = {("Amber", "11008"): True, ("Amber", "16384"): False, ("GPT", "11008"): False, ("Amber", ""): False}
+    assert {(name, ffn): is_gated(name.lower(), {"hidden": "4096", "ffn": ffn}) for name, ffn in sides} == sides
+
+
+def test_a_rate_without_a_batch_is_of_one_microbatch_on_each_replica(read):
+    cells = {"global_batch": "", "seconds_per_step": "", "tokens_per_s_per_gpu": "1024", "microbatch": "2"}
+    run = read(**cells)
+    assert (run.batch, run.count, run.seconds) == (16, 1, 1.0)
+    for missing in ({"microbatch": ""}, {"pp": "2", "dp": "4"}, {"seconds_per_step": "1.5"}):
+        assert read(**cells | missing).reason == "global_batch is not stated"
+
+
+def test_state_is_split_where_nothing_denies_it_and_it_would_not_fit(read):
+    def with_state(run):
+        return Prediction(1.0, 1, 0, 0, 0, 0, 1, 2e9 / run.shards, 1e9)
+
+    cells = {"framework": "Megatron-LM", "zero": ""}
+    assert (
+        settle(read(**cells), with_state)[0].zero,
+        settle(read(**cells | {"zero": "none"}), with_state)[0].zero,
+    ) == (1, 0)
+    failed = settle(read(**cells, status="OOM", seconds_per_step=""), with_state)
+    assert failed[0].zero == 0 and failed[1].needed_bytes == 2e9
 
 
 def test_what_is_not_understood_is_open(read):

@@ -15,9 +15,10 @@ from published_machines import _network_rate, machine_of, model_of  # noqa: E402
 from published_memory import ends_bytes, state_bytes  # noqa: E402
 from published_steps import Prediction, data_seconds, params_of, predict  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
-from published_work import Work  # noqa: E402
+from published_work import PHASES, Work, layer_of  # noqa: E402
 
 from autopar.cost.kernels import Product  # noqa: E402
+from autopar.mesh import LogicalMesh  # noqa: E402
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("interleaved 1F1B", 2)])
@@ -106,6 +107,28 @@ def test_who_has_the_same_part_of_the_state_adds_it_up(read):
 
     assert 0.4 * sent(whole) < sent(apart) < sent(whole)
     assert sent(replace(whole, zero=1)) == pytest.approx(sent(replace(whole, zero=0)), rel=0.2)
+
+
+def test_first_stage_of_deepspeed_adds_up_all_gradients(read):
+    """Everywhere, and gathers what was updated: three rounds where others make two."""
+    first, second, other = (
+        read(zero=stage, framework=name, precision="fp16", gpu_type="A100")
+        for name, stage in (("Megatron-DeepSpeed", "1"), ("Megatron-DeepSpeed", "2"), ("Megatron-LM", "1"))
+    )
+    took = [data_seconds(run, machine_of(run), 1e10, 1, 0.0, 0.0)[0] for run in (first, second, other)]
+    assert took[0] == pytest.approx(1.5 * took[2], rel=0.1) and took[1] == took[2]
+
+
+def test_what_the_host_is_late_for_hides_collectives(read):
+    """A device that waits for launches communicates meanwhile; one that no host keeps waiting does not."""
+    run = read(framework="PyTorch", tp="8", dp="1", global_batch="1", heads="8", attention="unfused")
+    machine = machine_of(run)
+    layer = layer_of(run, machine, machine.intra)
+    late = layer.idle(PHASES, machine.device, run)
+    sent = layer.communication(PHASES, LogicalMesh((8,), links=(machine.intra,)))
+    assert 0 < sent < late
+    assert predict(run).tensor < run.layers * sent
+    assert layer.idle(PHASES, machine.device, replace(run, compiled=True)) == 0
 
 
 def test_batches_in_tokens_are_whole_samples_of_every_replica(read):
@@ -222,6 +245,8 @@ def test_stages_of_torchtitan_keep_gradients_in_the_width_they_are_reduced_in(re
 def test_a_loss_over_a_split_vocabulary_is_made_of_four_tensors_of_its_logits(read):
     """In torchtitan; elsewhere it holds what the plan of embedding and loss says."""
     ends = Work({}, {}, kept_bytes=1, working_bytes=2, eager_bytes=4)
+    assert [ends_bytes(read(framework=name), 1, ends) for name in ("OneFlow", "PyTorch")] == [3, 5]
+    assert state_bytes(read(framework="OneFlow", precision="fp16", zero="0")) == 18
     cells = {"tp": "2", "dp": "4", "zero": "1"}
     assert ends_bytes(read(**cells, framework="torchtitan"), 512, ends) == 512 * (2 * 256 + 16 * 1000 / 2)
     assert (
