@@ -9,7 +9,8 @@ Method: compilers put elementwise operations, slices and the like into the kerne
         so fewer bytes are moved: of how many arrays it is made does not matter to a kernel, of how large ones does. What is
         scattered into zeros to be added to a value is scattered into that. Numbers of bfloat16 that are worked out in
         float32 (a quotient, a hyperbolic tangent) wait in float32 where a reader takes them so: XLA may compute more exactly
-        than it is told, and leaves the rounding between the two out.
+        than it is told, and leaves the rounding between the two out. 8-bit floats that are multiplied along two dims are there
+        twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax.numpy as jnp
 
 from autopar._jax import Literal, Var, copies_to_or_from_host
-from autopar.intra_op.graph import Graph, Node
+from autopar.intra_op.graph import Graph, Node, Phase
 from autopar.intra_op.traffic import is_fused, is_picking, is_view
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.work import num_bytes, num_elements_of
@@ -37,13 +38,14 @@ _IN_FLOAT32 = SLOW | {"clamp", "div", "exp", "exp2", "rem", "rsqrt", "sqrt"}
 
 
 def held_values(graph: Graph) -> Mapping[Var, int]:
-    """Values that take memory, and how many times the bytes of their type: 2 of those that wait in float32, else 1.
+    """Values that take memory, and how many times the bytes of their type: 2 of those that wait in float32, and of 8-bit
+    floats that lie in two ways, else 1.
 
     Found once for a graph.
     """
     if graph.held is None:
         nodes = [node for node in graph.nodes if node.kind == "op"]
-        held, wide = _find_held(graph, nodes), set(_wide_values(nodes))
+        held, wide = _find_held(graph, nodes), {*_wide_values(nodes), *_both_ways(graph, nodes)}
         graph.held = {var: 1 + (var in wide) for var in held}
     return graph.held
 
@@ -84,6 +86,19 @@ def _wide_values(nodes: Sequence[Node]) -> Iterator[Var]:
     taken = {var for node in nodes if _is_in_float32(node) or _widens(node) for var in inputs_of(node.eqn)}
     narrow = {var for node in nodes for var in _read_from_memory(node)}
     yield from (var for var in made if var in taken and var not in narrow and var.aval.dtype == jnp.bfloat16)
+
+
+def _both_ways(graph: Graph, nodes: Sequence[Node]) -> Iterator[Var]:
+    """Values of 8-bit floats that products of one phase sum over their last dim, and others over another: the kernels of such
+    products want what they sum over to lie last, so that there are two arrays."""
+    ways: dict[tuple[Var, Phase], set[bool]] = {}
+    for node in nodes:
+        if node.eqn.primitive.name == "dot_general":
+            for atom, summed in zip(node.eqn.invars, node.eqn.params["dimension_numbers"][0], strict=True):
+                if isinstance(atom, Var) and atom.aval.dtype.name.startswith("float8"):
+                    is_last = atom.aval.ndim - 1 in summed
+                    ways.setdefault((atom, graph.phases.get(node.eqn, "f")), set()).add(is_last)
+    yield from (var for (var, _), found in ways.items() if len(found) > 1)
 
 
 def _is_in_float32(node: Node) -> bool:

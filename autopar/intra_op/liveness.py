@@ -324,10 +324,17 @@ def _versions(
             copies.append(copy)
             starts.append(_zeros_at(instruction, body, current, starts, position) if given else position)
             ends.append(-1)
+    last_read = list(ends)
     for result in dict.fromkeys((a, s) for a, s in body.outputs if not isinstance(a, Literal)):
         ends[current[result]] = count
     widths = [stored.get(var, 1) for var, _ in copies] if stored else [1] * len(copies)
     for k in [k for k, width in enumerate(widths) if width > 1]:
+        if copies[k] in results and last_read[k] > starts[k] >= 0:  # until then also as readers here take it
+            made_of.append((len(copies),))
+            copies.append(copies[k])
+            starts.append(starts[k])
+            ends.append(last_read[k])
+            widths.append(widths[k] if copies[k][0].aval.dtype.itemsize > 1 else 1)
         if starts[k] < 0 or copies[k] in moved or copies[k] in results:  # those are of the type that they have
             widths[k] = 1
     return _Versions(copies, starts, ends, [number in made for number, made in enumerate(made_of)], widths)

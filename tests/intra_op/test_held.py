@@ -191,3 +191,37 @@ def test_zeros_that_a_gradient_is_scattered_into_are_made_with_those_of_the_forw
     before, scattered = names.index("reduce_window_max"), names.index("select_and_scatter_add")
     grown = [(found.curve[k] - found.curve[k - 1]) / SQUARE for k in (names.index("max"), scattered)]
     assert before < scattered and grown == ([2, -0.25] if least == 0 else [1, 0.75])  # a quarter is pooled
+
+
+def test_what_leaves_in_16_bits_is_there_in_32_until_its_last_reader_here():
+    """A tangent that the forward pass of a stage leaves for the backward one, and takes itself as it was worked out."""
+
+    def forward(x, w):
+        kept = jnp.tanh(x @ w)
+        return kept, jnp.sum(kept.astype(jnp.float32) ** 2), (x @ w).T @ x
+
+    given = [jax.ShapeDtypeStruct((N, N), jnp.bfloat16)] * 2
+    program = trace_step(forward, given)
+    graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
+    body = lower(graph, [0] * len(graph.nodes))
+    names = [i.eqn.primitive.name for i in body.instructions]
+    curve = list(measure_liveness(body, graph.mesh, held_values(graph)).curve)
+    made, read = names.index("tanh"), names.index("reduce_sum")
+    half = N * N * 2
+    assert curve[made] - curve[made - 1] == 3 * half and curve[read + 1] < curve[made]
+
+
+@pytest.mark.parametrize("again, times", [("ab,cb->ac", 1), ("ab,bc->ac", 2)])
+def test_8_bit_floats_that_are_summed_along_two_dims_are_there_twice(again, times):
+    """`lhs` is summed over its last dim; and over the same, or the other one, in a second product."""
+
+    def products(x, w):
+        small = (2 * x).astype(jnp.float8_e4m3fn)
+        first = jnp.einsum("ab,bc->ac", small, w, preferred_element_type=jnp.float32)
+        return first, jnp.einsum(again, w, small, preferred_element_type=jnp.float32)
+
+    given = [jax.ShapeDtypeStruct((N, N), dtype) for dtype in (jnp.float32, jnp.float8_e4m3fn)]
+    program = trace_step(products, given)
+    graph = build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
+    (made,) = (node.eqn.outvars[0] for node in graph.nodes if node.name == "convert_element_type")
+    assert held_values(graph)[made] == times

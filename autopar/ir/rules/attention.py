@@ -76,7 +76,10 @@ def attention(eqn: JaxprEqn) -> ShardingRule:
 def _not_split(eqn: JaxprEqn) -> str | None:
     """Why it is computed whole; None: it is not."""
     if eqn.params["dropout_rate"] > 0:
-        return "its dropout counts heads from the first of the whole batch"
+        return (
+            "its dropout counts heads from the first of the whole batch, and the kernel takes no offset (its seed is a "
+            "constant of the program): with `dropout_rate=0` and dropout by `jax.random` behind it, it is split"
+        )
     if getattr(eqn.params["mask_type"], "name", "") == "ALIBI":
         return "its slopes count heads from the first of all"
     return None

@@ -191,7 +191,7 @@ class _Kernel:
             if length is None:
                 self.whole[dim] = "its length is known only when it runs"
             elif dim in asked:
-                self.whole[dim] = "the kernel asks for its index (`program_id`)"
+                self.whole[dim] = "the kernel asks for its index (`program_id`), and may do something else at each"
             elif any(outer in asked for outer in range(dim)) or dim in self.steps:
                 left = [*self.scratch, *(at for at in self._unread(results, dim) if dim not in sums)]
                 if left and not self._parallel(dim) and not self._begins_anew(dim, left):

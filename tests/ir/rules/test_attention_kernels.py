@@ -6,7 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention, paged_attention
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as paged_on_tpus
@@ -113,6 +115,21 @@ def test_keys_in_pages_on_tpus_with_a_rule():
     attend = sharding_rule(text)(functools.partial(paged_on_tpus, pages_per_compute_block=4))
     (eqn,) = flat_eqns(lambda *qkv: attend(*qkv, LENGTHS, LISTED), (8, 4, 128), (2, 64, 16, 128), (2, 64, 16, 128))
     assert " ".join(rule_for(eqn).splittable()) == "b k"
+
+
+def test_keys_in_pages_on_tpus_in_parts():
+    """What that rule says of the kernel: on some samples, and some heads of keys, it makes these samples and heads."""
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(2, 4, 128)).astype(np.float32)
+    keys, values = (rng.normal(size=(2, 8, 16, 128)).astype(np.float32) for _ in range(2))
+    lengths, listed = np.array([20, 7], np.int32), rng.integers(0, 8, (2, 2)).astype(np.int32)
+    attend = functools.partial(paged_on_tpus, pages_per_compute_block=2)
+    with pltpu.force_tpu_interpret_mode():
+        whole = attend(query, keys, values, lengths, listed)
+        of_head = attend(query[:, 2:], keys[1:], values[1:], lengths, listed)
+        of_sample = attend(query[1:], keys, values, lengths[1:], listed[1:])
+    np.testing.assert_array_equal(whole[:, 2:], of_head)
+    np.testing.assert_array_equal(whole[1:], of_sample)
 
 
 def test_parts_of_splash_attention():
