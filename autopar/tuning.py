@@ -70,6 +70,8 @@ class Tuning:
     proved_seconds: float = 5.0
     """Seconds. Of the best answer, where it was found two axes at a time, a bound is looked for whatever that wins, if it takes
     no longer: without one nothing is known of it."""
+    settled_seconds: float = 6.0
+    """Seconds. As often as that takes no longer, roughly, and once at least, such an answer is solved around."""
     untied_near: float = 0.015
     """Part of the step: as much may be won by what ties keep alike."""
     untied_pairs: int = 30_000_000

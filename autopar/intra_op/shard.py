@@ -25,7 +25,7 @@ from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_mo
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
 from autopar.intra_op.memory_constrained import Prices, Solve, is_far_over, solve_constrained
-from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.setting import SHARD, Setting, check_setting
@@ -96,7 +96,7 @@ def shard(
     if best is not None:
         best, last = _follow_clock(instance, best, tried)
         best, last = _explore(instance, best, last, tried) if explore else (best, last)
-        best = _around(instance, best, last, tried) if instance.proves else best
+        best = _around(instance, best, last, tried, TUNING.around_turns) if instance.proves else best
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
@@ -281,27 +281,27 @@ def _explore(
 
 
 def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool]) -> Sharded:
-    """An answer found two axes at a time, or a faster one: solved around, as those on fewer axes are at once.
-
-    Message passing does so for all axes together, and is for the best answer of all: it takes long. Arguments as of `shard`."""
+    """An answer found two axes at a time, or a faster one: solved around, as those on fewer axes are at once, but by
+    message passing of all axes together: it takes long, and is for the best answer of all. Arguments as of `shard`."""
     setting = Setting(sharded.graph, device, None, sharded.allowed, sharded.class_of)
     # What does not fit is not taken: memory has no price here.
     endless = dataclasses.replace(options, memory_budget_bytes=np.inf)
     instance = _Instance(run_passes(SHARD[-1:], setting, check_setting), endless, donated, ONE_PROGRAM, PROVED)
     instance.only_pass_messages(sharded.solution.choices)
-    return _around(instance, sharded, sharded, [sharded.solution.choices], options.budget_bytes(device.memory_bytes))
+    turns = max(1, int(TUNING.settled_seconds / (TUNING.solve_share * planning_seconds(sharded.problem))))
+    tried, budget = [sharded.solution.choices], options.budget_bytes(device.memory_bytes)
+    return _around(instance, sharded, sharded, tried, min(turns, TUNING.around_turns), budget)
 
 
 def _around(
-    instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]], budget: float = np.inf
+    instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]], turns: int, budget: float = np.inf
 ) -> Sharded:
     """Solve as the best program itself shows conversions to be exposed, then as it and what is found so show them.
 
     What several programs showed is true of none: the best may look slower so than it is, and others faster. Arguments as of
-    `_follow_clock`, and bytes that none may exceed; returns the fastest on the clock, priced as it shows where that leaves
-    less open."""
+    `_follow_clock`, turns, bytes that none may exceed; returns the fastest, priced as it shows if that leaves less open."""
     shown, before = show(best.graph, best.body, best.exposed_seconds), best.exposure
-    for turn in range(TUNING.around_turns):
+    for turn in range(turns):
         off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
         if before is None or max(best.gap, off) <= TUNING.rough_gap:
             break
