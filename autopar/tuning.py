@@ -70,8 +70,10 @@ class Tuning:
     proved_seconds: float = 5.0
     """Seconds. Of the best answer, where it was found two axes at a time, a bound is looked for whatever that wins, if it takes
     no longer: without one nothing is known of it."""
-    settled_seconds: float = 6.0
+    settled_seconds: float = 7.0
     """Seconds. As often as that takes no longer, roughly, and once at least, such an answer is solved around."""
+    settled_part: float = 0.09
+    """Part of the step. Beyond the first time, to know and to win what is left is worth no more than that."""
     untied_near: float = 0.015
     """Part of the step: as much may be won by what ties keep alike."""
     untied_pairs: int = 30_000_000

@@ -115,8 +115,18 @@ class Sharded:
     @property
     def gap(self) -> float:
         """The gap of the program as it was lowered, and not of its choices as they were priced alone."""
+        return self.gap_of(self.own_priced_seconds)
+
+    @property
+    def least_gap(self) -> float:
+        """What its gap is at least, whatever is proved of its problem: no bound is more than its choices are priced."""
+        return 1 - self.solution.objective / self.own_priced_seconds if self.own_priced_seconds > 0 else 0.0
+
+    @property
+    def own_priced_seconds(self) -> float:
+        """What the program itself costs, counted as the problem counts."""
         taken = self.compute_seconds, self.communication_seconds
-        return self.gap_of(self.priced_seconds(self.body, self.exposed_seconds, *taken))
+        return self.priced_seconds(self.body, self.exposed_seconds, *taken)
 
     def as_compared(self, device: Device) -> Sharded:
         """The same program, priced as what was known before it alone decided what is exposed: as others can be priced, too."""

@@ -25,7 +25,7 @@ from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_mo
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
 from autopar.intra_op.memory_constrained import Prices, Solve, is_far_over, solve_constrained
-from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs, planning_seconds
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.setting import SHARD, Setting, check_setting
@@ -280,17 +280,16 @@ def _explore(
     return dataclasses.replace(found, problem=last.problem, solution=priced, exposure=last.exposure), last
 
 
-def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool]) -> Sharded:
-    """An answer found two axes at a time, or a faster one: solved around, as those on fewer axes are at once, but by
-    message passing of all axes together: it takes long, and is for the best answer of all. Arguments as of `shard`."""
+def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool], turns: int) -> Sharded:
+    """An answer found two axes at a time, or a faster one: solved around, as those on fewer axes are at once, but by message
+    passing of all axes together: it takes long, and is for the best answer of all. Arguments as of `shard` and `_around`."""
     setting = Setting(sharded.graph, device, None, sharded.allowed, sharded.class_of)
     # What does not fit is not taken: memory has no price here.
     endless = dataclasses.replace(options, memory_budget_bytes=np.inf)
     instance = _Instance(run_passes(SHARD[-1:], setting, check_setting), endless, donated, ONE_PROGRAM, PROVED)
     instance.only_pass_messages(sharded.solution.choices)
-    turns = max(1, int(TUNING.settled_seconds / (TUNING.solve_share * planning_seconds(sharded.problem))))
     tried, budget = [sharded.solution.choices], options.budget_bytes(device.memory_bytes)
-    return _around(instance, sharded, sharded, tried, min(turns, TUNING.around_turns), budget)
+    return _around(instance, sharded, sharded, tried, turns, budget)
 
 
 def _around(

@@ -40,14 +40,14 @@ def untie(
         limit: What it may use of time.
 
     Returns:
-        The better one; the same choices where none is, with the bound of the untied problem (of the tied one, where that is
-        as far as it goes).
+        The better one; the same choices where none is, with the bound of the untied problem; the program as it was given,
+        where it is as far as that goes.
     """
     graph, count = sharded.graph, len(sharded.graph.nodes)
     alone = list(range(count))
     # Of rows only those of the tied problem are known: the answer within them stays.
     if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > TUNING.untied_pairs:
-        return proved(sharded)
+        return sharded
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
     answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices)
     before = problem.cost(sharded.choices)

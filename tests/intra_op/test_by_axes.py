@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -136,6 +137,48 @@ def test_the_best_on_three_axes_is_proved(monkeypatch):
     best = meshes.untie_best(request, meshes.Searched([found], []))
     assert best.choices == found.choices and best.solution.gap <= TUNING.rough_gap
     assert best.solution.bound <= solve(found.problem).objective <= best.solution.objective
+
+
+def misjudged(monkeypatch):
+    """An answer on three axes whose program takes twice what it was priced."""
+    monkeypatch.setattr("autopar.intra_op.shard.num_pairs", lambda problem: math.inf)
+    found = sharded((2, 2, 2), begin=[sharded((2, 4))])
+    half = dataclasses.replace(found.solution, objective=found.own_priced_seconds / 2, bound=0.0)
+    return dataclasses.replace(found, solution=half)
+
+
+@pytest.mark.parametrize(("steps", "turns"), [(1, 1), (10**9, TUNING.around_turns)])
+def test_the_best_is_solved_around_as_often_as_repays(monkeypatch, steps, turns):
+    """A step of microseconds is known as well as may be after one turn; many steps of it repay more."""
+    found, asked = misjudged(monkeypatch), []
+
+    def settle(known, device, options, donated, turns):
+        asked.append(turns)
+        return known
+
+    monkeypatch.setattr(meshes, "settle", settle)
+    meshes.untie_best(
+        Request(PROGRAM, find_roles(PROGRAM, (1,)), CLUSTER, Auto(steps=steps)), meshes.Searched([found], [])
+    )
+    assert asked == [turns]
+
+
+def test_no_bound_is_looked_for_that_cannot_leave_less(monkeypatch):
+    """Half of the step is open, whatever is proved of prices that are half of what it takes: first it is priced anew."""
+    found, asked = misjudged(monkeypatch), []
+    assert found.least_gap == pytest.approx(0.5)
+    near = dataclasses.replace(found, solution=found.solution.bounded(found.solution.objective))
+
+    def proved(known):
+        asked.append(known)
+        return known
+
+    monkeypatch.setattr(meshes, "proved", proved)
+    monkeypatch.setattr(meshes, "settle", lambda *_: near)
+    request = Request(PROGRAM, find_roles(PROGRAM, (1,)), CLUSTER, Auto())
+    assert meshes.untie_best(request, meshes.Searched([found], [])) is near and not asked
+    monkeypatch.setattr(meshes, "settle", lambda *_: found)  # of no use: then what may be known is asked for
+    assert meshes.untie_best(request, meshes.Searched([found], [])) is found and asked == [found]
 
 
 def test_a_large_problem_begins_where_it_is_told(monkeypatch):

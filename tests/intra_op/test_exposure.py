@@ -93,7 +93,7 @@ def test_what_a_program_shows_is_no_gap(scanned):
     seconds = problem.cost(sharded.solution.choices)
     solution = dataclasses.replace(sharded.solution, objective=seconds, bound=seconds)
     priced = dataclasses.replace(sharded, problem=problem, solution=solution, exposure=in_full)
-    shown = settle(priced, kind, Options(), [False] * len(priced.graph.inputs))
+    shown = settle(priced, kind, Options(), [False] * len(priced.graph.inputs), 5)
     assert priced.gap > 0.03 and shown.gap < 0.02 and shown.choices == priced.choices
     assert shown.solution.objective == pytest.approx(shown.step_seconds, rel=1e-3)
     assert shown.as_compared(kind).exposure is in_full
@@ -149,7 +149,7 @@ def test_what_the_best_program_shows_decides_on_three_axes_too(monkeypatch):
     of = {"depth": 3, "width": 256, "batch": 512, "hosts": 2, "between": 2e9}
     two = sharded_with(Exposure(0.1), 1e11, (2, 4), **of)
     found = proved(sharded_with(Exposure(0.1), 1e11, (2, 2, 2), **of, begin=[two]))
-    settled = settle(found, device(0.9), Options(), [False] * len(found.graph.inputs))
+    settled = settle(found, device(0.9), Options(), [False] * len(found.graph.inputs), 5)
     assert found.step_seconds < two.step_seconds and found.gap > 0.05
     assert settled.step_seconds <= found.step_seconds and settled.gap < 0.01
 
