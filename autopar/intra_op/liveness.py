@@ -18,9 +18,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from autopar._jax import Literal, Var, on_host
+from autopar._jax import Var, on_host
 from autopar.intra_op.sharded import (
     Body,
     Compute,
@@ -33,7 +31,7 @@ from autopar.intra_op.sharded import (
     local_bytes,
     share_bytes,
 )
-from autopar.intra_op.traffic import is_fused
+from autopar.intra_op.versions import Versions, find_versions
 from autopar.intra_op.workspace import workspace_at
 from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
@@ -153,10 +151,12 @@ def host_peak_bytes(body: Body, mesh: LogicalMesh) -> int:
     made_here = (var for instruction in body.instructions for var, _ in copies_made(instruction))
     if not any(on_host(var.aval) for var in made_here):
         return max((host_peak_bytes(inner, mesh) for inner in _inner_bodies(body)), default=0)
-    made, results = _versions(body, frozenset(), None), set(body.outputs)
+    made, results = find_versions(body, frozenset(), None), set(body.outputs)
     size = [
-        share_bytes(*copy, mesh) if is_there and start >= 0 and on_host(copy[0].aval) and copy not in results else 0
-        for copy, start, is_there in zip(made.copies, made.starts, made.takes_memory, strict=True)
+        share_bytes(*copy, mesh)
+        if made.takes_memory(k) and made.starts[k] >= 0 and on_host(copy[0].aval) and copy not in results
+        else 0
+        for k, copy in enumerate(made.copies)
     ]
     total = most = 0
     changes = made.changes(size, len(body.instructions))[1:]
@@ -196,12 +196,13 @@ def _peaks(
     What is alive at each instruction is added to `curve`. Copies in `free` are counted by the caller, those `in_place` lie in
     inputs. Moments behind the first have more than `over` bytes. `given`: inputs lie as they were given.
     """
-    made = _versions(body, pinned, stored, given)
-    times = made.times(body, waiting)
+    made = find_versions(body, pinned, stored, given)
+    times = _times(made, body, waiting)
     size = [0] * len(made.copies)
     known: dict[Any, int] = {}  # of equal types that are sharded alike
-    for k, (copy, start, is_there) in enumerate(zip(made.copies, made.starts, made.takes_memory, strict=True)):
-        if is_there and copy[0] not in waiting.elsewhere and copy not in (in_place if start >= 0 else free):
+    for k, (copy, start) in enumerate(zip(made.copies, made.starts, strict=True)):
+        elsewhere = copy[0] in waiting.elsewhere or copy in (in_place if start >= 0 else free)
+        if made.takes_memory(k) and not elsewhere:
             same = copy[0].aval, copy[1]
             num_bytes = known.get(same)
             if num_bytes is None:
@@ -226,148 +227,27 @@ def _peaks(
     # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
     first, *others = sorted((*peaks, most), key=lambda peak: -peak.peak_bytes)[:count]
     fullest = (first, *(peak for peak in others if peak.peak_bytes > over))
-    return [dataclasses.replace(p, alive=(*made.alive(body, p.moment, size, times), *p.alive)) for p in fullest]
+    return [dataclasses.replace(p, alive=(*_alive(made, body, p.moment, size, times), *p.alive)) for p in fullest]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Versions:
-    """The copies of a body in the order in which they are made, its inputs first; one that is recomputed is another.
-
-    Attributes:
-        copies: Each.
-        starts: The instruction that makes it; -1: it is an input.
-        ends: The last that reads it, or what is made of it there; -1: none, the number of instructions: it stays.
-        takes_memory: Whether it does, or is recomputed by each that reads it.
-        widths: How many times the bytes of its type.
-    """
-
-    copies: list[Copy]
-    starts: list[int]
-    ends: list[int]
-    takes_memory: list[bool]
-    widths: list[int]
-
-    def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
-        """Of the beginning and then each of so many instructions, the bytes that it adds, and those that are free behind it
-        (less than nothing)."""
-        born, freed = [0] * (count + 1), [0] * (count + 2)
-        for num_bytes, start, end in zip(size, self.starts, self.ends, strict=True):
-            born[start + 1] += num_bytes
-            freed[(end if end >= 0 else start) + 1] -= num_bytes
-        return list(zip(born, freed, strict=False))
-
-    def times(self, body: Body, waiting: Waiting) -> list[int]:
-        """How many there are of each copy: of one that waits for the backward pass, as many as microbatches are in flight."""
-        found = list(self.widths)
-        if waiting.in_flight > 1:
-            made_at = [start for copy, start in zip(self.copies, self.starts, strict=True) if copy[0] in waiting.kept]
-            made_at = [at for at in made_at if at >= 0 and isinstance(body.instructions[at], Compute | Region)]
-            last = max(made_at, default=-1)  # from here on all that is kept is there
-            for k, (copy, start, end) in enumerate(zip(self.copies, self.starts, self.ends, strict=True)):
-                if copy[0] in waiting.kept and start <= last < end:
-                    found[k] = waiting.in_flight
-        return found
-
-    def alive(self, body: Body, moment: int, size: Sequence[int], times: Sequence[int]) -> Iterator[Alive]:
-        """Copies that are alive at a moment: made by then, and read there or later; or made there."""
-        for copy, num_bytes, number, start, end in zip(self.copies, size, times, self.starts, self.ends, strict=True):
-            if num_bytes and start <= moment and (start == moment or end >= moment):
-                yield Alive(copy, num_bytes, number, body, moment)
+def _times(made: Versions, body: Body, waiting: Waiting) -> list[int]:
+    """How many there are of each copy: of one that waits for the backward pass, as many as microbatches are in flight."""
+    found = list(made.widths)
+    if waiting.in_flight > 1:
+        made_at = [start for copy, start in zip(made.copies, made.starts, strict=True) if copy[0] in waiting.kept]
+        made_at = [at for at in made_at if at >= 0 and isinstance(body.instructions[at], Compute | Region)]
+        last = max(made_at, default=-1)  # from here on all that is kept is there
+        for k, (copy, start, end) in enumerate(zip(made.copies, made.starts, made.ends, strict=True)):
+            if copy[0] in waiting.kept and start <= last < end:
+                found[k] = waiting.in_flight
+    return found
 
 
-def _versions(
-    body: Body, pinned: AbstractSet[Copy], stored: Mapping[Var, int] | None, given: bool = False
-) -> _Versions:
-    """When each copy is made and read last; who reads what takes no memory reads what that is made of.
-
-    With `given` inputs lie as they were given: one that is read turned is there twice from then on. What is scattered into
-    zeros of the shape of a value that was cut off at zero is there from then on: compilers make both zeros at once. What is
-    scattered into zeros that its reader adds to something is only then no array of its own when the reader takes it in the
-    sharding in which it was made. `stored` None: all take memory but the results of barriers, which are the operands.
-    """
-    count = len(body.instructions)
-    copies, starts = list(body.inputs), [-1] * len(body.inputs)
-    ends = [count if copy in pinned else -1 for copy in body.inputs]
-    current = {copy: k for k, copy in enumerate(copies)}
-    made_of: list[tuple[int, ...]] = [(k,) for k in range(len(copies))]
-    results = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
-    moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in i.reads}
-    turned: dict[int, int] = {}
-    for position, instruction in enumerate(body.instructions):
-        read_here = instruction.reads
-        if len(read_here) == 1:
-            read = made_of[current[read_here[0]]]
-        else:
-            read = tuple(dict.fromkeys([number for copy in read_here for number in made_of[current[copy]]]))
-        computes = isinstance(instruction, Compute)
-        turns = isinstance(instruction, Compute) and instruction.rule.turned
-        for number in _turned_inputs(instruction, current, starts) if given and turns else ():
-            if number not in turned:
-                turned[number] = len(copies)
-                copies.append(copies[number])
-                made_of.append((turned[number],))
-                starts.append(position)
-                ends.append(-1)
-        for number in read:
-            if ends[number] < position:
-                ends[number] = position
-            if number in turned:
-                ends[turned[number]] = position
-        passed = _passed_on(instruction) if stored is None else {}
-        for copy in instruction.makes:
-            is_there = stored is None or not computes or copy[0] in stored or copy in results
-            if not is_there and copy in moved and isinstance(instruction, Compute):
-                is_there = not is_fused(instruction)
-            own = (len(copies),) if is_there else read
-            made_of.append(made_of[current[passed[copy]]] if copy in passed else own)
-            current[copy] = len(copies)
-            copies.append(copy)
-            starts.append(_zeros_at(instruction, body, current, starts, position) if given else position)
-            ends.append(-1)
-    last_read = list(ends)
-    for result in dict.fromkeys((a, s) for a, s in body.outputs if not isinstance(a, Literal)):
-        ends[current[result]] = count
-    widths = [stored.get(var, 1) for var, _ in copies] if stored else [1] * len(copies)
-    for k in [k for k, width in enumerate(widths) if width > 1]:
-        if copies[k] in results and last_read[k] > starts[k] >= 0:  # until then also as readers here take it
-            made_of.append((len(copies),))
-            copies.append(copies[k])
-            starts.append(starts[k])
-            ends.append(last_read[k])
-            widths.append(widths[k] if copies[k][0].aval.dtype.itemsize > 1 else 1)
-        if starts[k] < 0 or copies[k] in moved or copies[k] in results:  # those are of the type that they have
-            widths[k] = 1
-    return _Versions(copies, starts, ends, [number in made for number, made in enumerate(made_of)], widths)
-
-
-def _turned_inputs(instruction: Instruction, current: Mapping[Copy, int], starts: Sequence[int]) -> list[int]:
-    """The inputs that an instruction reads with their dims in another order."""
-    if not isinstance(instruction, Compute) or not instruction.rule.turned:
-        return []
-    read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.turned]
-    return [current[v, s] for v, s in read if not isinstance(v, Literal) and starts[current[v, s]] < 0]
-
-
-def _zeros_at(
-    instruction: Instruction, body: Body, current: Mapping[Copy, int], starts: Sequence[int], position: int
-) -> int:
-    """Where the zeros are made that the result of the instruction at a position begins as: there, or earlier."""
-    if not isinstance(instruction, Compute) or instruction.rule.zeros_like is None:
-        return position
-    k = instruction.rule.zeros_like
-    start = starts[current[instruction.eqn.invars[k], instruction.strategy.operands[k]]]
-    maker = body.instructions[start] if start >= 0 else None
-    constants = [a.val for a in maker.eqn.invars if isinstance(a, Literal)] if isinstance(maker, Compute) else []
-    return start if any(not np.any(constant) for constant in constants) else position
-
-
-def _passed_on(instruction: Instruction) -> dict[Copy, Copy]:
-    """Of the results of a barrier, the operands that they are."""
-    if not isinstance(instruction, Region) or kind_of(instruction.eqn) != "barrier":
-        return {}
-    given = zip(instruction.eqn.invars, instruction.operands, strict=True)
-    pairs = zip(copies_made(instruction), given, strict=True)
-    return {result: (atom, sharding) for result, (atom, sharding) in pairs if not isinstance(atom, Literal)}
+def _alive(made: Versions, body: Body, moment: int, size: Sequence[int], times: Sequence[int]) -> Iterator[Alive]:
+    """Copies that are alive at a moment: made by then, and read there or later; or made there."""
+    for copy, num_bytes, number, start, end in zip(made.copies, size, times, made.starts, made.ends, strict=True):
+        if num_bytes and start <= moment and (start == moment or end >= moment):
+            yield Alive(copy, num_bytes, number, body, moment)
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
