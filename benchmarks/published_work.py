@@ -38,7 +38,7 @@ from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.sharded import Collective, Compute, Fused, Move, collectives_of
 from autopar.intra_op.traffic import find_reads, find_traffic
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.source import is_backward
+from autopar.ir.gradient import is_backward
 from autopar.mesh import Device, Link, LogicalMesh
 
 PHASES = ("forward", "core", "backward")

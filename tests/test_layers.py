@@ -33,6 +33,9 @@ LAYERS = (
     ("loggers", "fit", "compare", "doctor"),
     ("cli", "__init__", "__main__"),
 )
+# The rooms of the engine: each imports the engine itself (its files that stand in no room), and these.
+ROOMS = {"microbatches": (), "layers": (), "sorted_rows": (), "rounds": ("microbatches", "sorted_rows")}
+ENGINE = "autopar.ir.split"
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ONLY_IN = {
     "jax.extend": ("_jax/",),
@@ -120,6 +123,21 @@ def test_no_circles():
     graph = networkx.DiGraph((file, other) for file in FILES for other in imported_files(file))
     circles = [sorted(map(str, knot)) for knot in networkx.strongly_connected_components(graph) if len(knot) > 1]
     assert not circles, f"modules that import each other: {circles}"
+
+
+def room_of(name: str) -> str:
+    """The room of the engine in which a module stands; "": in none, it is the engine's own."""
+    first = name.removeprefix(ENGINE).lstrip(".").split(".")[0]
+    return first if first in ROOMS else ""
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "ir" / "split").rglob("*.py")), ids=lambda file: file.stem)
+def test_rooms_of_the_engine(file: Path):
+    """What holds for every axis asks for no use of one; one use asks for those it is made of."""
+    here = room_of(".".join(["autopar", *file.relative_to(PACKAGE).with_suffix("").parts]))
+    there = {room_of(name) for _, name in imported_modules(file) if is_within(name, ENGINE)} - {here, ""}
+    allowed = ROOMS.get(here, ())
+    assert there.issubset(allowed), f"{here or 'the engine'} imports {sorted(there)}, and may import {allowed}"
 
 
 def test_the_checks_see_what_they_forbid(tmp_path, monkeypatch):

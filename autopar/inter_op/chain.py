@@ -1,6 +1,6 @@
 """The program of one microbatch as a chain of segments, the smallest pieces of which pipeline stages are made.
 
-In:     the flat program of one microbatch, forward and backward (`ir/split/microbatch.py`).
+In:     the flat program of one microbatch, forward and backward (`ir/split/microbatches/microbatch.py`).
 Out:    `Chain`: the segment of every equation; per segment its work, per border the bytes that cross it.
 Method: forward equations stand in program order, and a segment is a run of them between two places where few bytes
         cross. A backward equation goes where its operands are: to the last segment that holds its parameters and

@@ -2,7 +2,7 @@
 
 In:     a traced step, how many parts and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
-Method: the passes of `APART`, then `ir/split/stage_phases.py`, `pass_order.py` and `chain.py`.
+Method: the passes of `APART`, then `ir/split/rounds/stage_phases.py`, `pass_order.py` and `chain.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.steps_written_out import write_out_steps
-from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
-from autopar.ir.split.microbatch import Microbatches, check_phases
-from autopar.ir.split.sorted_parts import sort_in_parts
-from autopar.ir.split.stage_phases import split_at_joins, whole_batch
+from autopar.ir.split.layers.layers import LayerSplit, layer_count, split_layers, whole_stacks
+from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
+from autopar.ir.split.rounds.stage_phases import split_at_joins, whole_batch
+from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.trace.state import Roles
 from autopar.tuning import TUNING
 

@@ -1,6 +1,6 @@
 """In which pass of a microbatch each equation of the loop runs: forward, backward, and both again in later rounds.
 
-In:     a step in phases (`ir/split/microbatch.py`).
+In:     a step in phases (`ir/split/microbatches/microbatch.py`).
 Out:    `PassOrder`: the number of the pass of every equation of the loop, and behind which pass what stands between runs.
 Method: even passes go through the stages forwards, odd ones backwards. What reads a sum that a pass makes over all
         microbatches runs in a later one; gradients, and what is made of them, run backwards. What nothing but later rounds
@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.dataflow import ancestors, descendants, inputs_of, makers, read_by, readers_of
-from autopar.ir.source import is_ahead, is_backward
-from autopar.ir.split.microbatch import Microbatches
-from autopar.ir.trace.inline_calls import is_recomputed
+from autopar.ir.gradient import is_ahead, is_backward, is_recomputed
+from autopar.ir.split.microbatches.microbatch import Microbatches
 from autopar.ir.work import num_bytes
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
 from autopar.inter_op.update import UpdateRound
-from autopar.ir.split.accumulate import AccumulatingScan
+from autopar.ir.split.microbatches.accumulate import AccumulatingScan
 from autopar.ir.split.placement import Placement
 
 Dims = frozenset[int]

@@ -40,7 +40,7 @@ from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Copy, Region, calls_host, collectives_of
 from autopar.ir.region import Role, trip_count
-from autopar.ir.split.accumulate import accumulator_type
+from autopar.ir.split.microbatches.accumulate import accumulator_type
 from autopar.ir.split.placement import Split
 from autopar.mesh import ArrayType, Device, LogicalMesh, Sharding
 from autopar.options import Options

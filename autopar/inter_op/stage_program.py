@@ -22,7 +22,7 @@ from autopar.inter_op.update import AFTER_LOOP, UpdateRound
 from autopar.ir.dataflow import makers, read_by, variables
 from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions
-from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
+from autopar.ir.split.microbatches.accumulate import AccumulatingScan, accumulating_scan, stack_type
 
 
 def stage_program(tasks: Tasks, stage: int) -> StageProgram:

@@ -17,7 +17,7 @@ from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.tasks import Made, Round, Tasks
 from autopar.inter_op.update import AFTER_LOOP
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
-from autopar.ir.split.accumulate import Joined
+from autopar.ir.split.microbatches.accumulate import Joined
 
 
 def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:

@@ -1,6 +1,7 @@
 """The tasks of a pipeline: which equations each stage runs in its forward, its backward and its update.
 
-In:     a step in phases (`ir/split/microbatch.py`), its loop as a chain of segments, the first segment of each stage.
+In:     a step in phases (`ir/split/microbatches/microbatch.py`), its loop as a chain of segments, the first segment of each
+        stage.
 Out:    `Tasks`: for each stage the equations of its forward and backward passes over one microbatch, of what comes before,
         between and of the update in rounds; and where every value of the step lives.
 Method: an equation of the loop runs where its segment is. Light ones run wherever they are read. The update runs where
@@ -23,7 +24,7 @@ from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.scan_halves import scan_halves
 from autopar.inter_op.update import Update, place_update
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables, with_makers
-from autopar.ir.split.microbatch import Microbatches
+from autopar.ir.split.microbatches.microbatch import Microbatches
 
 BackwardSplit = Literal["nowhere", "outside loops", "everywhere"]
 """Where a backward pass is made two tasks: what other stages wait for (B), and the gradients of weights (W)."""

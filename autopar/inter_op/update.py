@@ -20,7 +20,7 @@ from typing import Any
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
 from autopar.ir.dataflow import ancestors, inputs_of, makers, needed, read_by, variables, with_makers
-from autopar.ir.split.microbatch import Microbatches
+from autopar.ir.split.microbatches.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 

@@ -31,11 +31,11 @@ from autopar.intra_op.graph import (
     stacked,
 )
 from autopar.intra_op.strategies import enumerate_strategies
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import Binding, Region, Role, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial, survives_infinity
 from autopar.ir.signature import equation_signature
-from autopar.ir.source import is_backward
 from autopar.mesh import LogicalMesh, Sharding
 
 

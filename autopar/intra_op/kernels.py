@@ -23,7 +23,7 @@ from autopar.intra_op.traffic import Traffic, is_indexing
 from autopar.intra_op.workspace import is_masked, masked_bytes
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import num_elements
-from autopar.ir.split.ordered import PRODUCTS
+from autopar.ir.split.sorted_rows.ordered import PRODUCTS
 from autopar.mesh import LogicalMesh, Sharding
 
 Shape = tuple[int, ...]

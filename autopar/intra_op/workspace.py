@@ -16,7 +16,7 @@ from autopar._jax import JaxprEqn
 from autopar.intra_op.sharded import Compute, local_bytes, travelling_bytes
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.rules import ShardingRule
-from autopar.ir.split.ordered import PRODUCTS
+from autopar.ir.split.sorted_rows.ordered import PRODUCTS
 from autopar.mesh import LogicalMesh
 
 

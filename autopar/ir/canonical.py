@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import is_region, region_of
 from autopar.ir.signature import equation_signature
-from autopar.ir.source import is_backward
 
 
 def canonical_key(jaxpr: Jaxpr) -> Hashable:

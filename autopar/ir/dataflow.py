@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, replace_eqn
-from autopar.ir.source import is_backward
+from autopar._jax import Atom, JaxprEqn, Literal, Var, replace_eqn
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
@@ -116,25 +115,3 @@ def with_makers(
             found[maker] = None
             waiting += inputs_of(maker)
     return sorted(found, key=lambda eqn: order[eqn])
-
-
-def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
-    """For each equation, whether it is of the backward pass or something of that waits for it."""
-    waited: dict[Var, None] = {}
-    found = []
-    for eqn in reversed(jaxpr.eqns):
-        matters = is_backward(eqn) or any(var in waited for var in eqn.outvars)
-        if matters:
-            waited.update(dict.fromkeys(inputs_of(eqn)))
-        found.append(matters)
-    return found[::-1]
-
-
-def behind_gradients(jaxpr: Jaxpr) -> list[bool]:
-    """For each equation, whether it needs what the backward pass makes, and nothing of that pass waits for it."""
-    made: set[Var] = set()
-    found = []
-    for eqn, matters in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
-        found.append(not matters and not made.isdisjoint(inputs_of(eqn)))
-        made.update(eqn.outvars if found[-1] or is_backward(eqn) else ())
-    return found

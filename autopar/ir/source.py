@@ -21,8 +21,6 @@ import jax
 from autopar._jax import (
     Jaxpr,
     JaxprEqn,
-    NameStack,
-    all_equations,
     function_file,
     function_name,
     line_of,
@@ -125,33 +123,3 @@ def _passes_user_code_before(traceback: object, file: str, function: str | None)
         if not is_library_file(code.co_filename):
             return True
     return False
-
-
-def is_backward(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the backward pass: `jax.grad` marks such equations in their name stack.
-
-    A gradient that the loss itself asks for (forces, a gradient penalty, an inner step of MAML) is part of the forward
-    pass: "jvp(transpose(jvp()))", and backward is "transpose(jvp(...))" of it.
-    """
-    return _outermost(eqn.source_info.name_stack) == "transpose"
-
-
-def is_ahead(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the forward pass of a gradient."""
-    return _outermost(eqn.source_info.name_stack) == "jvp"
-
-
-def is_of_inner_gradient(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the backward pass of a gradient that the loss itself asks for."""
-    return is_ahead(eqn) and "transpose(" in str(eqn.source_info.name_stack)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _outermost(name_stack: NameStack) -> str:
-    found = re.search(r"\b(transpose|jvp)\(", str(name_stack))
-    return "" if found is None else found[1]
-
-
-def gradient_line(jaxpr: Jaxpr) -> str:
-    """The user's line that a program, as it was traced, takes the gradient of; "" if it takes none."""
-    return next((source_line(eqn) for eqn in all_equations(jaxpr) if is_backward(eqn)), "")

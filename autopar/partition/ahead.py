@@ -35,8 +35,8 @@ from autopar.intra_op.sharded import (
     copies_made,
     copies_read,
 )
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, region_of
-from autopar.ir.source import is_backward
 from autopar.tuning import TUNING
 
 

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from autopar.inter_op.stage_plan import TaskPlan
 from autopar.intra_op.sharded import Body, calls_host
-from autopar.ir.split.accumulate import first_value
+from autopar.ir.split.microbatches.accumulate import first_value
 from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.partition.host_calls import Bind, Watch, bind_here, watched
 from autopar.partition.overlap import overlap_options

@@ -12,8 +12,8 @@ from autopar._jax import JaxprEqn, Var
 from autopar.cost import collective_seconds
 from autopar.cost.steps import step_kind
 from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, move_bytes
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, trip_count
-from autopar.ir.source import is_backward
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.words import bytes_text, seconds_text
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar._jax import reads_as_array
-from autopar.ir.split.layers import LayerSplit
+from autopar.ir.split.layers.layers import LayerSplit
 
 _P = TypeVar("_P", bound=Hashable)
 

@@ -17,7 +17,7 @@ from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.sharded import Body, Region
 from autopar.ir.dataflow import variables
 from autopar.ir.printer import Names, equations_text, print_equation, print_jaxpr
-from autopar.ir.split.microbatch import Microbatches
+from autopar.ir.split.microbatches.microbatch import Microbatches
 from autopar.streams.assemble import PipelinePlan, StepPlan
 
 

@@ -19,11 +19,11 @@ from autopar._jax import JaxprEqn
 from autopar.cost.volume import sent_bytes
 from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.sharded import Collective, computed
+from autopar.ir.gradient import is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.decision import Figures
 from autopar.plan.profile import Crossing

@@ -25,8 +25,8 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import cut_behind_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.split.microbatch import NO_BATCH
-from autopar.ir.split.rounds import accumulate_in_rounds
+from autopar.ir.split.microbatches.microbatch import NO_BATCH
+from autopar.ir.split.rounds.rounds import accumulate_in_rounds
 from autopar.ir.trace.state import Roles
 from autopar.mesh import LogicalMesh
 from autopar.plan.words import mesh_text

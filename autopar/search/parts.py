@@ -16,12 +16,11 @@ import numpy as np
 from autopar.inter_op.chain import least_largest
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP
+from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of, region_of, trip_count
-from autopar.ir.source import is_backward
-from autopar.ir.split.layers import layer_count
+from autopar.ir.split.layers.layers import layer_count
 from autopar.ir.split.placement import share_of
-from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
 from autopar.streams.assemble import PipelinePlan

@@ -15,9 +15,9 @@ from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import Body, Compute, Instruction, Region, computed, copies_made
+from autopar.ir.gradient import is_backward
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of
-from autopar.ir.source import is_backward
 from autopar.mesh import Cluster, Device
 from autopar.plan.profile import Crossing, CrossingKind, Memory, Profile, Work
 from autopar.plan.words import type_text

@@ -31,10 +31,9 @@ from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.sharded import describe
+from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of
-from autopar.ir.source import is_backward
-from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.one_mesh import in_microbatches

@@ -21,7 +21,7 @@ from autopar.errors import AutoparError, BatchError, InfeasibleError, Microbatch
 from autopar.inter_op.chain import balanced_borders, layer_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.weigh import weigh_segments
-from autopar.ir.split.layers import layer_count
+from autopar.ir.split.layers.layers import layer_count
 from autopar.mesh import Cluster, Device, finer_meshes
 from autopar.options import Goal
 from autopar.search.candidates import Candidate, Estimates, Rounds, equal_candidates, find_candidates

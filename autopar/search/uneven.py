@@ -3,7 +3,7 @@
 In:     a step that is cut, its borders.
 Out:    what to tell the user: which stage, which operation of it, and why that one stays whole; "" where all is well.
 Method: work is counted in seconds, as borders were chosen by (`inter_op/weigh.py`). What makes an uneven stage large is
-        its largest operation; loops are known to stay whole for the reasons that `ir/split/layers.py` has.
+        its largest operation; loops are known to stay whole for the reasons that `ir/split/layers/layers.py` has.
 """
 
 from __future__ import annotations

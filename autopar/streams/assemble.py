@@ -25,7 +25,7 @@ from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.intra_op.read_off import Sharded
 from autopar.ir.program import Program
-from autopar.ir.split.layers import LayerSplit, whole_stacks
+from autopar.ir.split.layers.layers import LayerSplit, whole_stacks
 from autopar.ir.trace.state import Roles
 from autopar.mesh import ArrayType, Cluster, Sharding
 from autopar.options import Goal

@@ -13,8 +13,8 @@ from autopar._jax import eval_jaxpr, make_jaxpr
 from autopar.inter_op.scan_halves import scan_halves
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import region_of
-from autopar.ir.source import is_backward
 from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import num_bytes
 

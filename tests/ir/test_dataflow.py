@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from autopar._jax import eval_jaxpr, make_jaxpr
 from autopar.ir.build import flat_function
-from autopar.ir.dataflow import ancestors, feeds_backward, inputs_of, makers, needed, read_by, readers_of, with_makers
+from autopar.ir.dataflow import ancestors, inputs_of, makers, needed, read_by, readers_of, with_makers
 
 X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -62,15 +62,3 @@ def test_with_makers():
     x = jnp.arange(3.0)
     (value,) = eval_jaxpr(make_jaxpr(jaxpr.invars, jaxpr.outvars[:1], made), (), x)
     assert jnp.allclose(value, jnp.cos(jnp.sin(x)) + jnp.exp(x))
-
-
-def test_what_gradients_wait_for():
-    """All that the loss is made of, but no update."""
-
-    def step(x):
-        value, gradient = jax.value_and_grad(lambda x: jnp.sin(x).sum())(x)
-        return x - gradient, jnp.exp(value)
-
-    jaxpr = flat_function(step, X)
-    matters = dict(zip(names(jaxpr.eqns), feeds_backward(jaxpr), strict=True))
-    assert matters["cos"] and matters["mul"] and not matters["sub"] and not matters["exp"]

@@ -10,10 +10,10 @@ import numpy as np
 
 from autopar._jax import Jaxpr, eval_jaxpr
 from autopar.ir.check import check_program
-from autopar.ir.split.microbatch import Microbatches, check_divides, write_phases
-from autopar.ir.split.phases import find_phases
-from autopar.ir.split.sorted_parts import sort_in_parts
-from autopar.ir.split.waiting import SamplesWaitError
+from autopar.ir.split.microbatches.microbatch import Microbatches, check_divides, write_phases
+from autopar.ir.split.microbatches.phases import find_phases
+from autopar.ir.split.microbatches.waiting import SamplesWaitError
+from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.trace.trace import trace_step
 
 

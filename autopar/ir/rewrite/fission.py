@@ -22,10 +22,10 @@ import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations, rebuilt_apart
-from autopar.ir.dataflow import ancestors, behind_gradients, descendants, inputs_of, makers, needed, read_by, variables
+from autopar.ir.dataflow import ancestors, descendants, inputs_of, makers, needed, read_by, variables
+from autopar.ir.gradient import behind_gradients, is_backward
 from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
-from autopar.ir.source import is_backward
 from autopar.ir.work import Work, num_bytes, num_elements_of
 from autopar.tuning import TUNING
 

@@ -22,12 +22,12 @@ from jax import lax
 from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Literal, Var, bind_eqn, new_var, shaped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import makers, variables
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.linearity import sums_survive
 from autopar.ir.rules.registry import has_rule
-from autopar.ir.source import is_backward
 
 
 def narrow_late(jaxpr: Jaxpr) -> Jaxpr:

@@ -26,7 +26,8 @@ from autopar._jax import (
     on_host,
 )
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import feeds_backward, inputs_of, makers, variables, with_makers
+from autopar.ir.dataflow import inputs_of, makers, variables, with_makers
+from autopar.ir.gradient import feeds_backward
 from autopar.ir.rewrite.dead_code import remove_dead_code
 
 

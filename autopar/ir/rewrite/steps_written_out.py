@@ -21,10 +21,10 @@ from jax import lax
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, replace_eqn
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import descendants, inputs_of
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import Region, Role, bodies_of, equations_within, region_of, trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.source import is_backward
-from autopar.ir.split.turns import holds_steps
+from autopar.ir.split.rounds.turns import holds_steps
 
 
 def write_out_steps(jaxpr: Jaxpr, most: int) -> Jaxpr:

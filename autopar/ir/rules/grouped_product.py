@@ -5,7 +5,7 @@ In:     rows in the order of their groups, and a matrix for each group, or other
 Out:    `grouped_product_p`; `multiply`, JAX's own function for it; `by_parts`.
 Method: which tiles of rows are of which group a kernel is told by arrays that are worked out before it, for all rows: of
         other rows they are worked out anew. Rows that fill no tile are followed by some of no group. Which calls in a program
-        are such products is found in `ir/trace/grouped_products.py`; rows come in parts by `ir/split/sorted_parts.py`.
+        are such products is found in `ir/trace/grouped_products.py`; rows come in parts by `ir/split/sorted_rows/`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A program worked through in parts: microbatches of the batch, layers of a scan."""
+"""One axis, whichever it is: placements, strategies, solver, demand and writer; a room for each use of them."""

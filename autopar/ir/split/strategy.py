@@ -204,6 +204,24 @@ def join_shards(shards: Sequence[jax.Array], placement: Split) -> jax.Array:
     return together(jax.lax.concatenate([apart(x, dim, blocks) for x in shards], dim + 1), dim)
 
 
+def joined(placement: Placement, so_far: jax.Array, own: jax.Array, count: int) -> jax.Array:
+    """The accumulator after one more microbatch.
+
+    `placement`: how what `count` microbatches have of their `own` makes the whole.
+    """
+    match placement:
+        case Partial("sum"):
+            return so_far + own.astype(so_far.dtype)
+        case Partial("max"):
+            return jnp.maximum(so_far, own)
+        case Partial():
+            return jnp.minimum(so_far, own)
+        case Replicated("own") if jnp.issubdtype(own.dtype, jnp.inexact):
+            return so_far + own.astype(so_far.dtype) / count
+        case _:
+            return own
+
+
 @functools.cache
 def conversion_program(shape: tuple[int, ...], dtype: np.dtype, want: Placement, count: int) -> Jaxpr:
     """(number, value) to what the number-th of `count` shards has of the value, as a flat program.

@@ -58,13 +58,6 @@ from autopar.ir.trace.grouped_products import grouped_product, known_results
 from autopar.ir.trace.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 
 _JITS = ("jit", "pjit")
-RECOMPUTED = "rematted_computation"
-"""Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
-
-
-def is_recomputed(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the second run of a `remat` body."""
-    return any(getattr(scope, "name", None) == RECOMPUTED for scope in eqn.source_info.name_stack.stack)
 
 
 @dataclass

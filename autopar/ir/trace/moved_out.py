@@ -13,9 +13,9 @@ from itertools import pairwise
 
 from autopar._jax import Jaxpr, JaxprEqn, new_source_info, replace_eqn
 from autopar.ir.dataflow import readers_of, variables
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import with_equations
-from autopar.ir.source import is_backward
 
 
 def restore_scopes(jaxpr: Jaxpr) -> Jaxpr:

@@ -24,7 +24,7 @@ from jax.tree_util import PyTreeDef
 from autopar._jax import Aval, Var, is_key
 from autopar.errors import BatchError, warn
 from autopar.ir.program import Program
-from autopar.ir.split.rounds import rows_are_samples
+from autopar.ir.split.rounds.rounds import rows_are_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
 

@@ -27,13 +27,13 @@ from autopar._jax import (
 )
 from autopar.errors import TraceError
 from autopar.ir.garbage import without_collection
+from autopar.ir.gradient import gradient_line
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.one_dtype import products_of_one_dtype
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.rewrite.written_once import find_written_once
-from autopar.ir.source import gradient_line
 from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.moved_out import restore_scopes

@@ -8,7 +8,7 @@ import pytest
 from autopar._jax import eval_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.split.accumulate import accumulate
+from autopar.ir.split.microbatches.accumulate import accumulate
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from tests.ir.traced import split_microbatches

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from autopar.ir.region import bodies_of, region_of
-from autopar.ir.split.layers import layer_count
+from autopar.ir.split.layers.layers import layer_count
 from tests.ir.traced import split_microbatches, traced
 
 LAYERS, WIDTH, BATCH = 6, 8, 4

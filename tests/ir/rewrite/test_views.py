@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.rewrite.views import views_of_arguments
-from autopar.ir.split.stage_phases import whole_batch
+from autopar.ir.split.rounds.stage_phases import whole_batch
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from tests.ir.traced import split_microbatches

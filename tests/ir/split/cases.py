@@ -18,8 +18,8 @@ from autopar._jax import JaxprEqn, eval_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region
-from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.microbatch import Microbatches
+from autopar.ir.split.microbatches.accumulate import accumulate
+from autopar.ir.split.microbatches.microbatch import Microbatches
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from tests.ir.traced import split_microbatches

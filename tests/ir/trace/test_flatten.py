@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from autopar._jax import Var, eval_jaxpr, open_jaxpr, scan_counts
-from autopar.ir.trace.inline_calls import is_recomputed
+from autopar.ir.gradient import is_recomputed
 from autopar.ir.trace.trace import trace_step
 from tests.ir.traced import traced
 

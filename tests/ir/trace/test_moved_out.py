@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar import Cluster, PipelineParallel, parallelize
-from autopar.ir.source import is_backward
+from autopar.ir.gradient import is_backward
 from autopar.ir.trace.trace import trace_step
 
 PARAMS = {name: jax.ShapeDtypeStruct((3, 8, 8), jnp.float32) for name in ("inner", "outer")}

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn
-from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.gradient import feeds_backward
 from autopar.ir.region import is_region, kind_of, region_of, trip_count
 from autopar.ir.split.demand import Demand, Uses
-from autopar.ir.split.layer_rows import touched_part
+from autopar.ir.split.layers.rows import touched_part
 from autopar.ir.split.placement import REPLICATED, Axis, Placement, Split
 from autopar.ir.split.solution import Solution
 from autopar.ir.split.solver import Solver, StuckError

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from autopar._jax import Jaxpr
-from autopar.ir.split.counted import Counted, counted
-from autopar.ir.split.ordered import Ordering
+from autopar.ir.split.sorted_rows.counted import Counted, counted
+from autopar.ir.split.sorted_rows.ordered import Ordering
 from autopar.ir.trace.trace import trace_step
 
 ROWS, GROUPS, PARTS = 8, 3, 2

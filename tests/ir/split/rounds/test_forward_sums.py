@@ -7,7 +7,7 @@ import pytest
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, eval_jaxpr
 from autopar.ir.region import equations_within, kind_of, region_of
-from autopar.ir.split.forward_sums import with_forward_sums
+from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from tests.ir.traced import traced
 
 LAYERS, ROWS, WIDTH = 3, 4, 2

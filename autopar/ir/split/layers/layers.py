@@ -18,8 +18,8 @@ from typing import TypeVar
 from autopar._jax import Jaxpr, make_jaxpr
 from autopar.ir.region import trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.split.layer_placements import LayerPlacements, is_over_stacks, work_of_passes
-from autopar.ir.split.layer_writer import LayerWriter
+from autopar.ir.split.layers.placements import LayerPlacements, is_over_stacks, work_of_passes
+from autopar.ir.split.layers.writer import LayerWriter
 from autopar.ir.split.placement import Split
 from autopar.tuning import TUNING
 

@@ -19,12 +19,11 @@ import jax
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, eval_jaxpr, make_jaxpr, new_var
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, known_as, makers, needed, read_by, reading, variables
+from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.signature import ValueNumbers
-from autopar.ir.source import is_backward
 from autopar.ir.split.carries import passed_on, sum_carries
-from autopar.ir.trace.inline_calls import is_recomputed
 
 IsSum = Callable[[Var], bool]
 

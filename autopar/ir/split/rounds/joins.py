@@ -12,15 +12,14 @@ Method: the loss of a mixture of experts multiplies two means over the batch, so
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import ancestors, descendants, inputs_of, known_as, makers, reading
-from autopar.ir.source import is_backward
+from autopar.ir.dataflow import ancestors, inputs_of, known_as, makers, reading
+from autopar.ir.gradient import is_behind, made_behind
 from autopar.ir.split.placement import Split
 from autopar.ir.split.solution import LoopSolution
-from autopar.ir.trace.inline_calls import is_recomputed
 
 
 def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
@@ -70,13 +69,3 @@ def samples_behind(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) 
     made_of = {var: inputs_of(maker[var]) for var in behind}
     seen = ancestors([var for var in wanted if var in behind], lambda var: made_of.get(var, ()))
     return [var for var in seen if var not in behind and isinstance(solution.of(var), Split)]
-
-
-def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:
-    """What the backward passes make, and whatever is made of that."""
-    return descendants(jaxpr.eqns, is_behind)
-
-
-def is_behind(eqn: JaxprEqn, behind: Collection[Var] = ()) -> bool:
-    """Whether an equation is of the backward passes, or reads what is made behind."""
-    return is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in inputs_of(eqn))

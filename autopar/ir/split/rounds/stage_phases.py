@@ -16,18 +16,25 @@ from functools import partial
 
 from autopar._jax import Jaxpr, JaxprEqn
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import behind_gradients, feeds_backward, inputs_of, makers, read_by
-from autopar.ir.source import is_ahead, is_backward, is_of_inner_gradient
-from autopar.ir.split.forward_sums import with_forward_sums
-from autopar.ir.split.joins import made_behind, samples_behind, with_joins, with_rounds
-from autopar.ir.split.microbatch import Microbatches, check_divides, write_phases
-from autopar.ir.split.phases import find_phases
+from autopar.ir.dataflow import inputs_of, makers, read_by
+from autopar.ir.gradient import (
+    behind_gradients,
+    feeds_backward,
+    is_ahead,
+    is_backward,
+    is_of_inner_gradient,
+    is_recomputed,
+    made_behind,
+)
+from autopar.ir.split.microbatches.microbatch import Microbatches, check_divides, write_phases
+from autopar.ir.split.microbatches.phases import find_phases
+from autopar.ir.split.microbatches.refusal import refused, too_much_at_once
+from autopar.ir.split.microbatches.waiting import SamplesWaitError
 from autopar.ir.split.placement import BY_EACH, Axis, Split
-from autopar.ir.split.refusal import refused, too_much_at_once
+from autopar.ir.split.rounds.forward_sums import with_forward_sums
+from autopar.ir.split.rounds.joins import samples_behind, with_joins, with_rounds
+from autopar.ir.split.rounds.turns import holds_steps
 from autopar.ir.split.solution import LoopSolution
-from autopar.ir.split.turns import holds_steps
-from autopar.ir.split.waiting import SamplesWaitError
-from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.tuning import TUNING
 
 Decide = Callable[..., LoopSolution]

@@ -11,7 +11,7 @@ import pytest
 from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
-from autopar.ir.split.rounds import accumulate_in_rounds
+from autopar.ir.split.rounds.rounds import accumulate_in_rounds
 from tests.ir.split.cases import COUNTS, Case, Tree, assert_same, cases, full_batch, mlp, sgd, squares, traced
 from tests.ir.split.losses import normalized_head_loss, root_loss
 

@@ -25,14 +25,14 @@ from autopar.debug import check_behind
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, needed, read_by, variables
-from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.forward_sums import with_forward_sums
-from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
-from autopar.ir.split.phases import find_phases
+from autopar.ir.split.microbatches.accumulate import accumulate
+from autopar.ir.split.microbatches.microbatch import check_divides, check_phases, write_phases
+from autopar.ir.split.microbatches.phases import find_phases
+from autopar.ir.split.microbatches.waiting import SamplesWaitError
+from autopar.ir.split.rounds.forward_sums import with_forward_sums
+from autopar.ir.split.rounds.turns import split_turns
 from autopar.ir.split.solution import LoopSolution
-from autopar.ir.split.sorted_parts import sort_in_parts
-from autopar.ir.split.turns import split_turns
-from autopar.ir.split.waiting import SamplesWaitError
+from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.work import Work
 from autopar.tuning import TUNING
 

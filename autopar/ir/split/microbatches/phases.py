@@ -21,18 +21,17 @@ import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, copies_to_or_from_host
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import feeds_backward, inputs_of, readers_of, variables
+from autopar.ir.dataflow import inputs_of, readers_of, variables
+from autopar.ir.gradient import feeds_backward, is_backward, made_behind
 from autopar.ir.region import is_region
-from autopar.ir.source import is_backward
 from autopar.ir.split.demand import Demand, Uses
-from autopar.ir.split.hoist import Hoist
-from autopar.ir.split.joins import made_behind
-from autopar.ir.split.local_statistics import SampleSums
+from autopar.ir.split.microbatches.hoist import Hoist
+from autopar.ir.split.microbatches.local_statistics import SampleSums
+from autopar.ir.split.microbatches.refusal import refusal
+from autopar.ir.split.microbatches.waiting import SamplesWaitError
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
-from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
-from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
 

@@ -37,8 +37,9 @@ from autopar.ir.dataflow import makers
 from autopar.ir.dims import apart
 from autopar.ir.region import Binding, new_scan, rows_in, rows_out
 from autopar.ir.rules.linearity import identity_of
-from autopar.ir.split.microbatch import Microbatches, Result
-from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Replicated, Split
+from autopar.ir.split.microbatches.microbatch import Microbatches, Result
+from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Split
+from autopar.ir.split.strategy import joined
 from autopar.ir.trace.flatten import flatten
 
 
@@ -67,24 +68,6 @@ def first_value(aval: Aval | jax.ShapeDtypeStruct, placement: Placement) -> jax.
     if isinstance(placement, Partial) and placement != SUM:
         return jnp.full(aval.shape, identity_of(placement.kind, aval.dtype), aval.dtype)
     return jnp.zeros(aval.shape, aval.dtype)
-
-
-def joined(placement: Placement, so_far: jax.Array, own: jax.Array, count: int) -> jax.Array:
-    """The accumulator after one more microbatch.
-
-    `placement`: how what `count` microbatches have of their `own` makes the whole.
-    """
-    match placement:
-        case Partial("sum"):
-            return so_far + own.astype(so_far.dtype)
-        case Partial("max"):
-            return jnp.maximum(so_far, own)
-        case Partial():
-            return jnp.minimum(so_far, own)
-        case Replicated("own") if jnp.issubdtype(own.dtype, jnp.inexact):
-            return so_far + own.astype(so_far.dtype) / count
-        case _:
-            return own
 
 
 @dataclass(frozen=True, slots=True, eq=False)

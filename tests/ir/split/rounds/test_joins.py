@@ -13,10 +13,10 @@ from autopar._jax import Jaxpr, eval_jaxpr, make_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.source import is_backward
-from autopar.ir.split.microbatch import Microbatches, check_phases
+from autopar.ir.gradient import is_backward
+from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
 from autopar.ir.split.placement import SUM, Split
-from autopar.ir.split.stage_phases import split_at_joins
+from autopar.ir.split.rounds.stage_phases import split_at_joins
 from autopar.ir.split.strategy import join_shards
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, assert_same, full_batch, mlp, sgd, squares, trace_case
 from tests.ir.split.losses import normalized_head_loss

@@ -18,9 +18,9 @@ from typing import TypeAlias
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import descendants, inputs_of
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import Region, equations_within, kind_of, region_of
-from autopar.ir.source import is_backward
-from autopar.ir.split.refusal import refused
+from autopar.ir.split.microbatches.refusal import refused
 from autopar.ir.work import num_bytes
 
 SplitTurn: TypeAlias = Callable[[Jaxpr, Sequence[int]], Jaxpr]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by
-from autopar.ir.split.local_statistics import SampleSums
+from autopar.ir.split.microbatches.local_statistics import SampleSums
 from autopar.ir.split.placement import Partial, Split
 from autopar.ir.split.solution import LoopSolution
 

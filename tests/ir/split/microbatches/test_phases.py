@@ -11,7 +11,7 @@ import pytest
 
 from autopar.ir.check import check_program
 from autopar.ir.printer import print_jaxpr
-from autopar.ir.split.accumulate import accumulate
+from autopar.ir.split.microbatches.accumulate import accumulate
 from autopar.ir.split.placement import SUM
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, equations, mlp_params, primitives_in, split_case, trace_case
 from tests.ir.split.losses import LOSSES

@@ -10,7 +10,7 @@ import pytest
 
 from autopar._jax import eval_jaxpr
 from autopar.ir.check import check_program
-from autopar.ir.split.layers import layer_count, split_layers
+from autopar.ir.split.layers.layers import layer_count, split_layers
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 

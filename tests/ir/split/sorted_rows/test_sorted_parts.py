@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu import megablox
 from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
-from autopar.ir.split.sorted_parts import sort_in_parts
+from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from tests.ir.split.cases import (
     LENGTH,
     Case,

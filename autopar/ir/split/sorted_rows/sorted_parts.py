@@ -22,7 +22,7 @@ from autopar.ir.region import Binding, Region, equations_within, is_region, regi
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.ordered import PRODUCTS, Counts, Lies, Ordering, Rows, Transfer, on_one_part
+from autopar.ir.split.sorted_rows.ordered import PRODUCTS, Counts, Lies, Ordering, Rows, Transfer, on_one_part
 
 
 def sort_in_parts(jaxpr: Jaxpr, num_devices: int, count: int = 1) -> Jaxpr:

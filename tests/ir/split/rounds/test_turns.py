@@ -12,7 +12,7 @@ from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.region import equations_within
-from autopar.ir.split.rounds import accumulate_in_rounds
+from autopar.ir.split.rounds.rounds import accumulate_in_rounds
 from tests.ir.split.cases import COUNTS, Case, Tree, assert_same, cases, descend, full_batch, mlp, squares, traced
 
 

@@ -27,8 +27,8 @@ from autopar.ir.rules import rule_for
 from autopar.ir.rules.index_map import OPERATIONS
 from autopar.ir.rules.rule import ShardingRule
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.counted import counted
 from autopar.ir.split.placement import REPLICATED, Placement, Split
+from autopar.ir.split.sorted_rows.counted import counted
 from autopar.ir.split.strategy import AxisStrategy, has_program, split_along, strategies
 
 PRODUCTS = ("ragged_dot_general", "grouped_product")

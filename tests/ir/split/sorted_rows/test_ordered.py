@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar._jax import Var
-from autopar.ir.split.ordered import Counts, Lies, Ordering, Rows
+from autopar.ir.split.sorted_rows.ordered import Counts, Lies, Ordering, Rows
 from autopar.ir.trace.trace import trace_step
 
 ROWS, WIDTH, GROUPS, PARTS = 8, 4, 3, 2

@@ -1,0 +1,1 @@
+"""Scans over layers in parts that stand in the program one behind the other."""
