@@ -1,8 +1,8 @@
-"""Writing programs: equations of a program, or of a small function of ours, over other variables.
+"""Builds programs: appends the equations of a flat program, or of a small function, over given operands.
 
-In:     a flat program, or a function and operands.
-Out:    `Equations`, to which they are added; what the results are.
-Method: the walk of `flatten.py`, so that what is known of operands that are literals is computed at once.
+In:     a flat program or a Python function, and its operands.
+Out:    `Equations`, the list that the new equations are appended to; the atoms that hold the results.
+Method: the walk of `flatten.py`, which folds constants: what depends on literals alone is computed at once.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from autopar.ir.trace.inline_calls import Block, Walk, append_flat, append_funct
 
 
 class Equations(list[JaxprEqn]):
-    """Equations of a program that is being written. What is called is written behind them, and what it makes is returned.
+    """The equations of a program under construction; each method appends to them.
 
-    `operands` are one for each argument. `source`: where all of what is written comes from; None: that is not told.
+    `operands`: one per argument. `source`: the source location that all appended equations get; None: they get none.
     """
 
     def call(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None) -> list[Atom]:
-        """A small function of ours; its results."""
+        """Trace a function at these operands and append its equations; its results."""
         walk = self._walk(source)
         results = append_function(walk, function, operands)
-        assert not walk.block.captured, "arrays are held by a function of ours"
+        assert not walk.block.captured, "a function of ours captures arrays"
         return results
 
     def call_one(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None) -> Atom:
-        """A small function of ours with one result."""
+        """As `call`, for a function with one result."""
         (result,) = self.call(function, operands, source)
         return result
 
     def define(
         self, var: Var, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None
     ) -> JaxprEqn:
-        """A function of ours that is one operation, which makes this variable."""
+        """Append a function that is a single operation, with `var` as its result."""
         self.call(function, operands, source)
         self[-1] = replace_eqn(self[-1], outvars=[var])
         return self[-1]
 
     def name(self, var: Var, atom: Atom, source: SourceInfo | None = None) -> JaxprEqn:
-        """A copy, which makes this variable of what was made under another name; flattening drops it."""
+        """Append a copy of `atom` to `var`; flattening drops such copies."""
         self.append(new_eqn(primitives.copy_p, [atom], [var], {}, source_info=source))
         return self[-1]
 
     def inline(self, jaxpr: Jaxpr, operands: Sequence[Atom], source: SourceInfo | None = None) -> list[Atom]:
-        """A copy of a flat program, over fresh variables; its results."""
+        """Append a copy of a flat program with fresh variables; its results."""
         return append_flat(self._walk(source), jaxpr, (), operands)
 
     def substitute(self, jaxpr: Jaxpr, operands: Sequence[Atom]) -> list[Atom]:
-        """The same, where each equation keeps its own source."""
+        """As `inline`, but each equation keeps its own source location."""
         return append_flat(Walk(Block(self), NameStack(), flatten), jaxpr, (), operands)
 
     def _walk(self, source: SourceInfo | None) -> Walk:
@@ -78,18 +78,18 @@ class Equations(list[JaxprEqn]):
 
 
 def flat_function(function: Function, *avals: Aval | jax.ShapeDtypeStruct) -> Jaxpr:
-    """A small function of ours, at these types, as a flat program. It may hold no arrays."""
+    """Trace a function at these types to a flat program; it may capture no arrays."""
     flat, consts = flatten(*open_jaxpr(trace(function, *avals)))
-    assert not consts, f"{len(consts)} arrays are held by a function of ours"
+    assert not consts, f"a function of ours captures {len(consts)} arrays"
     return flat
 
 
 def renamed(jaxpr: Jaxpr) -> Jaxpr:
-    """A flat program over variables of its own."""
+    """A copy of a flat program with fresh variables."""
     eqns, invars = Equations(), [new_var(var.aval) for var in jaxpr.invars]
     return make_jaxpr(invars, eqns.substitute(jaxpr, invars), eqns)
 
 
 def rebuilt_apart(region: Region, bindings: Sequence[Binding], equations: Sequence[Sequence[JaxprEqn]]) -> JaxprEqn:
-    """The region of these bindings and equations, whose bodies have variables of their own."""
+    """As `region.rebuild`, with fresh variables in the bodies, so that several regions may be built from one body."""
     return in_bodies(region.rebuild(bindings, equations), renamed)

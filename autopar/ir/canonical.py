@@ -1,9 +1,9 @@
-"""When two programs are the same but for the names of their variables.
+"""Tells whether two programs are equal up to the names of their variables.
 
 In:     a flat program.
-Out:    `canonical_key(jaxpr)`: hashable, equal for programs with the same equations between the same places.
-Method: variables are numbered in order of appearance; bodies of loops and branches likewise. Source lines do not count,
-        whether an equation is of the backward pass does, for plans treat it differently.
+Out:    `canonical_key(jaxpr)`: hashable, equal for programs with the same dataflow graph.
+Method: variables are numbered in order of appearance, in bodies of loops and branches too. Source lines do not count;
+        whether an equation is of the backward pass does, since plans treat it differently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.ir.signature import equation_signature
 
 
 def canonical_key(jaxpr: Jaxpr) -> Hashable:
-    """A key that is equal for equal programs."""
+    """A hashable key, equal for programs that differ only in the names of variables."""
     return _key(jaxpr, {})
 
 

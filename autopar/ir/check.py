@@ -1,9 +1,9 @@
-"""The checker of flat programs, run behind each pass in tests and when a pass is developed (`AUTOPAR_CHECK=1`).
+"""Checks that a program is flat and well-formed; runs after every pass in tests and with `AUTOPAR_CHECK=1`.
 
 In:     a flat jaxpr.
-Out:    nothing, or an `AssertionError` that names the equation: this is a bug of ours, never the user's.
-Method: every variable is defined once and before it is used; bodies of loops and branches agree with their equations;
-        no constants inside, no typed keys, no calls that flattening should have opened.
+Out:    nothing, or an `AssertionError` that names the equation: a bug of ours, never the user's.
+Method: every variable is defined once and before it is used; bodies of loops and branches have the types of their equations;
+        no captured constants, no typed keys, no calls that flattening should have inlined.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.ir.printer import print_equation
 from autopar.ir.region import Region, closed_bodies, is_region, region_of
 from autopar.ir.source import source_line
 
-_OPENED = frozenset({"custom_jvp_call", "custom_vjp_call", "closed_call", "remat2", "checkpoint", "composite"})
+_INLINED = frozenset({"custom_jvp_call", "custom_vjp_call", "closed_call", "remat2", "checkpoint", "composite"})
 
 
 def check_program(jaxpr: Jaxpr) -> None:
@@ -29,7 +29,7 @@ def check_program(jaxpr: Jaxpr) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where something stands, as text for who asks: of most equations nothing is said."""
+    """A location in the program; its text is made only if a check fails."""
 
     around: object
     eqn: JaxprEqn | None = None
@@ -66,7 +66,7 @@ def _check_body(jaxpr: Jaxpr, defined_elsewhere: set[Var], where: object) -> Non
         at = _Place(where, eqn)
         for atom in eqn.invars:
             use(atom, at)
-        assert eqn.primitive.name not in _OPENED, f"{at}: should have been opened"
+        assert eqn.primitive.name not in _INLINED, f"{at}: should have been inlined"
         if is_region(eqn):
             _check_region(region_of(eqn), defined_elsewhere, at)
         for var in eqn.outvars:
@@ -76,7 +76,7 @@ def _check_body(jaxpr: Jaxpr, defined_elsewhere: set[Var], where: object) -> Non
 
 
 def _check_region(region: Region, defined: set[Var], at: _Place) -> None:
-    """What crosses the boundary is the same on both sides; a body of a scan has rows."""
+    """Check the bodies of a region, and that each binding has one type inside and outside (per row, if it is stacked)."""
     for label, closed, body in zip(region.labels, closed_bodies(region.eqn), region.bodies, strict=True):
         assert not open_jaxpr(closed)[1], f"{at}, {label}: constants inside"
         _check_body(body, defined, _Place(at, label=label))

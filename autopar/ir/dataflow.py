@@ -1,9 +1,8 @@
-"""What equations read, or read instead, and which of them a value needs.
+"""Dataflow of a list of equations: operands, definitions, uses, slices, and substitution of operands.
 
-In:     equations, in order.
-Out:    the variables among atoms; equations that read other values; the equations behind wanted values, and what these are
-        made of.
-Method: walks backwards.
+In:     equations, in program order.
+Out:    the variables among atoms; the equation that defines each; its readers; ancestors, descendants, backward slices.
+Method: one walk over the equations, or a worklist.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from autopar._jax import Atom, JaxprEqn, Literal, Var, replace_eqn
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those of the atoms that are no literals, in order."""
+    """The variables among the atoms, in order; literals are left out."""
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
@@ -24,17 +23,17 @@ def inputs_of(eqn: JaxprEqn) -> list[Var]:
 
 
 def makers(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """The equation that makes each value."""
+    """Map each value to the equation that defines it."""
     return {var: eqn for eqn in eqns for var in eqn.outvars}
 
 
 def read_by(eqns: Iterable[JaxprEqn], results: Iterable[Atom] = ()) -> dict[Var, None]:
-    """The variables that equations read, and those of results, in order."""
+    """The variables that equations or `results` read, in order, each once."""
     return dict.fromkeys([*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)])
 
 
 def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
-    """The equations that read each value, in order."""
+    """Map each value to the equations that read it, in order."""
     found: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
         for var in dict.fromkeys(inputs_of(eqn)):
@@ -43,12 +42,12 @@ def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
 
 
 def known_as(atom: Atom, names: Mapping[Var, Atom]) -> Atom:
-    """What stands for a value; itself, if nothing does."""
+    """The substitute for a value in `names`; the value itself if it has none."""
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
 def reading(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
-    """The equation, which reads what stands for its operands; itself, if nothing does."""
+    """The equation with its operands substituted by `names`; the same object if none is."""
     if not any(var in names for var in inputs_of(eqn)):
         return eqn
     return replace_eqn(eqn, invars=[known_as(atom, names) for atom in eqn.invars])
@@ -57,9 +56,9 @@ def reading(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
 def needed(
     eqns: Sequence[JaxprEqn], wanted: Iterable[Var], effects: bool = True, given: Collection[Var] = ()
 ) -> list[JaxprEqn]:
-    """Those equations that wanted values need, in order.
+    """The equations that compute the wanted values (their backward slice), in order.
 
-    `effects`: whether what does something beside is needed too. `given`: values that are at hand.
+    `effects`: whether to keep equations with side effects too. `given`: values already available, where the slice ends.
     """
     alive = {var for var in wanted if var not in given}
     kept = []
@@ -71,7 +70,7 @@ def needed(
 
 
 def ancestors(wanted: Iterable[Var], made_of: Callable[[Var], Iterable[Var]]) -> dict[Var, None]:
-    """Values and all that they are made of, as far as `made_of` tells."""
+    """The wanted values and all their ancestors; `made_of` gives the operands of each value, none where to stop."""
     found: dict[Var, None] = {}
     waiting = list(wanted)
     while waiting:
@@ -85,7 +84,7 @@ def ancestors(wanted: Iterable[Var], made_of: Callable[[Var], Iterable[Var]]) ->
 def descendants(
     eqns: Iterable[JaxprEqn], begins: Callable[[JaxprEqn], bool] = lambda _: False, given: Iterable[Var] = ()
 ) -> dict[Var, None]:
-    """Values that are given, what equations make that begin something, and whatever is made of any of these."""
+    """The `given` values, the results of equations for which `begins` holds, and everything computed from either."""
     found = dict.fromkeys(given)
     for eqn in eqns:
         if begins(eqn) or any(a in found for a in inputs_of(eqn)):
@@ -100,12 +99,12 @@ def with_makers(
     order: Mapping[JaxprEqn, int],
     done: Collection[JaxprEqn] = (),
 ) -> list[JaxprEqn]:
-    """Equations and the makers of what they and wanted values read, in order.
+    """The equations, and those of `maker_of` that they and the wanted values need, transitively; in program order.
 
     Args:
-        maker_of: Of values that are made wherever they are read, the equations.
+        maker_of: For values that are recomputed wherever they are read, the equation that defines each.
         order: Position of each equation.
-        done: Makers that have run.
+        done: Equations that have run already, which are not added.
     """
     found = dict.fromkeys(eqns)
     waiting = [*(a for eqn in found for a in inputs_of(eqn)), *wanted]

@@ -1,4 +1,4 @@
-"""A dim of an array in equal blocks: as two dims, and as one again."""
+"""Splits a dim of an array into equal blocks, and joins two dims into one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 def apart(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """A dim as two: so many equal blocks, and what is in each."""
+    """Split a dim in two: `count` equal blocks, and the elements of each."""
     return jnp.reshape(x, (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]))
 
 
 def together(x: jax.Array, dim: int) -> jax.Array:
-    """A dim and the one behind it as one."""
+    """Join a dim and the next into one."""
     return jnp.reshape(x, (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))

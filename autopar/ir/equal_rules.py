@@ -1,8 +1,8 @@
-"""The rules of many equations, of equal ones once.
+"""Caches sharding rules, so that equal equations compute theirs once.
 
 In:     equations, one after the other.
 Out:    `EqualRules`: their rules.
-Method: by signature (`signature.py`): a step has thousands of equations and a few hundred kinds of them.
+Method: keyed by signature (`signature.py`): a step has thousands of equations, of a few hundred kinds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.ir.signature import equation_signature
 
 
 class EqualRules:
-    """Rules that have been asked for, for as long as one pass takes."""
+    """The cache, which lives as long as one pass."""
 
     def __init__(self) -> None:
         self._known: dict[object, ShardingRule] = {}

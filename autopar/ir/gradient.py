@@ -1,9 +1,9 @@
-"""Which pass of a gradient an equation belongs to, and what waits for which pass.
+"""Tells which pass of a gradient an equation belongs to, and which equations feed or follow the backward pass.
 
-In:     equations of a step, whose name stacks say where `jax.grad` and `remat` made them.
-Out:    whether one is of the forward pass, of the backward pass, or computed again for it; which of a step's equations the
-        backward pass waits for, and which wait for it.
-Method: of the scopes in a name stack, the outermost `jvp(...)` or `transpose(...)`; then readers and makers.
+In:     equations of a step, whose name stacks JAX marks in `jax.grad` and `remat`.
+Out:    whether an equation is of the forward pass, of the backward pass, or recomputed for it; which equations of a step the
+        backward pass depends on, and which depend on it.
+Method: the outermost `jvp(...)` or `transpose(...)` scope of the name stack; then dataflow.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from autopar.ir.dataflow import descendants, inputs_of
 from autopar.ir.source import source_line
 
 _RECOMPUTED = "rematted_computation"
-"""Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
+"""The scope that JAX puts on equations that `remat` recomputes in the backward pass."""
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the second run of a `remat` body."""
+    """Whether `eqn` recomputes part of a `remat` body in the backward pass."""
     return any(getattr(scope, "name", None) == _RECOMPUTED for scope in eqn.source_info.name_stack.stack)
 
 
 def is_backward(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the backward pass: `jax.grad` marks such equations in their name stack.
+    """Whether `eqn` belongs to the backward pass, by the `transpose(...)` that `jax.grad` leaves in its name stack.
 
-    A gradient that the loss itself asks for (forces, a gradient penalty, an inner step of MAML) is part of the forward
-    pass: "jvp(transpose(jvp()))", and backward is "transpose(jvp(...))" of it.
+    A gradient that the loss itself takes (forces, a gradient penalty, an inner step of MAML) is part of the forward
+    pass, "jvp(transpose(jvp()))"; its backward pass is "transpose(jvp(...))".
     """
     return _outermost(eqn.source_info.name_stack) == "transpose"
 
@@ -40,7 +40,7 @@ def is_ahead(eqn: JaxprEqn) -> bool:
 
 
 def is_of_inner_gradient(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the backward pass of a gradient that the loss itself asks for."""
+    """Whether `eqn` belongs to the backward pass of a gradient that the loss itself takes."""
     return is_ahead(eqn) and "transpose(" in str(eqn.source_info.name_stack)
 
 
@@ -51,40 +51,40 @@ def _outermost(name_stack: NameStack) -> str:
 
 
 def gradient_line(jaxpr: Jaxpr) -> str:
-    """The user's line that a program, as it was traced, takes the gradient of; "" if it takes none."""
+    """The user's line that a traced program takes the gradient of; "" if it takes none."""
     return next((source_line(eqn) for eqn in all_equations(jaxpr) if is_backward(eqn)), "")
 
 
-# What waits for which pass.
+# Dependences on the backward pass.
 
 
 def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
-    """For each equation, whether it is of the backward pass or something of that waits for it."""
-    waited: dict[Var, None] = {}
+    """For each equation, whether it is of the backward pass or the backward pass depends on it."""
+    needed: dict[Var, None] = {}
     found = []
     for eqn in reversed(jaxpr.eqns):
-        matters = is_backward(eqn) or any(var in waited for var in eqn.outvars)
-        if matters:
-            waited.update(dict.fromkeys(inputs_of(eqn)))
-        found.append(matters)
+        feeds = is_backward(eqn) or any(var in needed for var in eqn.outvars)
+        if feeds:
+            needed.update(dict.fromkeys(inputs_of(eqn)))
+        found.append(feeds)
     return found[::-1]
 
 
 def behind_gradients(jaxpr: Jaxpr) -> list[bool]:
-    """For each equation, whether it needs what the backward pass makes, and nothing of that pass waits for it."""
+    """For each equation, whether it depends on the backward pass, and the backward pass does not depend on it."""
     made: set[Var] = set()
     found = []
-    for eqn, matters in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
-        found.append(not matters and not made.isdisjoint(inputs_of(eqn)))
+    for eqn, feeds in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
+        found.append(not feeds and not made.isdisjoint(inputs_of(eqn)))
         made.update(eqn.outvars if found[-1] or is_backward(eqn) else ())
     return found
 
 
 def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:
-    """What the backward passes make, and whatever is made of that."""
+    """The results of the backward passes, and everything computed from them."""
     return descendants(jaxpr.eqns, is_behind)
 
 
 def is_behind(eqn: JaxprEqn, behind: Collection[Var] = ()) -> bool:
-    """Whether an equation is of the backward passes, or reads what is made behind."""
+    """Whether an equation is of a backward pass (or recomputed for one), or reads one of the values `behind`."""
     return is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in inputs_of(eqn))

@@ -1,10 +1,10 @@
-"""What is known of values before a program runs: that all elements are one number, count 0, 1, 2, ..., or follow from others.
+"""Constant propagation: which values are one number everywhere, count 0, 1, 2, ..., or are a known function of others.
 
-In:     a flat program, and values of its constants.
-Out:    `KnownValues`: of each value of the program, or of a body in it, what it is made of, and what it is.
-Method: back through the equations that made it, out of the bodies that it entered as a constant; computed in NumPy. What
-        counts, or has a column that does, is followed through what JAX's indexing makes of it (concatenation, broadcast, the
-        `where(i < 0, i + n, i)` of negative indices), back to an `iota` or a constant like one.
+In:     a flat program, and the values of its constants.
+Out:    `KnownValues`, which answers such questions for any value of the program, in its bodies too.
+Method: back along the defining equations, out of the bodies that a value enters as a constant; computed in NumPy. A value of
+        which one column counts is followed through what JAX's indexing does (concatenation, broadcast, the
+        `where(i < 0, i + n, i)` of negative indices), back to an `iota` or a constant equal to one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from autopar.ir.region import Binding, Region, equations_within, is_region, regi
 from autopar.ir.rules.index_map import OPERATIONS
 
 RESHAPES = "convert_element_type reshape squeeze expand_dims broadcast_in_dim copy stop_gradient".split()
-"""What leaves numbers as they are, in another shape or type."""
+"""Primitives that keep the numbers and change their shape or dtype."""
 
 
 Position = tuple[int, int]
-"""A dim, and a place along it: one column of an array."""
+"""A dim and an index along it: one column of an array."""
 
 
 class KnownValues:
     """What is known of the values of one program.
 
     Attributes:
-        maker: The equation that makes each.
-        outside: What those are that enter a body as constants, or have passed a barrier.
-        rows: What those are rows of that enter a loop one by one, or, of stacks that leave one, their rows.
-        constants: Those of its inputs that are constants.
+        maker: Each value -> the equation that defines it.
+        outside: A constant of a body -> the operand that it is; a result of a barrier -> the operand of the barrier.
+        rows: The row that a loop body reads -> its stack; a stack that a loop returns -> the row that the body makes.
+        constants: Inputs of the program that are constants -> their values.
     """
 
     def __init__(self, jaxpr: Jaxpr, constants: Mapping[Var, Constant] | None = None):
@@ -53,13 +53,13 @@ class KnownValues:
                 self.rows.update({b.result: b.value for b in region.of_role("ys") if b.result is not None})
 
     def made(self, atom: Atom) -> tuple[Atom, JaxprEqn | None]:
-        """A value, followed out of the bodies that it enters as a constant and to before barriers, and what makes it."""
+        """The same value outside of the bodies that it enters as a constant, and before barriers; and its equation."""
         while isinstance(atom, Var) and atom in self.outside:
             atom = self.outside[atom]
         return atom, self.maker.get(atom) if isinstance(atom, Var) else None
 
     def origin(self, atom: Atom) -> Atom:
-        """The integers of which this is another shape or type."""
+        """The integers that this value is, before reshapes and changes of dtype."""
         atom, eqn = self.made(atom)
         while eqn is not None and eqn.primitive.name in RESHAPES:
             before = eqn.invars[0].aval
@@ -69,7 +69,7 @@ class KnownValues:
         return atom
 
     def parts(self, atom: Atom, whole: Collection[Var]) -> Iterator[tuple[Atom, JaxprEqn | None]]:
-        """What a value is computed of, element by element, and by what; None: a leaf. `whole` are not taken apart."""
+        """All values of the elementwise expression of `atom`, each with its equation; None: a leaf, as each of `whole` is."""
         atom, eqn = self.made(self.origin(atom))
         if eqn is None or atom in whole or eqn.primitive.name not in (*OPERATIONS, *RESHAPES):
             yield atom, None
@@ -79,13 +79,13 @@ class KnownValues:
             yield from self.parts(operand, whole)
 
     def function(self, atom: Atom, values: Mapping[Var, np.ndarray]) -> np.ndarray | None:
-        """What a value is, element by element, where its leaves have these values; None: it is not known."""
+        """Evaluate the elementwise expression of `atom`, given the values of its leaves; None: it is not known."""
         atom, eqn = self.made(self.origin(atom))
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if atom in values:
             return values[atom]
-        if atom in self.rows:  # equal, if all of the stack are
+        if atom in self.rows:  # a row of a uniform stack is uniform
             return self.constant(self.rows[atom])
         if eqn is None or eqn.primitive.name not in (*OPERATIONS, *RESHAPES):
             return None
@@ -99,23 +99,23 @@ class KnownValues:
             return np.asarray(OPERATIONS[eqn.primitive.name](eqn.params, *known)).astype(atom.aval.dtype)
 
     def constant(self, atom: Atom) -> np.ndarray | None:
-        """The number that all elements of a value are; None: it is not known, or they differ."""
+        """The number that all elements of a value equal; None: it is not known, or they differ."""
         made = self.function(atom, {})
         return made if made is not None and made.ndim == 0 else None
 
     def is_count(self, atom: Atom) -> bool:
-        """Whether a value is 0, 1, 2, ... to its end."""
+        """Whether a value is the vector 0, 1, 2, ..."""
         return len(atom.aval.shape) == 1 and self.counts(atom) == 0
 
     def is_order(self, var: Var) -> bool:
-        """Whether a value is what `argsort` makes: where rows were that are sorted."""
+        """Whether a value is a permutation as `argsort` makes it: a `sort` carries a counting operand along."""
         _, sort = self.made(var)
         if sort is None or sort.primitive.name != "sort" or len(var.aval.shape) != 1:
             return False
         return self.is_count(sort.invars[[out is var for out in sort.outvars].index(True)])
 
     def is_uniform(self, atom: Atom, dim: int) -> bool:
-        """Whether all rows of a value along a dim are equal."""
+        """Whether all slices of a value along a dim are equal."""
         atom, eqn = self.made(atom)
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             return dim not in eqn.params["broadcast_dimensions"] or eqn.invars[0].aval.ndim == 0
@@ -145,7 +145,7 @@ class KnownValues:
             case "copy" | "stop_gradient":
                 return self.counts(eqn.invars[0], column)
             case "concatenate":
-                return self.of_part(eqn, column)
+                return self.counts_in_concatenation(eqn, column)
             case "broadcast_in_dim":
                 return self.moved(eqn.invars[0], atom, eqn.params["broadcast_dimensions"], column)
             case "reshape" | "squeeze" | "expand_dims":
@@ -153,7 +153,7 @@ class KnownValues:
         return None
 
     def is_trip(self, atom: Atom, scan: Region) -> bool:
-        """Whether a value of the body is the number of the row in this trip of a scan."""
+        """Whether a value of a scan's body is the index of the row that this trip reads."""
         atom, eqn = self.made(atom)
         if not isinstance(atom, Var) or not _holds(atom, scan.trips):
             return False
@@ -170,14 +170,14 @@ class KnownValues:
         return False
 
     def counts_trips(self, carry: Binding, scan: Region) -> bool:
-        """Whether a carry begins with 0, and one is added in each trip."""
+        """Whether a carry starts at 0 and each trip adds 1."""
         _, step = self.made(carry.value)
         if scan.eqn.params["reverse"] or not _is_number(carry.outer, 0) or step is None:
             return False
         return step.primitive.name == "add" and step.invars[0] is carry.var and _is_number(step.invars[1], 1)
 
     def is_false(self, atom: Atom, column: Position | None) -> bool:
-        """Whether a predicate is that something which counts is negative, or a constant that says no."""
+        """Whether a predicate is known to be false: a false constant, or `i < 0` of an `i` that counts."""
         atom, eqn = self.made(atom)
         if isinstance(atom, Literal):
             return not atom.val
@@ -187,8 +187,8 @@ class KnownValues:
             return False
         return _is_number(eqn.invars[1], 0) and self.counts(eqn.invars[0], column) is not None
 
-    def of_part(self, eqn: JaxprEqn, column: Position | None) -> int | None:
-        """In which operand of a concatenation the column is."""
+    def counts_in_concatenation(self, eqn: JaxprEqn, column: Position | None) -> int | None:
+        """`counts` of the operand of a concatenation that holds the column."""
         if column is None or column[0] != eqn.params["dimension"]:
             return None
         place = column[1]
@@ -200,7 +200,7 @@ class KnownValues:
         return None
 
     def moved(self, source: Atom, target: Atom, places: Sequence[int | None], column: Position | None) -> int | None:
-        """Through an operation that puts dim d of its operand at `places[d]`, None where it is dropped."""
+        """`counts` through an operation that moves dim d of its operand to `places[d]`; None where it drops the dim."""
         inner: Position | None = None
         for d, place in enumerate(places):
             if column is not None and place == column[0]:
@@ -217,12 +217,12 @@ def _is_number(atom: Atom | None, number: int) -> bool:
 
 
 def _holds(atom: Atom, number: int) -> bool:
-    """Whether a value is of integers that can be as large as that."""
+    """Whether a value's dtype is of integers and can represent this number."""
     return jnp.issubdtype(atom.aval.dtype, jnp.integer) and number <= jnp.iinfo(atom.aval.dtype).max
 
 
 def _counts_along(value: np.ndarray, column: Position | None) -> int | None:
-    """The same of a constant."""
+    """As `KnownValues.counts`, of a constant's value."""
     if column is not None:
         value = np.take(value, [column[1]], axis=column[0])
     for along, size in enumerate(value.shape):

@@ -1,9 +1,9 @@
-"""Passes: what is done to a program, as lists that are carried out as they stand.
+"""Runs a list of passes over a program.
 
-In:     a list of `Pass`es, and what goes through them: a program and what belongs to it.
-Out:    what comes out behind the last.
-Method: one after the other. `AUTOPAR_CHECK=1` runs the checker of that form behind each, so that a pass that makes a
-        program wrong is named. Each phase's list stands where it is carried out; `search/passes.py` has all of them.
+In:     a list of `Pass`es, and a form: a program and what belongs to it.
+Out:    the form that the last pass returns.
+Method: in order. `AUTOPAR_CHECK=1` runs the form's checker after each pass, and names the pass that breaks it. Each phase
+        keeps its list where it runs it; `search/passes.py` has all of them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Pass(Generic[Form]):
     """One pass.
 
     Attributes:
-        name: That of its module.
+        name: The name of its module.
         what: What it does, for people.
-        run: From what it is given to what it makes of it.
+        run: The function from a form to the next.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Pass(Generic[Form]):
 
 
 def run_passes(passes: Sequence[Pass[Form]], given: Form, check: Callable[[Form], None]) -> Form:
-    """Carry out a list.
+    """Run the passes in order; the last one's result.
 
-    `check`: raises an `AssertionError` for what is no such form.
+    `check`: raises an `AssertionError` for an ill-formed form.
 
     Raises:
-        AssertionError: If checks are on: it names the pass behind which the form is wrong.
+        AssertionError: With checks on; names the pass that made the form wrong.
     """
     for each in passes:
         given = each.run(given)

@@ -1,7 +1,7 @@
-"""Programs as text: one equation per line, short stable names, shapes, and the user's line beside.
+"""Prints programs: one equation per line, with short stable names, types, and the user's source line.
 
-In:     a flat jaxpr; `program.py` writes what belongs to a traced step around it.
-Out:    text that two runs can be compared by, and a person can read; bodies of loops are indented below them.
+In:     a flat jaxpr; `program.py` adds the header and footer of a traced step.
+Out:    text that is the same in every run; bodies of loops are indented below their equation.
 Method: variables are named a, b, ..., z, aa, ... in the order in which they are defined.
 """
 
@@ -23,7 +23,7 @@ _SOURCE_COLUMN = 100
 
 
 def print_jaxpr(jaxpr: Jaxpr) -> str:
-    """A flat jaxpr as text; see `program.py`."""
+    """A flat jaxpr as text, without source lines."""
     names = Names()
     lines = ["in " + ", ".join(map(names.define, [*jaxpr.constvars, *jaxpr.invars]))]
     lines += equations_text(jaxpr, names, "  ", source=False)
@@ -32,7 +32,7 @@ def print_jaxpr(jaxpr: Jaxpr) -> str:
 
 
 def print_equation(eqn: JaxprEqn) -> str:
-    """One equation on one line, with names of its own."""
+    """One equation on one line; its variables are named anew, from a."""
     names = Names()
     operands = ", ".join(names.define(x) if isinstance(x, Var) else names.use(x) for x in eqn.invars)
     results = ", ".join(map(names.define, eqn.outvars))
@@ -40,7 +40,7 @@ def print_equation(eqn: JaxprEqn) -> str:
 
 
 class Names:
-    """Names handed out so far."""
+    """The names of the variables printed so far."""
 
     def __init__(self) -> None:
         self._fresh = _letters()
@@ -115,7 +115,7 @@ def _shown_params(primitive: str, params: Params) -> list[tuple[str, str]]:
 
 
 def _value(value: object) -> str:
-    """Parameters in a form that is the same in every process: no addresses, no programs."""
+    """A parameter's value as text that is the same in every process: no addresses, no programs."""
     if isinstance(value, np.generic):
         return str(value.item())
     if isinstance(value, np.dtype):

@@ -1,7 +1,7 @@
 """A traced step: a flat jaxpr, and how the user's pytrees, names and typed keys map to its variables.
 
-In:     what `trace/` read off the user's function.
-Out:    `Program`, which every pass reads; as text, for people.
+In:     the trace of the user's function (`trace/`).
+Out:    `Program`, which every pass reads, and its text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Program:
         name: The function's name.
         jaxpr: Flat. Its invars are one per argument leaf, then one per captured constant; no constvars, no typed keys.
         consts: The captured constants, for the last invars.
-        in_tree: Tree of `(args, kwargs)`, static ones left out.
+        in_tree: Tree of `(args, kwargs)`, without static arguments.
         out_tree: Tree of the result.
         in_paths: Readable path of each argument leaf: "state/params/layers/0/kernel".
         in_keys: The same path in JAX's keys, those of `(args, kwargs)` first.
@@ -37,11 +37,11 @@ class Program:
         out_avals: What the user gets back per result leaf.
         key_inputs: Per argument leaf, the name of the key's generator, or None if it is no typed key.
         key_outputs: The same per result leaf.
-        raw_keys: Argument leaves that are random keys all the same: integers, as `jax.random.PRNGKey` makes them.
+        raw_keys: Argument leaves that are random keys as integers, as `jax.random.PRNGKey` makes them.
         gradient: The user's line that the step takes the gradient of; "" if it takes none.
-        num_args: How many argument leaves there are.
-        static: Each static argument by name, and its `repr`.
-        arguments: What the children of the halves of `in_tree` are.
+        num_args: Number of argument leaves.
+        static: Name and `repr` of each static argument.
+        arguments: The parameter that each child of `in_tree`'s args and kwargs belongs to.
         left_out: Numbers of the parameters that have a default and were not passed.
     """
 
@@ -74,11 +74,11 @@ class Program:
         return [*physical, *self.consts]
 
     def spec_of(self, leaf: int, spec: PartitionSpec) -> PartitionSpec:
-        """The spec of an argument leaf, from its variable's: an array of keys lacks the dim of their integers."""
+        """The spec of an argument leaf, from its variable's: an array of typed keys lacks the dim of the key's integers."""
         return PartitionSpec(*tuple(spec)[: self.in_avals[leaf].ndim]) if self.key_inputs[leaf] else spec
 
     def in_containers(self, values: Sequence[object]) -> Any:
-        """What is known of each argument leaf (its `PartitionSpec`, its sharding) in the arguments' tree `(args, kwargs)`."""
+        """One value per argument leaf (a `PartitionSpec`, a sharding) in the arguments' tree `(args, kwargs)`."""
         return in_containers(self.in_tree, values, self.in_keys)
 
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
@@ -88,7 +88,7 @@ class Program:
 
 
 def print_program(program: Program, *, source: bool = True) -> str:
-    """The program as text; with `source` the user's line and the name stack beside each equation."""
+    """The program as text; `source`: with the user's line and the name stack beside each equation."""
     names = Names()
     lines = [f"program {program.name}"]
     leaves = zip(program.in_paths, program.jaxpr.invars, program.key_inputs, strict=False)

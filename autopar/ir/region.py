@@ -1,10 +1,10 @@
-"""Regions: equations that hold programs (`scan`, `while`, `cond`) and the barrier, by what crosses their boundary.
+"""Regions: structured equations (`scan`, `while`, `cond`, and the barrier) as bodies and bindings.
 
-In:     a structured equation of the program.
-Out:    `Region`: its bodies and its `Binding`s, one for each value that crosses the boundary: what it is outside, and in
-        each body. `rebuild` writes the equation that other bindings and other bodies make.
-Method: an equation's operands are the bindings that have one, in order; so are its results, and each body's inputs and
-        results. What is said of bindings is said of all kinds of regions; no other file counts operands.
+In:     a structured equation.
+Out:    `Region`: its bodies and its `Binding`s, one for each value that crosses the boundary, with its names outside and in
+        each body. `rebuild` writes the equation from other bindings and bodies.
+Method: an equation's operands are those of its bindings, in order; so are its results, and each body's inputs and results.
+        One interface for all kinds: no other file counts operands of structured equations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Kind: typing.TypeAlias = typing.Literal["scan", "while", "cond", "barrier"]
 Role: typing.TypeAlias = typing.Literal["test", "const", "carry", "xs", "ys", "result", "through"]
 _ORDER: tuple[Role, ...] = ("test", "const", "carry", "xs", "ys", "result", "through")
 REGIONS: dict[str, Kind] = {"scan": "scan", "while": "while", "cond": "cond", "optimization_barrier": "barrier"}
-"""The primitives that are taken apart."""
+"""The primitives that are regions."""
 
 _T = TypeVar("_T")
 
@@ -49,13 +49,13 @@ class Binding:
     """One value at the boundary of a region.
 
     Attributes:
-        role: `"const"` enters all trips or branches alike, `"xs"` row by row; `"carry"` goes from trip to trip; `"ys"`
-            leaves row by row, `"result"` leaves the branch that is taken; `"test"` decides: the index of a `cond`, the
-            result of a `while`'s first body; `"through"` passes a barrier.
-        outer: The operand.
-        inner: For each body the variable as which it enters.
-        inside: For each body the result that leaves it.
-        result: The equation's result. None, here and above: there is none.
+        role: `"const"`: the same in all trips or branches; `"xs"`: a stack, of which each trip reads a row; `"carry"`: from
+            trip to trip; `"ys"`: a stack, of which each trip makes a row; `"result"`: a result of the branch taken;
+            `"test"`: the index of a `cond`, or the result of a `while`'s first body; `"through"`: passes a barrier.
+        outer: The equation's operand. None, here and below: the binding has none.
+        inner: For each body, its input.
+        inside: For each body, its result.
+        result: The equation's result.
     """
 
     role: Role
@@ -66,54 +66,54 @@ class Binding:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether a body has a row of what is outside."""
+        """Whether a body reads or makes one row of the value outside."""
         return self.role in ("xs", "ys")
 
     @property
     def lead(self) -> int:
-        """How many dims stand outside in front of those that a body has."""
+        """How many leading dims the value has outside and not in a body."""
         return int(self.is_stacked)
 
     @property
     def variables(self) -> list[Var]:
-        """What it is called in bodies that it enters."""
+        """The inputs of bodies that it is bound to."""
         return [var for var in self.inner if var is not None]
 
     @property
     def values(self) -> list[Atom]:
-        """What of bodies leaves them for it."""
+        """The results of bodies that it is bound to."""
         return [atom for atom in self.inside if atom is not None]
 
     @property
     def var(self) -> Var:
-        """What it is called in the body of a loop."""
+        """The input of the loop body."""
         return self.variables[-1]
 
     @property
     def value(self) -> Atom:
-        """What of the body of a loop leaves it."""
+        """The result of the loop body."""
         return self.values[-1]
 
 
 def rows_in(stack: Atom, row: Var) -> Binding:
-    """Each trip of a scan reads a row of a stack."""
+    """The binding of a scan whose trips each read a row of `stack`."""
     return Binding("xs", stack, (row,), (None,))
 
 
 def rows_out(value: Atom, stack: Var | None) -> Binding:
-    """What each trip of a scan makes is a row of a stack."""
+    """The binding of a scan whose trips each make `value`, a row of `stack`."""
     return Binding("ys", None, (None,), (value,), stack)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A structured equation, taken apart.
+    """A structured equation as bodies and bindings.
 
     Attributes:
         eqn: The equation.
-        kind: Which.
-        bodies: Its programs, in the order of its parameters; of a `while` the test and the body, of a barrier none.
-        bindings: What crosses its boundary.
+        kind: Its kind.
+        bodies: In the order of the equation's parameters: of a `while` the test, then the body; of a barrier none.
+        bindings: One for each value that crosses the boundary.
     """
 
     eqn: JaxprEqn
@@ -123,12 +123,12 @@ class Region:
 
     @property
     def trips(self) -> int:
-        """How often a body runs, as far as that is known."""
+        """How often a body runs; 1 where that is not known."""
         return trip_count(self.eqn)
 
     @property
     def labels(self) -> list[str]:
-        """What to call each body."""
+        """A name for each body, for messages."""
         if self.kind == "cond":
             return [f"branch {k}" for k in range(len(self.bodies))]
         return ["test", "body"][-len(self.bodies) :] if self.bodies else []
@@ -139,54 +139,54 @@ class Region:
 
     @property
     def consts(self) -> list[Binding]:
-        """What enters and stays."""
+        """Values that are the same in all trips or branches."""
         return self.of_role("const")
 
     @property
     def carries(self) -> list[Binding]:
-        """What goes from trip to trip."""
+        """Values that go from trip to trip."""
         return self.of_role("carry")
 
     @property
     def xs(self) -> list[Binding]:
-        """What enters row by row."""
+        """Stacks of which each trip reads a row."""
         return self.of_role("xs")
 
     @property
     def ys(self) -> list[Binding]:
-        """What leaves row by row."""
+        """Stacks of which each trip makes a row."""
         return self.of_role("ys")
 
     def named(self) -> Iterator[tuple[tuple[Role, int], Binding]]:
-        """Each binding, and which of its role it is."""
+        """Each binding, under a key: its role, and its number among those of that role."""
         seen: Counter[Role] = Counter()
         for b in self.bindings:
             yield (b.role, seen[b.role]), b
             seen[b.role] += 1
 
     def new_stack(self, value: Var) -> Var:
-        """A variable for the stack of what the trips make of a value."""
+        """A new variable for the stack of a value of all trips."""
         return new_var(resized(value.aval, (self.trips, *value.aval.shape)))
 
-    # Something for each binding, in the order in which the equation or a body has it.
+    # From one item per binding to one per operand, per result, or per input or result of a body.
 
     def of_operands(self, each: Iterable[_T]) -> list[_T]:
-        """What bindings that have an operand have."""
+        """The items of bindings that have an operand: one per operand."""
         return [value for b, value in zip(self.bindings, each, strict=True) if b.outer is not None]
 
     def of_results(self, each: Iterable[_T]) -> list[_T]:
-        """What bindings that have a result have."""
+        """The items of bindings that have a result: one per result."""
         return [value for b, value in zip(self.bindings, each, strict=True) if b.result is not None]
 
     def entering(self, body: int, each: Iterable[_T]) -> list[_T]:
-        """What bindings that enter a body have."""
+        """The items of bindings that enter a body: one per input of the body."""
         return [value for b, value in zip(self.bindings, each, strict=True) if b.inner and b.inner[body] is not None]
 
     def leaving(self, body: int, each: Iterable[_T]) -> list[_T]:
-        """What bindings that leave a body have."""
+        """The items of bindings that leave a body: one per result of the body."""
         return [value for b, value in zip(self.bindings, each, strict=True) if b.inside and b.inside[body] is not None]
 
-    # The equation anew.
+    # Rebuilding the equation.
 
     def rebound(
         self,
@@ -195,7 +195,7 @@ class Region:
         outputs: Sequence[Sequence[Atom]] | None = None,
         results: Sequence[Var] | None = None,
     ) -> list[Binding]:
-        """The bindings, with other operands, inputs and results of bodies, or results; None: as they are."""
+        """The bindings with other operands, body inputs, body results or results; None: those of the equation."""
         outer = iter(self.eqn.invars if operands is None else operands)
         entering = [iter(vs) for vs in (inputs if inputs is not None else [b.invars for b in self.bodies])]
         leaving = [iter(atoms) for atoms in (outputs if outputs is not None else [b.outvars for b in self.bodies])]
@@ -212,17 +212,17 @@ class Region:
         ]
 
     def with_bodies(self, bodies: Sequence[Jaxpr]) -> JaxprEqn:
-        """The equation with bodies that have as many inputs and results."""
+        """The equation with other bodies, which have as many inputs and results as its own."""
         bindings = self.rebound(inputs=[b.invars for b in bodies], outputs=[b.outvars for b in bodies])
         return self.rebuild(bindings, [b.eqns for b in bodies])
 
     def rebuild(
         self, bindings: Sequence[Binding], equations: Sequence[Sequence[JaxprEqn]] = (), **params: object
     ) -> JaxprEqn:
-        """The equation of these bindings, in any order, and of bodies with these equations.
+        """The equation with these bindings, and bodies of these equations.
 
-        `bindings`: a constant of a `while` may enter both of its bodies.
-        `params`: what else changes, such as the `length` of a scan.
+        `bindings`: in any order; a constant of a `while` may enter both of its bodies.
+        `params`: other parameters that change, such as the `length` of a scan.
         """
         bindings = _in_order(self.kind, bindings)
         template = replace(self, bindings=tuple(bindings))
@@ -242,19 +242,19 @@ class Region:
         )
 
     def _inputs(self, body: int) -> list[tuple[Binding, Var | None]]:
-        """Bindings that enter a body; every branch has an input for what any has."""
+        """Bindings that enter a body, and its input; None: a branch needs an input for what another branch reads."""
         every = self.kind == "cond"
         pairs = [(b, b.inner[body]) for b in self.bindings if b.role == "const" or (b.inner and b.inner[body])]
         return [(b, var) for b, var in pairs if every or var is not None]
 
 
 def is_region(eqn: JaxprEqn) -> bool:
-    """Whether the equation is taken apart instead of having a rule."""
+    """Whether the equation is a region, and so has bodies instead of a sharding rule."""
     return eqn.primitive.name in REGIONS
 
 
 def region_of(eqn: JaxprEqn) -> Region:
-    """A structured equation, taken apart."""
+    """A structured equation as bodies and bindings."""
     kind = REGIONS[eqn.primitive.name]
     bodies = bodies_of(eqn)
     shape = Region(eqn, kind, bodies, tuple(_shape(kind, eqn, bodies)))
@@ -262,12 +262,12 @@ def region_of(eqn: JaxprEqn) -> Region:
 
 
 def bodies_of(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
-    """The programs that an equation holds; () for a barrier, and for what is no region."""
+    """The bodies of an equation; () for a barrier, and for an equation that is no region."""
     return tuple(open_jaxpr(closed)[0] for closed in closed_bodies(eqn))
 
 
 def closed_bodies(eqn: JaxprEqn) -> tuple[Jaxpr | ClosedJaxpr, ...]:
-    """The same, with their constants, of which flat programs have none."""
+    """The bodies as the equation holds them, closed over constants; in flat programs there are none."""
     match eqn.primitive.name:
         case "scan":
             return (eqn.params["jaxpr"],)
@@ -280,7 +280,7 @@ def closed_bodies(eqn: JaxprEqn) -> tuple[Jaxpr | ClosedJaxpr, ...]:
 
 
 def equations_within(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Every equation, those in bodies behind the one that holds them, and how often it runs, as far as that is known."""
+    """Every equation and how often it runs (as `trip_count` knows); those of bodies follow the equation that holds them."""
     for eqn in jaxpr.eqns:
         yield eqn, times
         for body in bodies_of(eqn):
@@ -288,7 +288,7 @@ def equations_within(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, i
 
 
 def in_bodies(eqn: JaxprEqn, rewritten: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """The equation with its programs rewritten, over as many inputs and results; itself, if none is another."""
+    """The equation with `rewritten` applied to its bodies, over as many inputs and results; the same object if none changes."""
     bodies = bodies_of(eqn)
     made = [rewritten(body) for body in bodies]
     same = all(a is b for a, b in zip(made, bodies, strict=True))
@@ -296,24 +296,24 @@ def in_bodies(eqn: JaxprEqn, rewritten: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 
 
 def kind_of(eqn: JaxprEqn) -> Kind | None:
-    """Which region an equation is; None: it is none."""
+    """The kind of region that an equation is; None: it is none."""
     return REGIONS.get(eqn.primitive.name)
 
 
 def trip_count(eqn: JaxprEqn) -> int:
-    """How often a body runs, as far as that is known: 1 of what is no `scan`."""
+    """How often a body runs: the length of a `scan`; 1 for all else, also for a `while`, whose trips are not known."""
     return int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
 
 
 def new_scan(length: int, bindings: Sequence[Binding], equations: Sequence[JaxprEqn]) -> JaxprEqn:
-    """A scan of ours, first to last."""
+    """A new scan, from first row to last."""
     (primitive,) = find_primitives("scan")
     empty = new_eqn(primitive, [], [], new_scan_params(length))
     return Region(empty, "scan", (make_jaxpr([], [], []),), ()).rebuild(bindings, [equations])
 
 
 def _in_order(kind: Kind, bindings: Sequence[Binding]) -> list[Binding]:
-    """Bindings as their equation has them: by role, and of the constants of a `while` those of the test first."""
+    """Bindings in the order of their equation's operands: by role, and in a `while` the constants of the test first."""
     if kind == "while":
         apart: list[Binding] = []
         for b in bindings:
@@ -323,11 +323,11 @@ def _in_order(kind: Kind, bindings: Sequence[Binding]) -> list[Binding]:
     return sorted(bindings, key=lambda b: _ORDER.index(b.role))
 
 
-_HERE = new_var(shaped(0))  # stands where a binding has something
+_HERE = new_var(shaped(0))  # placeholder in `_shape`
 
 
 def _shape(kind: Kind, eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> list[Binding]:
-    """Where each binding of an equation has something."""
+    """The bindings of an equation with placeholders: which of operand, inputs, body results and result each has."""
     n = len(bodies)
 
     def each(

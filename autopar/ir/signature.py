@@ -1,11 +1,11 @@
-"""When two equations are the same operation, and when two values are the same.
+"""Tells whether two equations are the same operation, and by value numbering whether two values are equal.
 
-In:     an equation; equations, in order.
+In:     an equation; equations, in program order.
 Out:    `equation_signature(eqn)`: equal for equations with the same rule, so that what follows from it is computed once.
-        `ValueNumbers`: a name for each value; equal values have one.
-Method: primitive, parameters, types of operands and results; which values they are does not matter. Values are numbered: equal
-        are those that equal equations make of equal values. A barrier's results are its operands; what a loop or branch
-        makes, or has an effect, is equal to nothing.
+        `ValueNumbers`: a name for each value; equal values share one.
+Method: a signature is the primitive, its parameters, and the types of operands and results. Two values are equal if equal
+        operations compute them from equal values. A barrier's results equal its operands; the results of loops, branches
+        and effects equal nothing else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autopar.ir.region import is_region, kind_of
 
 
 def equation_signature(eqn: JaxprEqn) -> object:
-    """Equal for equations with the same rule: primitive, parameters, types of operands and results.
+    """A key, equal for equations with the same rule: primitive, parameters, types of operands and results.
 
-    Of a kernel also which results are read: others may be where it keeps what one step leaves for the next.
+    For a Pallas kernel also which results are read: the unread ones may serve as scratch between steps of its grid.
     """
     avals = tuple([(v.aval.shape, v.aval.dtype, isinstance(v, Literal)) for v in eqn.invars])
     results = tuple([(v.aval.shape, v.aval.dtype) for v in eqn.outvars])
@@ -32,7 +32,7 @@ def equation_signature(eqn: JaxprEqn) -> object:
 
 
 def _kernel(params: Params) -> object:
-    """The parameters of a Pallas kernel, its programs by their text: each call traces them anew."""
+    """The parameters of a Pallas kernel; its jaxprs as text, since each call traces new ones."""
     mapping = params["grid_mapping"]
     blocks = tuple(
         (_text(each.index_map_jaxpr), str(each.block_shape), str(each.array_aval)) for each in mapping.block_mappings
@@ -56,9 +56,12 @@ def _hashable(value: object) -> object:
 
 @dataclass(slots=True, eq=False)
 class ValueNumbers:
-    """Attributes:
-    name: Of values that are equal to others before them, or the same wherever they are made; others are their own.
-    known: The first equation that makes each.
+    """Value numbers of the equations visited so far.
+
+    Attributes:
+        name: The name of each value that equals an earlier one, or that depends on literals alone; other values are their
+            own names.
+        known: Signature and operands' names -> the first such equation.
     """
 
     name: dict[Var, Hashable] = field(default_factory=dict)
@@ -69,7 +72,7 @@ class ValueNumbers:
         return (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else self.name.get(atom, atom)
 
     def visit(self, eqn: JaxprEqn) -> JaxprEqn | None:
-        """Name what an equation makes; the one before it that makes the same, if there is one."""
+        """Number an equation's results; the earlier equation that computes the same, or None."""
         if kind_of(eqn) == "barrier":
             self.name.update(zip(eqn.outvars, map(self.of, eqn.invars), strict=True))
         if is_region(eqn) or eqn.effects:
@@ -80,6 +83,6 @@ class ValueNumbers:
         if first is not eqn:
             self.name.update(zip(eqn.outvars, map(self.of, first.outvars), strict=True))
             return first
-        if not any(isinstance(operand, Var) for operand in operands):  # the same wherever it stands
+        if not any(isinstance(operand, Var) for operand in operands):  # depends on literals alone
             self.name.update((var, (key, k)) for k, var in enumerate(eqn.outvars))
         return None

@@ -1,10 +1,10 @@
-"""Where in the user's code an equation comes from.
+"""Finds the line of the user's code that an equation comes from.
 
 In:     an equation of any jaxpr.
-Out:    `source_line(eqn)`, "train.py:123 (loss_fn)": the innermost line of the user's own; `name_scope(eqn)`.
-Method: the innermost frame outside JAX, the Python standard library, installed packages and autopar; a model from an
-        installed package that is called by no other code is named by its own line. A jit of a library keeps the
-        traceback of its *first* call, so `caller_traceback` tells `flatten.py` when to use the caller's instead.
+Out:    `source_line(eqn)`, "train.py:123 (loss_fn)": the innermost line of the user's code; `name_scope(eqn)`.
+Method: the innermost frame outside JAX, the Python standard library, installed packages and autopar; if all frames are
+        inside, the innermost of an installed package. A jitted library function keeps the traceback of its *first* call,
+        so `caller_traceback` tells `flatten.py` when to use the caller's instead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def source_line(eqn: JaxprEqn) -> str:
 
 
 def file_name(path: str) -> str:
-    """A source file as people call it: without its folders; of a notebook, the cell with the number that stands beside it."""
+    """A short name of a source file: its name without folders; for a notebook, "cell" and the number shown beside it."""
     name = os.path.basename(path)
     typed = re.match(r"<ipython-input-(\d+)-", name)
     if typed:
@@ -64,13 +64,14 @@ def name_scope(eqn: JaxprEqn) -> str:
 
 
 def caller_traceback(body: Jaxpr, inner: object, caller: object, *, is_jit: bool) -> object:
-    """The traceback to keep for an equation of `body`, which is called by an equation.
+    """The traceback to keep for an equation of `body` when the call of `body` is inlined.
 
-    `is_jit`: whether `body` may have been traced for another call.
+    `inner`, `caller`: tracebacks of the equation and of the call. `is_jit`: whether `body` may come from an earlier call's
+    trace.
 
     Returns:
-        `inner` if it leads through code of the user's within `body`, else `caller`: a library's jit is traced once, and
-        its equations tell of the first call only.
+        `inner` if it passes through the user's code within `body`, else `caller`: a library's jit is traced once, and
+        the tracebacks of its equations lead to the first call only.
     """
     if inner is None:
         return caller
@@ -97,7 +98,7 @@ def _is_jax_file(path: str) -> bool:
 
 @functools.cache
 def _is_inner_file(path: str) -> bool:
-    """JAX, the standard library, autopar, and code made at run time (but what is typed at a prompt is the user's)."""
+    """Whether a file is JAX's, the standard library's, autopar's or generated code; code typed at a prompt is the user's."""
     if path.startswith("<"):
         return not path.startswith(_TYPED)
     is_installed = any(part in path for part in _INSTALLED)

@@ -1,7 +1,7 @@
-"""How much work an equation is: for balancing and for deciding what is cheap.
+"""Counts the work of equations and the bytes of values, for balancing and for deciding what is cheap.
 
 In:     equations of a flat program.
-Out:    operations, or elements made where those are more; loops count every trip; bytes of values.
+Out:    the larger of operations and elements of results, over all trips of loops; bytes of values.
 Method: FLOPs of the sharding rules.
 """
 
@@ -17,13 +17,13 @@ from autopar.ir.signature import equation_signature
 
 
 class Work:
-    """The work of equations; equal ones are looked up once."""
+    """The work of equations, computed once for equal ones."""
 
     def __init__(self) -> None:
         self._known: dict[object, float] = {}
 
     def of(self, eqn: JaxprEqn) -> float:
-        """Operations of an equation, or elements that it makes, whichever is more."""
+        """The larger of an equation's operations and the elements of its results."""
         if is_region(eqn):
             return trip_count(eqn) * sum(sum(self.of_equations(body.eqns)) for body in bodies_of(eqn))
         signature = equation_signature(eqn)
@@ -32,7 +32,7 @@ class Work:
         return self._known[signature]
 
     def of_equations(self, eqns: Sequence[JaxprEqn]) -> list[float]:
-        """The work of each."""
+        """The work of each equation."""
         return [self.of(eqn) for eqn in eqns]
 
 
@@ -47,5 +47,5 @@ def num_bytes(var: Atom) -> int:
 
 
 def device_bytes(var: Atom) -> int:
-    """Bytes of a value, whole, if it is in devices' memory."""
+    """Bytes of the whole, unsharded value in device memory; 0 if it is in the host's."""
     return 0 if on_host(var.aval) else num_bytes(var)

@@ -53,7 +53,7 @@ def test_typed_keys_and_calls():
     with pytest.raises(AssertionError, match="typed key"):
         check_program(open_jaxpr(key)[0])
     relu = jax.make_jaxpr(jax.nn.relu)(1.0)
-    with pytest.raises(AssertionError, match="should have been opened"):
+    with pytest.raises(AssertionError, match="should have been inlined"):
         check_program(open_jaxpr(relu)[0])
 
 
