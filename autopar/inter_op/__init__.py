@@ -1,4 +1,4 @@
-"""Which operations run on which part of the machine: layers, stages, and what passes between them."""
+"""Inter-operator parallelism: cuts the step into layers and stages, and derives the tasks that each stage runs."""
 
 from autopar.inter_op.slicing import SlicedStage, Slicing, slice_stages
 

@@ -1,11 +1,12 @@
-"""A stage's backward pass at a level of recomputation: what it keeps, what it recomputes, and when.
+"""Schedules the backward pass of a stage at a level of recomputation: which residuals it keeps, what it recomputes, when.
 
-In:     the equations of one stage (`Passes`), a level (`residuals.py`).
-Out:    `Backward`; `find_levels`: the levels that make a difference.
-Method: what is recomputed is so as late as its first reader allows, so that of layers whose inputs are kept one is alive
-        at a time. Where the backward is split into B and W, heavy equations are recomputed in B, which passes on what W
-        needs of them. Levels are the corners of the lower envelope of bytes kept over operations recomputed, found from
-        its ends inwards (Eisner and Severance, "Mathematical techniques for efficient record segmentation", JACM 1976).
+In:     the equations of one stage (`Passes`), a recomputation level (`residuals.py`).
+Out:    `Backward`; `find_levels`: the levels with distinct sets of residuals.
+Method: each equation is recomputed just before its first reader, so that with only layer inputs kept, the activations of
+        one layer are alive at a time. Where the backward is split into B and W, heavy equations are recomputed in B, which
+        passes W the values it needs of them. Levels are the corners of the lower envelope of bytes kept over operations
+        recomputed, found from its ends inwards (Eisner and Severance, "Mathematical techniques for efficient record
+        segmentation", JACM 1976).
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ Gates = dict[JaxprEqn, tuple[Var, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """The equations of one stage, before it is decided what is recomputed.
+    """The equations of one stage in one round, before recomputation is decided.
 
     Attributes:
-        forward: Its own forward equations, in order.
-        at_once: Its own backward equations that other stages wait for, or all of them, in order.
+        forward: The stage's forward equations, in order.
+        at_once: Its backward equations that other stages wait for, in order; all of them if the backward is not split.
         later: Its other backward equations, in order.
-        received: Forward values that it has from other stages.
-        light: Equations that run wherever they are read, in order.
-        free: Values that are at hand in both passes at no cost.
-        pieces: Those of them that are a microbatch's own.
+        received: Forward values received from other stages.
+        light: Cheap equations that every reader repeats for itself, in order.
+        free: Values available to both passes at no cost.
+        pieces: The free values that differ between microbatches.
     """
 
     forward: Sequence[JaxprEqn]
@@ -45,13 +46,13 @@ class Passes:
     pieces: Collection[Var]
 
     def kept(self, level: float) -> Kept:
-        """What the forward pass keeps at a level."""
+        """The residuals that the forward pass keeps at a level."""
         return choose_residuals(self.forward, self.wanted((*self.at_once, *self.later)), self.free, level)
 
     def wanted(self, eqns: Iterable[JaxprEqn]) -> list[Var]:
-        """Forward values that equations read."""
-        at_hand = {*makers(self.forward), *self.received}
-        return [var for var in read_by(eqns) if var in at_hand]
+        """The forward values that the equations read."""
+        available = {*makers(self.forward), *self.received}
+        return [var for var in read_by(eqns) if var in available]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +60,13 @@ class Backward:
     """The backward pass of one stage.
 
     Attributes:
-        level: Of recomputation.
-        kept: What passes from forward to backward.
-        eqns: Those of its task B, in order.
-        weight: Those of its task W, in order.
-        passed: Forward values that B recomputes and W reads: value -> the name of B's copy.
-        gates: Of tasks B and W: equations that are recomputed, from which on the readers of some values wait for
-            another, which comes first.
+        level: The recomputation level.
+        kept: The residuals, passed from forward to backward.
+        eqns: Equations of task B, in order.
+        weight: Equations of task W, in order.
+        passed: Forward values that B recomputes and W reads: value -> the variable of B's copy.
+        gates: For tasks B and W: recomputed equation -> (awaited, *delayed). From that equation on, readers of the delayed
+            values wait for the awaited value.
     """
 
     level: float
@@ -77,12 +78,12 @@ class Backward:
 
 
 def backward_at(passes: Passes, level: float) -> Backward:
-    """The backward pass at a level of recomputation."""
+    """Build the backward pass at a level of recomputation."""
     kept = passes.kept(level)
     heavy, again = set(kept.heavy), kept.again
     passed: tuple[Var, ...] = ()
     if heavy and passes.at_once:
-        # Only what is cheap is recomputed once more; of the rest the fewest bytes pass from B to W.
+        # W recomputes only cheap equations again; for the rest, B passes it the fewest bytes that suffice.
         for_weights = choose_residuals(again, passes.wanted(passes.later), {*passes.free, *kept.values})
         passed, again = for_weights.values, for_weights.again
     gates: dict[str, Gates] = {"B": {}, "W": {}}
@@ -100,10 +101,10 @@ def _late(
     gated: Collection[Var],
     gates: Gates,
 ) -> list[JaxprEqn]:
-    """Equations in order, each behind those of the helpers that it is the first to need.
+    """Interleave `helpers` with `eqns`: each helper runs just before the first equation that needs it.
 
-    Compilers would move these to the front, where nothing waits for them: what a run of them with a heavy one reads of
-    `gated` values waits for the last product of the backward pass before it; `gates` is extended.
+    Compilers would hoist helpers to the front, where their operands are ready. So if a group of helpers contains a heavy
+    one, its `gated` operands wait for the last heavy backward operation before the group; `gates` is extended.
     """
     found: list[JaxprEqn] = []
     left = list(helpers)
@@ -128,7 +129,7 @@ def _late(
 
 
 def find_levels(passes: Passes) -> tuple[float, ...]:
-    """The levels at which a stage keeps something else, from the cheapest to the one that keeps least."""
+    """The levels at which the residuals of a stage change, from `CHEAP` to the one that keeps least."""
     work = Work()
 
     def corner(level: float) -> tuple[float, int, float]:
@@ -140,7 +141,7 @@ def find_levels(passes: Passes) -> tuple[float, ...]:
         return (CHEAP,)
     found, waiting = list(ends), [ends]
     while waiting and len(found) < TUNING.recompute_levels:
-        # The stretch over which most bytes are saved first.
+        # Refine first the interval that saves the most bytes.
         waiting.sort(key=lambda pair: pair[1][1] - pair[0][1])
         first, last = waiting.pop(0)
         between = corner(float(f"{(last[2] - first[2]) / (first[1] - last[1]):.3g}"))

@@ -1,12 +1,12 @@
-"""The program of one microbatch as a chain of segments, the smallest pieces of which pipeline stages are made.
+"""Cuts the program of one microbatch into a chain of segments, the smallest units that pipeline stages are made of.
 
 In:     the flat program of one microbatch, forward and backward (`ir/split/microbatches/microbatch.py`).
-Out:    `Chain`: the segment of every equation; per segment its work, per border the bytes that cross it.
-Method: forward equations stand in program order, and a segment is a run of them between two places where few bytes
-        cross. A backward equation goes where its operands are: to the last segment that holds its parameters and
-        residuals and is not behind the cotangents it reads; then earlier, where that sends less. One of a later forward
-        pass goes to the first that holds its parameters and is not before what it reads. What is cheap and
-        made of next to nothing (masks, counters, random bits) belongs to no segment: whoever needs it makes it.
+Out:    `Chain`: the segment of every equation; the work of each segment; the bytes that cross each border.
+Method: a segment is a run of forward equations, in program order, between two places where few bytes cross. A backward
+        equation joins its operands: the last segment that has its parameters and residuals and does not come after the
+        segments that make its cotangents; then an earlier one, if that sends fewer bytes. An equation of a later forward
+        pass joins the first segment that has its parameters and does not come before its operands. Cheap equations of
+        small inputs (masks, counters, random bits) are light: they belong to no segment, and every reader repeats them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ class Chain:
 
     Attributes:
         loop: The program.
-        passes: For each equation the number of its pass (`pass_order.py`); odd ones are backward.
-        segment: For each equation its segment; -1: light, made wherever it is read.
-        num_segments: How many there are.
-        work: Per segment: operations of its forward and backward equations; once it is weighed (`weigh.py`), their seconds.
+        passes: Per equation, the number of its pass (`pass_order.py`); odd passes are backward.
+        segment: Per equation, its segment; -1: light, repeated by every reader.
+        num_segments: Number of segments.
+        work: Per segment, the operations of its forward and backward equations; after `weigh.py`, their seconds.
         cut_bytes: Per border between segments (`num_segments + 1`, the ends included): bytes sent over it, both ways.
-        marks: Borders at which the user's `mark_stage` stands.
-        kinds: Per segment: what it begins with; equal numbers where the same operations stand around its beginning, as
-            at the same place of two equal layers.
+        marks: Borders at which the user placed `mark_stage`.
+        kinds: Per segment, a number for the operations around its beginning: equal at the same place of equal layers.
     """
 
     loop: Jaxpr
@@ -51,7 +50,7 @@ class Chain:
 
     @property
     def backward(self) -> tuple[bool, ...]:
-        """For each equation, whether it runs in a backward pass."""
+        """Per equation, whether it runs in a backward pass."""
         return tuple(number % 2 == 1 for number in self.passes)
 
     @property
@@ -63,8 +62,8 @@ class Chain:
 def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var], order: PassOrder) -> Chain:
     """Cut a program into segments.
 
-    `fixed_inputs`: its inputs that are the same for every microbatch: parameters and what is made of them.
-    `order`: its passes.
+    `fixed_inputs`: inputs that are the same for every microbatch: parameters and values computed from them.
+    `order`: the pass of each equation.
     """
     return _Builder(loop, fixed_inputs, order).chain()
 
@@ -89,7 +88,7 @@ class _Builder:
             while at < len(places) and order >= places[at]:
                 at += 1
             self.segment[k] = at
-            if copies_to_or_from_host(self.eqns[k]):  # who makes a value copies it
+            if copies_to_or_from_host(self.eqns[k]):  # a value is copied by the segment that makes it
                 made_by = [self.made_by[var] for var in inputs_of(self.eqns[k]) if var in self.made_by]
                 self.segment[k] = min([at, *(self.segment[maker] for maker in made_by if not self.light[maker])])
         self.num_segments = len(places) + 1
@@ -129,7 +128,7 @@ class _Builder:
         return found
 
     def candidates(self) -> list[int]:
-        """Positions in forward order at which a segment may begin: the fewest bytes in each stretch of equal work."""
+        """Positions in forward order at which segments begin: per stretch of equal work, where the fewest bytes cross."""
         count = len(self.forward)
         crossing = np.zeros(count + 1)
         position = {k: order for order, k in enumerate(self.forward)}
@@ -154,7 +153,7 @@ class _Builder:
         return sorted({*found.values(), *(m for m in marks if 0 < m < count)})
 
     def note_available(self, number: int) -> None:
-        """The segments in which a pass makes or reads each value."""
+        """Record the segments in which a pass makes or reads each value."""
         found = {var: {*segments} for var, segments in self.available.items()}
         for k, eqn in enumerate(self.eqns):
             if self.passes[k] == number and not self.light[k]:
@@ -163,7 +162,7 @@ class _Builder:
         self.available = {var: sorted(segments) for var, segments in found.items()}
 
     def note_beside(self, number: int) -> None:
-        """What is made between earlier passes is at hand where it is made: beside a parameter or a gradient."""
+        """Values made between earlier passes are available where they are made: beside a parameter or a gradient."""
         for var, at in self.beside.items():
             maker = self.made_by.get(at)
             if maker is None and at in self.available:
@@ -172,34 +171,34 @@ class _Builder:
                 self.available.setdefault(var, [self.segment[maker]])
 
     def operands(self, k: int) -> tuple[list[int], list[Var]]:
-        """Segments of what an equation's own pass makes for it; and what is there before: parameters first, then the rest."""
-        segments, there = [], list[Var]()
+        """Segments of the operands that the equation's own pass makes; and its earlier operands, parameters first."""
+        segments, earlier = [], list[Var]()
         for var in inputs_of(self.eqns[k]):
             maker = self.made_by.get(var)
             if maker is None or (self.passes[maker] < self.passes[k] and not self.light[maker]):
-                there.append(var)
+                earlier.append(var)
             elif not self.light[maker]:
                 segments.append(self.segment[maker])
-        return segments, sorted(there, key=lambda var: var not in self.parameters)
+        return segments, sorted(earlier, key=lambda var: var not in self.parameters)
 
     def place_back(self, k: int) -> int:
-        """Segment of an equation of a backward pass: the last that holds its operands and is not behind its cotangents."""
-        segments, there = self.operands(k)
+        """Segment of a backward equation: the last one that has its operands and does not come after its cotangents."""
+        segments, earlier = self.operands(k)
         latest = min(segments, default=self.num_segments - 1)
-        for var in there:
+        for var in earlier:
             latest = max((s for s in self.available.get(var, ()) if s <= latest), default=latest)
         return latest
 
     def place_ahead(self, k: int) -> int:
-        """Segment of an equation of a later forward pass: the first that holds its operands and is not before what it reads."""
-        segments, there = self.operands(k)
+        """Segment of an equation of a later forward pass: the first one that has its operands and is not before them."""
+        segments, earlier = self.operands(k)
         earliest = max(segments, default=0)
-        for var in (var for var in there if var in self.parameters or var in self.made_by):  # a piece is anywhere
+        for var in (var for var in earlier if var in self.parameters or var in self.made_by):  # pieces are everywhere
             earliest = min((s for s in self.available.get(var, ()) if s >= earliest), default=earliest)
         return earliest
 
     def move_earlier(self, number: int) -> None:
-        """A backward equation read only by earlier segments moves there if its operands are smaller than its results."""
+        """Move backward equations read only by earlier segments there, if their operands are smaller than their results."""
         reader: dict[Var, int] = {}
         for k in reversed(range(len(self.eqns)) if number % 2 else ()):
             eqn, segment = self.eqns[k], self.segment[k]
@@ -214,7 +213,7 @@ class _Builder:
                     reader[var] = max(reader.get(var, segment), segment)
 
     def is_at(self, var: Var, segment: int) -> bool:
-        """Whether a value is at hand in a segment without being sent there."""
+        """Whether a segment has a value without receiving it."""
         maker = self.made_by.get(var)
         if maker is None:
             return var not in self.parameters or segment in self.available.get(var, ())
@@ -225,7 +224,7 @@ class _Builder:
         return segment in self.available.get(var, ())
 
     def crossing(self) -> np.ndarray:
-        """Bytes over each border: forward values to later segments, cotangents to earlier ones."""
+        """Bytes that cross each border: forward values to later segments, cotangents to earlier ones."""
         bytes_over = np.zeros(self.num_segments + 1)
         furthest: dict[tuple[Var, int], int] = {}
         for k, eqn in enumerate(self.eqns):
@@ -248,7 +247,7 @@ class _Builder:
         return tuple(sorted({s for s in found if s < self.num_segments}))
 
     def kinds(self, places: Sequence[int]) -> tuple[int, ...]:
-        """What stands around each place, numbered."""
+        """A number per place, equal where the operations around it are."""
         signatures = [equation_signature(self.eqns[k]) for k in self.forward]
         number: dict[Hashable, int] = {}
         around = [tuple(signatures[max(0, at - TUNING.around_border) : at + TUNING.around_border]) for at in places]
@@ -258,15 +257,15 @@ class _Builder:
 def balanced_borders(
     chain: Chain, num_stages: int, slack: float = 0.1, shares: Sequence[float] = ()
 ) -> tuple[int, ...]:
-    """First segment of each stage: the least bytes between stages, none with much more work than it must have.
+    """First segment of each stage: the fewest bytes between stages, with work balanced to within `slack`.
 
-    Where it makes no difference, stages begin at the same place of equal layers: equal stages are planned once. Where
-    the user has marked borders, stages begin only there; if more stages are wanted, at each of them and elsewhere.
+    Ties go to the same place of equal layers, since equal stages are planned once. If the user marked borders, stages
+    begin only there; if more stages are wanted than that, at every mark and elsewhere.
 
     Args:
-        num_stages: At most the number of places to cut.
-        slack: How far over the least possible largest work a stage may go, to send less.
-        shares: How fast each stage is, so that its work counts as so many times less; (): all alike.
+        num_stages: At most the number of segments.
+        slack: Fraction by which a stage may exceed the least possible largest work, to send fewer bytes.
+        shares: Relative speed of each stage, which divides its work; (): all equal.
     """
     speed = np.array(shares or [1.0] * num_stages)
     ends = (0, *chain.marks, chain.num_segments)
@@ -280,7 +279,7 @@ def balanced_borders(
 
 
 def _stages_between(chain: Chain, ends: Sequence[int], num_stages: int) -> list[int]:
-    """How many stages each part between two marks becomes: one, and further ones where a stage has most work."""
+    """Number of stages between each two marks: one each; further ones go where the work per stage is largest."""
     counts = [1] * (len(ends) - 1)
     for _ in range(num_stages - len(counts)):
         each = [
@@ -292,7 +291,7 @@ def _stages_between(chain: Chain, ends: Sequence[int], num_stages: int) -> list[
 
 
 def _balance(chain: Chain, places: Sequence[int], end: int, speed: np.ndarray, slack: float) -> tuple[int, ...]:
-    """At which of the places stages begin; the first is one of them."""
+    """Choose the `places` at which stages begin, the first of them included."""
     at = np.array(places)
     total = np.concatenate([[0.0], np.cumsum(chain.work)])[[*places, end]]
     cap = least_largest(total, len(speed), speed) * (1 + slack)
@@ -306,7 +305,7 @@ def _balance(chain: Chain, places: Sequence[int], end: int, speed: np.ndarray, s
         for last in range(stage, n + 1):
             starts = np.arange(stage - 1, last)
             work = (total[last] - total[starts]) / speed[stage - 1]
-            # Among cuts of equal bytes the more balanced one.
+            # Of cuts with equal bytes, prefer the more balanced.
             cost = best[stage - 1, starts] + begin[starts] + TUNING.uneven_work * (work / max(cap, 1e-30)) ** 2
             cost[work > cap * (1 + 1e-9)] = np.inf
             least = int(np.argmin(cost))
@@ -319,20 +318,17 @@ def _balance(chain: Chain, places: Sequence[int], end: int, speed: np.ndarray, s
 
 
 def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...]:
-    """First segment of each layer: as many as it takes that none has much more than an equal share of the work.
+    """First segment of each layer, so that none has more than `1 + slack` times 1 / `num_layers` of the work.
 
-    A segment that has more stands by itself, but for what is small beside it. Of all such cuts the one over whose borders
-    the fewest bytes go; layers begin at the user's marks, and at the same place of equal layers where that makes no
-    difference.
-
-    `num_layers`: of how many equal layers one has a share. `slack`: how far over that share a layer may go.
+    A segment larger than that is a layer by itself, with small neighbours at most. Of all such cuts, the one with the
+    fewest bytes over its borders; layers begin at the user's marks, and ties go to the same place of equal layers.
     """
     total = np.concatenate([[0.0], np.cumsum(chain.work)])
     cap = float(total[-1]) / num_layers * (1 + slack)
     begin = chain.cut_bytes[:-1] / max(float(chain.cut_bytes.max()), 1.0)
     begin = begin + TUNING.odd_border * ~np.isin(np.arange(chain.num_segments), _alike(chain)) + TUNING.odd_border
     best, came = np.zeros(chain.num_segments + 1), np.zeros(chain.num_segments + 1, int)
-    floor = 0  # no layer reaches back over a mark
+    floor = 0  # no layer extends over a mark
     for end in range(1, chain.num_segments + 1):
         floor = end - 1 if end - 1 in chain.marks else floor
         starts = np.arange(floor, end)
@@ -350,7 +346,7 @@ def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...
 
 
 def _alike(chain: Chain) -> list[int]:
-    """Segments that begin where many others do: of a row of equal layers, the same place in each."""
+    """Segments that begin at the same place of each layer in a row of equal layers."""
     where: dict[int, list[int]] = {}
     for segment, kind in enumerate(chain.kinds):
         where.setdefault(kind, []).append(segment)
@@ -363,10 +359,10 @@ def _alike(chain: Chain) -> list[int]:
 
 
 def least_largest(total: np.ndarray, num_stages: int, speed: Sequence[float] | np.ndarray = ()) -> float:
-    """The least that the largest work of a stage can be.
+    """The least possible work of the stage with the most work.
 
-    `total`: work before each place where a stage may begin, from 0 to all of it.
-    `speed`: of each stage, by which its work is divided; (): 1.
+    `total`: cumulative work before each place where a stage may begin, from 0 to all of it.
+    `speed`: of each stage, which divides its work; (): 1.
     """
     n = len(total) - 1
     speed = speed if len(speed) else np.ones(num_stages)

@@ -1,7 +1,7 @@
-"""A step taken apart, ready to be cut into stages.
+"""Prepares a step for cutting into stages: splits its scans over layers, its phases, and its loop into segments.
 
-In:     a traced step, how many parts and microbatches are wanted.
-Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
+In:     a traced step, the numbers of parts and of microbatches.
+Out:    `CutStep`: the step with its scans over layers in parts, its phases, the segments of its loop.
 Method: the passes of `APART`, then `ir/split/rounds/stage_phases.py`, `pass_order.py` and `chain.py`.
 """
 
@@ -43,14 +43,14 @@ class CutStep:
     """A step in phases, ready to be cut into stages.
 
     Attributes:
-        program: The step; its scans over layers taken apart.
-        roles: Its roles.
-        stacks: What became of the stacked arguments and results of the user's step.
+        program: The step, its scans over layers in parts.
+        roles: The roles of its arguments.
+        stacks: How the stacked arguments and results of the user's step were split.
         split: Its phases.
         chain: The segments of its loop.
-        behind: Of what is made between passes of the loop, the pass behind which it is made.
+        behind: Value made between passes of the loop -> the pass after which it is made.
         batch: Dims of the loop's values that run over samples.
-        paths: Of the arguments of the user's step.
+        paths: Paths of the arguments of the user's step.
     """
 
     program: Program
@@ -64,16 +64,16 @@ class CutStep:
 
 
 Layout = tuple[int, int, Mapping[int, int]]
-"""Into how many parts stacks are cut, of how many layers, and which inputs are such, along which dim."""
+"""How stacks are split: number of parts, number of layers, and the stacked inputs with their stacked dim."""
 
 
 def in_parts(
     program: Program, roles: Roles, num_parts: int, layout: Layout | None = None
 ) -> tuple[Program, Roles, LayerSplit]:
-    """The step with its scans over layers taken apart, if it has any.
+    """Split the step's scans over layers into parts, if it has any.
 
-    `num_parts`: how many parts, if there are so many layers; where these do not divide the layers, some have one more.
-    `layout`: how stacks lie; None: as `num_parts` says.
+    `num_parts`: number of parts, at most one per layer; if it does not divide the layers, some parts have one more.
+    `layout`: a given split of the stacks; None: as `num_parts` says.
     """
     count, there, stacked = (0, 0, {}) if layout is None else layout
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases, stacked)
@@ -84,7 +84,7 @@ def in_parts(
         length = there if there % count else length if length % count == 0 else 0
     stacks = split_layers(program.jaxpr, length, count, roles.aliases, stacked)
     if layout is None and length % count and not _has_parts(stacks, roles):
-        equal = dividing_count(length, count)  # an operation on stacks may need equal parts
+        equal = dividing_count(length, count)  # some operations on stacks need equal parts
         stacks = split_layers(program.jaxpr, length, equal, roles.aliases, stacked)
     if not _has_parts(stacks, roles):
         return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
@@ -118,19 +118,19 @@ def in_parts(
 
 
 def _has_parts(stacks: LayerSplit, roles: Roles) -> bool:
-    """Whether any weights are in parts."""
+    """Whether any weights were split into parts."""
     return any(len(stacks.inputs[k]) > 1 for k in roles.may_hold_layers)
 
 
 def _of_parts(impls: Sequence[str | None], positions: Sequence[Sequence[int]]) -> tuple[str | None, ...]:
-    """Of each part, what its stack is."""
+    """The key implementation of each part: that of its stack."""
     return tuple(impl for impl, parts in zip(impls, positions, strict=False) for _ in parts)
 
 
 def _part_paths(
     paths: Sequence[str], positions: Sequence[Sequence[int]], dims: Sequence[int], atoms: Sequence[Any]
 ) -> list[str]:
-    """Paths of all parts: of a stack with the layers of each."""
+    """Paths of all parts; a part of a stack is called by its range of layers."""
     found = []
     for path, parts, dim in zip(paths, positions, dims, strict=False):
         if len(parts) == 1:
@@ -142,20 +142,20 @@ def _part_paths(
 
 
 def dividing_count(length: int, num_parts: int) -> int:
-    """Equal parts of `length` layers: so many, or the fewest more that divide them."""
+    """The least number of equal parts of `length` layers that is at least `num_parts`."""
     return next((n for n in range(num_parts, length + 1) if length % n == 0), length)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A step on its way to microbatches.
+    """A step that is being rewritten for microbatches.
 
     Attributes:
         program: The step.
-        roles: Its roles.
-        count: How many microbatches.
+        roles: The roles of its arguments.
+        count: Number of microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
-        num_devices: Over how many devices samples may be spread.
+        num_devices: Number of devices that samples may be spread over.
     """
 
     program: Program
@@ -165,26 +165,26 @@ class Rewritten:
     num_devices: int
 
     def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Self:
-        """The same with another program, over the same inputs and results."""
+        """The step with its program rewritten; inputs and results stay the same."""
         jaxpr = rewrite(self.program.jaxpr)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, jaxpr=jaxpr))
 
     @property
     def how(self) -> tuple[int, Sequence[int], bool, str]:
-        """As `split_at_joins` and `accumulate_in_rounds` take it: microbatches, the batch, whether each takes its own sums
-        and what messages call the batch."""
+        """Arguments of `split_at_joins` and `accumulate_in_rounds`: number of microbatches, batch positions, whether each
+        microbatch takes its own sums, and the batch's name in messages."""
         names = ", ".join(dict.fromkeys(self.program.in_paths[k].split("/")[0] for k in self.roles.batch))
         return self.count, self.roles.batch, self.semantics == "per_microbatch", names
 
 
 @dataclass(frozen=True, slots=True)
 class TakenApart(Rewritten):
-    """A step on its way to stages.
+    """A step that is being rewritten for stages.
 
     Attributes:
-        stacks: What has become of its stacks.
-        num_parts: Into how many parts its scans over layers are to be taken.
-        layout: How stacks are cut; None: as `num_parts` says.
+        stacks: How its stacks were split.
+        num_parts: Number of parts for its scans over layers.
+        layout: A given split of the stacks; None: as `num_parts` says.
     """
 
     stacks: LayerSplit
@@ -193,7 +193,7 @@ class TakenApart(Rewritten):
 
 
 def check_rewritten(step: Rewritten) -> None:
-    """Assert that it is a flat program, with a path for each argument and result."""
+    """Assert that the step is a flat program, with a path for each argument and result."""
     check_program(step.program.jaxpr)
     inputs, outputs = step.program.jaxpr.invars, step.program.jaxpr.outvars
     assert len(step.program.in_paths) == step.program.num_args <= len(inputs), "an argument without a path"
@@ -235,7 +235,7 @@ APART: tuple[Pass[TakenApart], ...] = (
     LEAN,
     FREE,
 )
-"""Of a step that is cut into stages."""
+"""The passes of a step that is cut into stages."""
 
 
 def cut_step(
@@ -247,15 +247,15 @@ def cut_step(
     layout: Layout | None = None,
     num_devices: int = 1,
 ) -> CutStep:
-    """Take a step apart: its scans over layers, its phases, its segments.
+    """Split a step into parts of its scans over layers, phases and segments.
 
-    `num_parts`: into how many parts its scans over layers are to be taken.
-    `layout`: how stacks lie; None: as `num_parts` says.
-    `num_devices`: over how many devices samples may be spread.
+    `num_parts`: number of parts for scans over layers.
+    `layout`: a given split of the stacks; None: as `num_parts` says.
+    `num_devices`: number of devices that samples may be spread over.
 
     Raises:
         BatchError: The batch does not divide.
-        MicrobatchError: Microbatches would compute something else.
+        MicrobatchError: Microbatches would change what the step computes.
     """
     paths = program.in_paths
     stacks = whole_stacks(program.jaxpr)
@@ -279,13 +279,13 @@ def cut_step(
 
 
 def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
-    """What enters the loop for all microbatches, and is made of arguments; a mask that is made of none is anyone's."""
+    """Loop invariants that depend on arguments; others, such as constant masks, can be made anywhere."""
     made = descendants((*split.before, *split.between), given=jaxpr.invars)
     return [var for var, outside in split.invariant_of.items() if outside in made]
 
 
 def check_stage_count(cut: CutStep, num_stages: int, chunks: int = 1) -> None:
-    """There must be as many places to cut; `chunks` of the stages are on one mesh.
+    """Check that there are at least as many segments as stages; each mesh holds `chunks` stages.
 
     Raises:
         PipelineError: The program has fewer segments than stages are wanted.

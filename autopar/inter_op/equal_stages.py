@@ -1,9 +1,9 @@
-"""Stages that are equal but for the names of their values: sharded and lowered once.
+"""Reuses a stage's plan for stages that are equal up to the names of their values.
 
-In:     a stage's program, the plan of an equal one.
+In:     a stage's program, the plan of an equal stage.
 Out:    `StagePlan`.
-Method: the choices are taken over. For the clock it is enough to give the other's tasks the names of this stage's values;
-        what each device does is lowered when something runs or is told of it: a search throws most pipelines away.
+Method: the sharding choices are reused. For the simulator it is enough to rename the values of the other stage's tasks;
+        the device bodies are lowered only when the plan is run or shown, since a search discards most pipelines.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autopar.mesh import Device
 def take_over(
     program: StageProgram, like: StagePlan, device: Device, key_of: Callable[[Jaxpr], Hashable] = canonical_key
 ) -> StagePlan:
-    """An equal stage under the same choices, its tasks with the names of its values where these are equal too.
+    """Plan `program` with the choices of the equal stage `like`; its tasks are renamed if they are equal, else lowered.
 
-    `key_of` is `canonical_key`, or what remembers it.
+    `key_of`: `canonical_key`, or a cached version of it.
     """
     if like.program is program:
         return like
@@ -39,13 +39,13 @@ def take_over(
 
 
 def lowered(stage: StagePlan, device: Device) -> StagePlan:
-    """The stage with what each device does in its own values."""
+    """Lower a borrowed stage plan, so that its bodies use the stage's own variables."""
     if not stage.borrowed:
         return stage
     program, old = stage.program, stage.sharded
     graph = stage_graph(program, old.mesh, tables=old.graph.tables)
     assert len(graph.nodes) == len(old.choices), "the stages are not equal"
-    # The problem is about numbers of nodes and choices, and the same for both.
+    # The problem refers to nodes and choices by number, so it is the same for both.
     sharded: Sharded = read_off(
         graph, old.choices, old.class_of, old.problem, old.solution, old.allowed, device, program.donated
     )
@@ -53,7 +53,7 @@ def lowered(stage: StagePlan, device: Device) -> StagePlan:
 
 
 def _are_equal(task: Task, other: TaskPlan, key_of: Callable[[Jaxpr], Hashable]) -> bool:
-    """Whether they do the same, with the same kinds of operands and results."""
+    """Whether both compute the same, with operands and results of the same kinds."""
     kinds = [(s.kind, s.placement) for s in (*task.inputs, *task.outputs)]
     return (
         task.kind == other.task.kind

@@ -1,8 +1,8 @@
-"""A step that is one program: a single stage, which does everything in a single task.
+"""Represents a step on one mesh as a pipeline of one stage with one task.
 
-In:     a flat program, its roles; how it was sharded on a mesh.
-Out:    its `StageProgram`, and its `StagePlan`.
-Method: the joint program of the stage is the step itself, and the task is what was sharded, as it was lowered.
+In:     a flat program, its roles; its sharding on a mesh.
+Out:    its `StageProgram` and `StagePlan`.
+Method: the joint program of the stage is the step itself; the task's body is the lowered step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.ir.trace.state import Roles
 
 
 def fused_program(program: Program, roles: Roles) -> StageProgram:
-    """The step as what its only stage does, microbatches and all."""
+    """The whole step, microbatches included, as the program of its only stage."""
     jaxpr = program.jaxpr
     inputs = tuple(Slot("argument", var, var) for var in jaxpr.invars)
     outputs = tuple(Slot("value", atom, atom) for atom in jaxpr.outvars)
@@ -33,7 +33,7 @@ def fused_program(program: Program, roles: Roles) -> StageProgram:
 
 
 def fused_stage(program: StageProgram, sharded: Sharded) -> StagePlan:
-    """The only stage on its mesh, as it was sharded."""
+    """The plan of the only stage, from the sharded step."""
     (task,), body = program.tasks, sharded.body
     inputs, outputs = (
         tuple(

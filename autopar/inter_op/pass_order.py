@@ -1,10 +1,10 @@
-"""In which pass of a microbatch each equation of the loop runs: forward, backward, and both again in later rounds.
+"""Assigns each equation of the loop to a pass: forward, backward, and both again in later rounds.
 
 In:     a step in phases (`ir/split/microbatches/microbatch.py`).
-Out:    `PassOrder`: the number of the pass of every equation of the loop, and behind which pass what stands between runs.
-Method: even passes go through the stages forwards, odd ones backwards. What reads a sum that a pass makes over all
-        microbatches runs in a later one; gradients, and what is made of them, run backwards. What nothing but later rounds
-        read is made there, so that no round keeps for another what that can make itself.
+Out:    `PassOrder`: the pass of every equation of the loop, and the pass after which each value between passes is made.
+Method: even passes traverse the stages forwards, odd ones backwards. A reader of a sum over all microbatches runs in a
+        later pass than the sum; gradients and values computed from them belong to backward passes. A value read only by
+        later rounds is computed there, so that no round keeps for another what that one can compute itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class PassOrder:
     """The passes of a loop.
 
     Attributes:
-        passes: Of each equation of the loop, in order, the number of its pass.
-        behind: Of each value that is made between passes, the pass behind which it is made.
-        beside: What is made behind a backward pass and the loop reads, as the loop calls it: what of the loop its makers have
-            at hand, a parameter or a microbatch's part of a result. What joins samples behind a forward pass is anywhere.
+        passes: Per equation of the loop, in order, the number of its pass.
+        behind: Value made between passes -> the pass after which it is made.
+        beside: Value made after a backward pass and read by the loop (the loop's variable) -> the value of the loop that
+            it is computed beside: a parameter, or a microbatch's contribution to a result. Values made after a forward
+            pass have no fixed place.
     """
 
     passes: tuple[int, ...]
@@ -36,13 +37,13 @@ class PassOrder:
 
 
 def pass_order(split: Microbatches) -> PassOrder:
-    """Number the passes of a step in phases."""
+    """Assign the equations of a step in phases to passes."""
     part_of = {r.var: part for r, part in zip(split.results, split.loop.outvars, strict=True)}
     inner_of = {outer: inner for inner, outer in split.invariant_of.items()}
     gradients = descendants(split.between, is_backward)
     behind: dict[Var, int] = {}
-    while True:  # each turn knows of one more pass what is made behind it
-        # Of a forward pass, what gradients make goes backwards; of a backward pass it is what it has led to.
+    while True:  # fixed point: each iteration learns what is made after one more pass
+        # Value -> (pass after which it is made, whether its readers run backwards: it depends on gradients).
         late = {inner_of[v]: (k, k % 2 == 0 and v in gradients) for v, k in behind.items() if v in inner_of}
         passes = _followed(split.loop, late)
         made_in = {var: k for eqn, k in zip(split.loop.eqns, passes, strict=True) for var in eqn.outvars}
@@ -64,7 +65,7 @@ def pass_order(split: Microbatches) -> PassOrder:
 def _followed(loop: Jaxpr, late: Mapping[Var, tuple[int, bool]]) -> list[int]:
     """The earliest pass of each equation.
 
-    `late`: of what is made between passes the pass behind which it is, and whether it goes backwards.
+    `late`: value made between passes -> the pass after which it is made, and whether its readers run backwards.
     """
     made_in: dict[Var, int] = {}
     passes = []
@@ -77,20 +78,20 @@ def _followed(loop: Jaxpr, late: Mapping[Var, tuple[int, bool]]) -> list[int]:
         if number % 2 == 0 and of_gradient:
             number += 1
         elif number % 2 == 1 and not of_gradient and (is_ahead(eqn) or not goes_back):
-            number += 1  # forwards again, where a gradient has led, or with what the forward passes of all have made
+            number += 1  # forwards again: from updated parameters, or from a sum over all forward passes
         made_in.update(dict.fromkeys(eqn.outvars, number))
         passes.append(number)
     return passes
 
 
 def _behind(between: Sequence[JaxprEqn], made_in: Mapping[Var, int]) -> dict[Var, int]:
-    """The pass behind which each value between passes is made; `made_in`: in which pass the loop makes its results."""
+    """The pass after which each value between passes is made; `made_in`: the pass that makes each result of the loop."""
     found: dict[Var, int] = {}
     for eqn in between:
         numbers = [found.get(a, made_in.get(a, -1)) for a in inputs_of(eqn)]
         found.update(dict.fromkeys(eqn.outvars, max(numbers, default=-1)))
     needed_by: dict[Var, int] = {}
-    for eqn in reversed(between):  # what is made of state alone waits for who reads it
+    for eqn in reversed(between):  # values of state alone are made with their first reader
         number = max(found[var] for var in eqn.outvars)
         if number < 0:
             number = min((needed_by[var] for var in eqn.outvars if var in needed_by), default=0)
@@ -101,7 +102,7 @@ def _behind(between: Sequence[JaxprEqn], made_in: Mapping[Var, int]) -> dict[Var
 
 
 def _made_late(loop: Jaxpr, passes: Sequence[int], waited: Collection[Var]) -> list[int]:
-    """The passes of equations, where what belongs to a later round and no pass before waits for is made in that round.
+    """Move equations to a later round if they are connected to its equations and no earlier pass needs them.
 
     `waited`: results of the loop that are read between its passes.
     """
@@ -109,7 +110,7 @@ def _made_late(loop: Jaxpr, passes: Sequence[int], waited: Collection[Var]) -> l
     maker, readers = makers(loop.eqns), readers_of(loop.eqns)
     for number in range(max(passes) // 2):
         now = [var for var in waited if var in maker and found[maker[var]] // 2 <= number]
-        for eqn in loop.eqns:  # what leads a sample forwards again is behind it, too
+        for eqn in loop.eqns:  # this round's gradients that later rounds read belong to it, too
             now += [a for a in inputs_of(eqn) if a in maker and found[maker[a]] == 2 * number + 1 < found[eqn]]
         early = ancestors(now, lambda var: inputs_of(maker[var]) if var in maker else ())
         free = {eqn for eqn in loop.eqns if not eqn.effects and not any(var in early for var in eqn.outvars)}

@@ -1,9 +1,9 @@
-"""Places each stage on devices between which there are the fast links that its mesh counts on.
+"""Places stages on consecutive devices, so that a stage that fits one host is on one host.
 
-In:     devices of each stage, the cluster.
-Out:    the first device of each stage, which has that many from there on.
-Method: in the order of the stages where that will do. Otherwise whole hosts first, in order, and parts of hosts after
-        them, the largest first, each into the first host with room.
+In:     the number of devices of each stage, the cluster.
+Out:    the first device of each stage.
+Method: in stage order, if that breaks no stage over hosts. Otherwise first fit decreasing: stages of whole hosts first, in
+        order, then parts of hosts, the largest first, each on the first host with room.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.mesh import Cluster
 def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[int]:
     """The first device of each stage.
 
-    A stage that a host can hold lies in one host; one of whole hosts begins with a host.
+    A stage no larger than a host is placed within one host; a stage of whole hosts begins at a host's first device.
 
     `sizes`: devices of each stage; together at most the cluster's.
 
@@ -26,7 +26,7 @@ def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[int]:
     """
     host = cluster.devices_per_host
     in_order = [sum(sizes[:k]) for k in range(len(sizes))]
-    if all(_lies_well(first, size, host) for first, size in zip(in_order, sizes, strict=True)):
+    if all(_is_aligned(first, size, host) for first, size in zip(in_order, sizes, strict=True)):
         return in_order
     found = [-1] * len(sizes)
     used = [0] * cluster.hosts
@@ -44,15 +44,15 @@ def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[int]:
             raise PipelineError(
                 "the stages do not fit the hosts.",
                 given=f"stages of {', '.join(map(str, sizes))} devices, {cluster.hosts} hosts of {host}",
-                wrong=f"stage {number}, of {size} devices, finds no host with so many free: a stage that a host can hold "
-                "does not span two.",
+                wrong=f"no host has the {size} free devices of stage {number}: a stage that a host can hold does not span "
+                "two.",
                 do="choose submeshes that fill the hosts.",
                 num_stages=len(sizes),
             )
     return found
 
 
-def _lies_well(first: int, size: int, host: int) -> bool:
+def _is_aligned(first: int, size: int, host: int) -> bool:
     if size % host == 0:
         return first % host == 0
     return size > host or first // host == (first + size - 1) // host

@@ -1,10 +1,10 @@
-"""Makes the residuals of scans smaller: the backward scan computes again what is cheap.
+"""Shrinks the residuals of scans: the backward scan recomputes cheap values.
 
-In:     a flat program, in which a scan stacks values of each trip that a later scan, its backward pass, reads.
-Out:    the same program; of these values only some are stacked, and the backward scan makes the others again, trip by
-        trip.
-Method: JAX keeps all that a gradient reads. Of the forward scan's body the minimum cut of `residuals.py` is kept: what
-        enters and what is heavy. Weights and whatever else both scans read anyway are at hand in both.
+In:     a flat program in which a scan stacks residuals that a later scan, its backward pass, reads.
+Out:    the same program; fewer values are stacked, and the backward scan recomputes the others in each trip.
+Method: JAX stacks everything that a gradient reads. Here the forward scan stacks the minimum cut of its body
+        (`residuals.py`): values that enter the body and results of heavy equations. Weights, and whatever else both scans
+        read anyway, cost nothing to keep.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from autopar.ir.work import device_bytes
 
 
 def rematerialize_residuals(jaxpr: Jaxpr) -> Jaxpr:
-    """The program, over the same inputs and results, with the stacks between its scans as small as can be without running
-    anything heavy again."""
+    """Make the stacks between forward and backward scans as small as possible without recomputing anything heavy."""
     eqns = list(jaxpr.eqns)
     given = set(jaxpr.invars)
     for first, second, stacks in _pairs(jaxpr):
@@ -32,7 +31,7 @@ def rematerialize_residuals(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _pairs(jaxpr: Jaxpr) -> Iterator[tuple[int, int, list[Var]]]:
-    """Two scans by their places in the program, and stacks of the one that only the other reads, trip by trip."""
+    """Pairs of scans, by position, and the stacks of the first that only the second reads, row by row."""
     readers_of: dict[Var, set[int]] = {}
     for k, eqn in enumerate(jaxpr.eqns):
         for var in inputs_of(eqn):
@@ -55,13 +54,13 @@ def _pairs(jaxpr: Jaxpr) -> Iterator[tuple[int, int, list[Var]]]:
 def _lean(
     forward: JaxprEqn, backward: JaxprEqn, stacks: Sequence[Var], given: Collection[Var]
 ) -> tuple[JaxprEqn, JaxprEqn]:
-    """Both scans, of which the second recomputes what it can. What is then not read any more is dead code."""
+    """Rewrite both scans so that the second recomputes cheap residuals; values no longer read are left as dead code."""
     first, second = region_of(forward), region_of(backward)
     value_of = {b.result: b.value for b in first.ys if b.result in stacks and not isinstance(b.value, Literal)}
     stack_of = {value: stack for stack, value in value_of.items()}
-    # What the backward scan reads row by row, and arguments of the step, are there anyway.
-    at_hand = {*given, *variables(b.outer for b in second.xs)}
-    shared = [b.var for b in first.xs if isinstance(b.outer, Literal) or b.outer in at_hand]
+    # Stacks that the backward scan reads anyway, and arguments of the step, cost nothing to keep.
+    available = {*given, *variables(b.outer for b in second.xs)}
+    shared = [b.var for b in first.xs if isinstance(b.outer, Literal) or b.outer in available]
     free = [*shared, *(b.var for b in first.consts)]
     kept = choose_residuals(first.bodies[0].eqns, list(stack_of), free)
     if kept.num_bytes >= sum(map(device_bytes, stack_of)):
@@ -73,14 +72,14 @@ def _lean(
     new = [rows_out(var, row) for var, row in rows.items() if var not in stack_of]
     leaner = first.rebuild([*first.bindings, *new], [first.bodies[0].eqns])
     arriving = [rows_in(row, var) for var, row in rows.items()]
-    return leaner, _made_again(second, kept, value_of, [*entering, *arriving])
+    return leaner, _recomputing(second, kept, value_of, [*entering, *arriving])
 
 
-def _made_again(second: Region, kept: Kept, value_of: Mapping[Var, Var], entering: Sequence[Binding]) -> JaxprEqn:
-    """The backward scan, whose body begins with equations of the forward's.
+def _recomputing(second: Region, kept: Kept, value_of: Mapping[Var, Var], entering: Sequence[Binding]) -> JaxprEqn:
+    """The backward scan, its body preceded by the recomputed equations of the forward body.
 
-    `value_of`: stacks that the backward scan reads, and the values of the forward's body that are in them.
-    `entering`: how values of the forward's body enter here.
+    `value_of`: stack that the backward scan reads -> the value of the forward body that it stacks.
+    `entering`: bindings by which values of the forward body enter the backward scan.
     """
     fresh = [replace(b, inner=(new_var(b.var.aval),)) for b in entering]
     again = make_jaxpr([b.var for b in entering], list(value_of.values()), kept.again)

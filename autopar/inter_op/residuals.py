@@ -1,14 +1,13 @@
-"""What a stage keeps between its forward and its backward pass.
+"""Chooses the residuals that a stage keeps between its forward and its backward pass.
 
-In:     the equations of one stage's forward pass, the forward values its backward pass reads, and how much may be
-        recomputed to keep less.
-Out:    `Kept`: the values to keep, and the forward equations to recompute, which need only those.
-Method: minimum cut. A value is kept, which costs its bytes, or recomputed from values that are. What is cheap is
-        recomputed at no cost; what is heavy (products, convolutions, loops, random bits) at its operations, of which `level`
-        are worth a byte: never at level 0, wherever a byte is saved at level inf. Between the two lie the selective ones
-        (attention scores first, whole layers later), without a list of names. Among cuts of equal cost the one with the
-        least to recompute, but for turning around what products made: compilers would do that twice. What lies in the
-        host's memory costs nothing to keep, and no copy there or back is made twice unless memory demands it. The idea is
+In:     the equations of a stage's forward pass, the forward values its backward pass reads, a recomputation level.
+Out:    `Kept`: the values to keep, and the forward equations to recompute from them.
+Method: minimum cut. A value is kept, at the cost of its bytes, or recomputed from kept values. Cheap equations are
+        recomputed at no cost; heavy ones (products, convolutions, loops, random bits) at their operations, `level` of which
+        are worth a byte: none is recomputed at level 0, every one that saves a byte at level inf. Levels in between are
+        selective (attention scores first, whole layers later), without a list of names. Ties go to the cut that recomputes
+        least, except that a transpose of a product's result is recomputed: compilers would transpose twice. Values in host
+        memory cost nothing to keep, and copies to or from the host are repeated only if memory demands it. The idea is
         that of the min-cut partitioner of PyTorch (Chen and others, "min-cut rematerialization"); the price makes it the
         Lagrangian of Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023.
 """
@@ -30,21 +29,21 @@ from autopar.ir.rules import has_rule, rule_for
 from autopar.ir.work import Work, device_bytes, num_elements_of
 
 CHEAP, ALL = 0.0, math.inf
-"""The least and the greatest level: recompute only what is cheap; all that saves a byte."""
+"""The least and the greatest level: recompute only cheap equations; recompute whatever saves a byte."""
 _BY_INDEX = frozenset({"scatter", "scatter-mul", "scatter-min", "scatter-max"})
-"""Writing at places that others name is slow for its few operations, and its factors look like those of `concatenate`."""
+"""Slower than their few operations suggest; their factors look like those of `concatenate`."""
 _DRAWS = frozenset({"rng_uniform"})
-"""Draws other numbers each time: it has a hidden state, of which no rule tells."""
+"""Has hidden state, so that each run draws other numbers; no rule says so."""
 _UNIT = 16
-"""Capacities are counted in units of so many bytes: the flow solver takes 32-bit integers."""
+"""Bytes per unit of capacity: the flow solver takes 32-bit integers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What passes from a stage's forward to its backward.
+    """The residuals of a stage.
 
     Attributes:
-        values: Kept per microbatch in flight.
+        values: Values kept for each microbatch in flight.
         again: Forward equations that the backward recomputes, in order.
     """
 
@@ -53,7 +52,7 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all kept values in devices' memory, whole."""
+        """Bytes of all kept values in device memory, unsharded."""
         return sum(map(device_bytes, self.values))
 
     @property
@@ -68,20 +67,20 @@ def choose_residuals(
     free: Collection[Var],
     level: float = CHEAP,
 ) -> Kept:
-    """Choose what to keep.
+    """Choose the residuals.
 
     Args:
-        eqns: Forward equations of the stage, in order; what others make, other stages too, can be kept and not recomputed.
+        eqns: Forward equations of the stage, in order; values made elsewhere can be kept, but not recomputed.
         wanted: Forward values that the backward reads.
-        free: Values that are at hand in both passes at no cost: parameters and what is made of next to nothing.
-        level: How many operations may be recomputed for each byte that is then not kept.
+        free: Values available to both passes at no cost: parameters and results of light equations.
+        level: Operations that may be recomputed for each byte saved.
     """
     free = set(free)
     made_by = makers(eqns)
     costs = _Costs(level)
 
     def made_of(var: Var) -> list[Var]:
-        """What a value could be recomputed from."""
+        """The operands that a value can be recomputed from; [] if it cannot."""
         eqn = made_by.get(var)
         if eqn is None or not math.isfinite(costs.of(eqn)):
             return []
@@ -101,7 +100,7 @@ def choose_residuals(
 
 
 def _turned(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """What transposes make for elementwise work alone, which needs no order of dims: the products around it have another."""
+    """Results of transposes read by elementwise work alone, which could as well work in the order of dims before it."""
     turned = {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "transpose"}
     readers = (eqn for eqn in eqns if not turned.isdisjoint(inputs_of(eqn)))
     heavy = [eqn for eqn in readers if not can_run_again(eqn)]
@@ -109,24 +108,24 @@ def _turned(eqns: Sequence[JaxprEqn]) -> set[Var]:
 
 
 def can_run_again(eqn: JaxprEqn) -> bool:
-    """Whether an operation is cheap enough to be done twice: its time is that of reading and writing."""
+    """Whether an equation is cheap enough to run twice: repeatable, and bound by memory traffic."""
     if not is_repeatable(eqn) or copies_to_or_from_host(eqn):
         return False
     if is_region(eqn):
         return kind_of(eqn) == "barrier"
-    if not has_rule(eqn.primitive) or eqn.primitive.name in _BY_INDEX:  # without a rule of its own nothing is known
+    if not has_rule(eqn.primitive) or eqn.primitive.name in _BY_INDEX:  # without a sharding rule its cost is unknown
         return False
     rule = rule_for(eqn)
     elements = sum(num_elements_of(v) for v in (*eqn.outvars, *inputs_of(eqn)))
     contracts = bool(rule.summed) and sum(map(bool, rule.operands)) > 1
-    # Sorted, added up along, transformed: each result needs the whole dim, and is computed, not only moved.
+    # Sorts, cumulative sums, transforms: each element needs the whole dim, and is computed, not only moved.
     left = {factor for term in rule.results for dim in term for factor in dim}
     along = rule.flops > 0 and not left.isdisjoint(rule.whole)
     return rule.flops <= 4 * elements and not contracts and not along
 
 
 def is_repeatable(eqn: JaxprEqn) -> bool:
-    """Whether a second run makes the same values and does nothing else."""
+    """Whether a second run gives the same values and has no effects."""
     if eqn.effects or eqn.primitive.name in _DRAWS:
         return False
     if is_region(eqn):
@@ -135,14 +134,14 @@ def is_repeatable(eqn: JaxprEqn) -> bool:
 
 
 class _Costs:
-    """What running an equation again costs, in bytes."""
+    """The cost of recomputing an equation, in bytes."""
 
     def __init__(self, level: float):
         self.level, self.work = level, Work()
         self.known: dict[JaxprEqn, float] = {}
 
     def of(self, eqn: JaxprEqn) -> float:
-        """0 of what is cheap, inf of what may not be recomputed."""
+        """The cost of an equation: 0 if it is cheap, inf if it may not be recomputed."""
         if eqn not in self.known:
             self.known[eqn] = self.bytes(eqn)
         return self.known[eqn]
@@ -152,14 +151,14 @@ class _Costs:
             return 0.0
         if self.level == CHEAP or not is_repeatable(eqn) or any(on_host(var.aval) for var in eqn.outvars):
             return math.inf
-        # How often a loop of unknown length runs is not known; it does so again only where everything does.
+        # The trip count of a `while` is unknown: it is recomputed only at level `ALL`.
         unknown = kind_of(eqn) == "while" and self.level < ALL
         return math.inf if unknown else self.work.of(eqn) / self.level
 
 
 class _Network:
-    """A network whose cuts are the choices: a value is two nodes, and the edge between them is keeping it; an equation
-    is one, and the edge from the source is running it again."""
+    """A flow network whose cuts are the choices: cutting the edge between a value's two nodes keeps the value; cutting the
+    edge from the source to an equation's node recomputes the equation."""
 
     def __init__(self, values: Sequence[Var]):
         self.at = {var: 2 * k for k, var in enumerate(values)}
@@ -168,12 +167,13 @@ class _Network:
         self.eqn_at: dict[JaxprEqn, int] = {}
         self.edges: list[tuple[int, int, int]] = []
         total = sum(map(_capacity, values)) + len(values) + 1
-        # The solver's integers have 32 bits: coarser units for larger programs.
+        # Larger programs need coarser units to fit the solver's 32-bit integers.
         self.scale = max(1, -(-total // (1 << 29)))
         self.infinite = total // self.scale + len(values) + 1
 
     def value(self, var: Var, eqn: JaxprEqn | None, again_bytes: float, is_turned: bool = False) -> None:
-        """A value: kept, or recomputed by its equation at a cost; inf: it cannot be. Rather what it was turned from."""
+        """Add a value; `eqn` recomputes it at a cost (inf: it cannot). A turned value costs one more unit to keep, so that
+        ties keep its untransposed operand."""
         enters = self.at[var]
         self.edges.append((enters, enters + 1, max(1, _capacity(var) // self.scale) + is_turned))
         if eqn is None or not math.isfinite(again_bytes):
@@ -191,12 +191,12 @@ class _Network:
         self.edges.append((self.eqn_at[eqn], enters, self.infinite))
 
     def read(self, var: Var) -> None:
-        """The backward pass reads a value."""
+        """Add a value that the backward pass reads."""
         if var in self.at:
             self.edges.append((self.at[var] + 1, self.sink, self.infinite))
 
     def cut(self) -> list[Var]:
-        """The values to keep."""
+        """Solve for the minimum cut: the values to keep."""
         rows, columns, capacities = zip(*self.edges, strict=True)
         graph = csr_array((np.array(capacities, np.int32), (rows, columns)), shape=(self.size, self.size))
         flow = maximum_flow(graph, self.source, self.sink).flow
@@ -209,7 +209,7 @@ def _capacity(var: Var) -> int:
 
 
 def _reaches(residual: csr_array, sink: int) -> np.ndarray:
-    """Nodes from which the sink can be reached where capacity is left."""
+    """The nodes that can reach the sink over edges with residual capacity."""
     backward = csr_array(residual.T)
     backward.eliminate_zeros()
     found = np.zeros(residual.shape[0], bool)

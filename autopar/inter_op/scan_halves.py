@@ -1,10 +1,10 @@
-"""Splits a backward scan in two: what other stages wait for, and the gradients of its weights.
+"""Splits a backward scan in two: the results that other stages wait for, and the gradients of its weights.
 
-In:     a scan, and which of its results are waited for.
-Out:    two scans over the same trips. The first makes what is waited for, and stacks what the second reads of it.
-Method: of what goes from trip to trip the first carries what those results need. Of what it makes, the second recomputes
-        what is cheap; of the rest the fewest bytes are stacked (`residuals.py`), such as the cotangents of products.
-        What Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, do by hand for each kind of layer.
+In:     a scan, and the results that are waited for.
+Out:    two scans over the same trips. The first makes the awaited results, and stacks the values that the second needs.
+Method: the first scan has the carries that the awaited results depend on. The second recomputes cheap equations of the
+        first; for the rest, the fewest bytes are stacked (`residuals.py`), such as the cotangents of products. Qi et al.,
+        "Zero bubble pipeline parallelism", ICLR 2024, do this by hand for each kind of layer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows
 
 
 def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, JaxprEqn] | None:
-    """A scan in two, of which the first makes what is waited for; None: it is no scan, or nothing heavy is left for the
-    second."""
+    """Split a scan in two, the first making the results in `waited`; None: `eqn` is no scan, or the second would do
+    nothing heavy."""
     if kind_of(eqn) != "scan" or eqn.effects:
         return None
     region = region_of(eqn)
@@ -40,7 +40,7 @@ def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, Jaxpr
 
 
 def _waited_for(region: Region, waited: Collection[Var]) -> tuple[list[Binding], list[JaxprEqn]]:
-    """Results that are waited for, with what these need of the trip before; and the equations of the body that make them."""
+    """The awaited results with all carries they depend on, and the equations of the body that make them."""
     found = [b for b in region.bindings if b.result in waited]
     while True:
         values = variables(b.value for b in found)
@@ -53,7 +53,7 @@ def _waited_for(region: Region, waited: Collection[Var]) -> tuple[list[Binding],
 
 
 def _part(region: Region, bindings: Sequence[Binding], eqns: Sequence[JaxprEqn]) -> JaxprEqn:
-    """A scan of these results and equations, over what they read of what enters the whole."""
+    """A scan of these results and equations, over the inputs of the whole scan that they read."""
     read = read_by(eqns, [b.value for b in bindings if b.result is not None])
     entering = [b for b in region.of_role("const", "xs") if b.var in read]
     return rebuilt_apart(region, [*entering, *bindings], [eqns])

@@ -1,11 +1,11 @@
-"""Stage slicing: cut a chain of layers into stages and give each stage a submesh.
+"""Cuts a chain of layers into stages and gives each stage a submesh.
 
 In:     stage_seconds[first, last, submesh], float64 seconds of one microbatch, inf = does not fit; the submeshes' sizes.
 Out:    `Slicing`: the stages of least pipeline latency.
 Method: dynamic programming over (stages left, first layer, devices left) for each bound on the slowest stage;
         latency = sum of stages + (microbatches - 1) * slowest + transfers at the borders;
-        Zheng et al., "Alpa", OSDI 2022, sec. 5.2, eq. 3. All devices are used. A stage with k stages from it to the end
-        holds k microbatches in flight under 1F1B, which its memory must allow.
+        Zheng et al., "Alpa", OSDI 2022, sec. 5.2, eq. 3. All devices are used. Under 1F1B the k-th stage from the end
+        holds k microbatches in flight, which its memory must allow.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Slicing:
     """Stages of a pipeline.
 
     Attributes:
-        latency_seconds: Of one step of all microbatches.
-        stages: In order.
+        latency_seconds: Latency of one step, all microbatches.
+        stages: The stages, in order.
     """
 
     latency_seconds: float
@@ -51,18 +51,18 @@ def slice_stages(
     max_in_flight: np.ndarray,
     gap: float = 0.0,
 ) -> Slicing:
-    """The slicing of least latency.
+    """Find the slicing of least latency.
 
     Args:
         stage_seconds: `[first, last, submesh]`: seconds that layers first..last need for one microbatch, forward and
             backward; inf where they do not fit; entries with last < first are not read.
         submesh_sizes: Devices of each kind of submesh.
-        num_devices: Devices, all of which are used.
-        num_microbatches: m.
-        transfer_seconds: `[layer]`: seconds per microbatch to bring what crosses the border before that layer over it,
-            there and back; entry 0 is not read.
-        max_in_flight: `[first, last, submesh]`: how many microbatches the stage's memory holds at once.
-        gap: Bounds on the slowest stage that differ by less than this part are tried as one; 0: the exact optimum.
+        num_devices: Number of devices, all of which are used.
+        num_microbatches: Number of microbatches.
+        transfer_seconds: `[layer]`: seconds per microbatch of the transfers over the border before that layer, both
+            ways; entry 0 is not read.
+        max_in_flight: `[first, last, submesh]`: number of microbatches that the stage's memory holds at once.
+        gap: Bounds on the slowest stage within this fraction of each other are tried as one; 0: the exact optimum.
 
     Raises:
         InfeasibleError: No slicing uses all devices and fits.
@@ -88,7 +88,7 @@ def slice_stages(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Search:
-    """The dynamic program; attributes as of `slice_stages`, `border` being the seconds of transfers."""
+    """The dynamic program; attributes as in `slice_stages`: `border` is `transfer_seconds`, `limits` `max_in_flight`."""
 
     seconds: np.ndarray
     sizes: np.ndarray
@@ -103,12 +103,12 @@ class _Search:
         return sum(times) + (self.num_microbatches - 1) * max(times) + crossing
 
     def best(self, unbounded: tuple[float, tuple[SlicedStage, ...]], gap: float) -> Slicing:
-        """The slicing of least latency, by bounds on the slowest stage; `unbounded` is the least without one."""
+        """The slicing of least latency, over all bounds on the slowest stage; `unbounded`: the slicing of least sum."""
         least_sum, stages = unbounded
         best = Slicing(self.latency(stages), stages)
         tried = -np.inf
         for bound in self.feasible_bounds(gap):
-            # No slicing under a larger bound whose slowest stage comes near it can be better than this.
+            # Lower bound on the latency of slicings whose slowest stage takes at least `bound`.
             if least_sum + (self.num_microbatches - 1) * bound >= best.latency_seconds:
                 break
             if bound <= tried * (1 + gap):
@@ -122,7 +122,7 @@ class _Search:
         return best
 
     def feasible_bounds(self, gap: float) -> np.ndarray:
-        """Ascending bounds on the slowest stage, from the first under which something fits: that is found by halving."""
+        """Ascending bounds on the slowest stage, from the least feasible one, which is found by bisection."""
         bounds = np.unique(self.seconds[np.isfinite(self.seconds)])
         low, high = 0, len(bounds) - 1
         while low < high:
@@ -132,9 +132,10 @@ class _Search:
         return bounds[low:]
 
     def least(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
-        """The slicing of least sum whose stages all take at most `bound`.
+        """The slicing of least sum whose stages all take at most `bound`; None: there is none.
 
-        best[first, devices left], of so many stages from here to the end: so many microbatches are in flight here.
+        After k iterations, best[first, devices left] is over slicings of the layers from `first` into k stages, the first
+        of which holds k microbatches in flight.
         """
         layers, rows = self.seconds.shape[0], self.num_devices + 1
         before = np.full((layers + 1, rows), np.inf)
@@ -167,8 +168,8 @@ class _Search:
         return answer[0], tuple(chosen)
 
     def stages(self, first: int, bound: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Stages (last layer, submesh) that begin at a layer and take at most `bound`; their costs, and how many microbatches
-        each holds."""
+        """Stages (last layer, submesh) that begin at a layer and take at most `bound`, with their costs and their limits on
+        microbatches in flight."""
         times = self.seconds[first]
         fits = np.isfinite(times) & (times <= bound)
         found = np.argwhere(fits)
@@ -178,7 +179,7 @@ class _Search:
     def first_stage(
         self, following: np.ndarray, stages: np.ndarray, costs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each number of devices left, the least of a stage and what follows, and that stage.
+        """For each number of devices left, the least cost of a stage plus the stages after it, and that stage.
 
         `following`: `[first, left]`. `stages`: `[stage, (last, submesh)]`.
         """
@@ -186,7 +187,9 @@ class _Search:
         if not len(stages):
             return np.full(len(rows), np.inf), np.zeros((len(rows), 2), int)
         after = rows - self.sizes[stages[:, 1:]]
-        if not np.isfinite(following[int(stages[0, 0]) + 1 :]).any():  # by layer: nothing can follow any of them
+        if not np.isfinite(
+            following[int(stages[0, 0]) + 1 :]
+        ).any():  # stages are in order of last layer: none can follow
             return np.full(len(rows), np.inf), np.repeat(stages[:1], len(rows), axis=0)
         totals = following[stages[:, :1] + 1, np.maximum(after, 0)] + costs[:, None]
         totals[after < 0] = np.inf

@@ -1,6 +1,6 @@
-"""What one stage does in a step: its joint program, and the tasks that are run of it.
+"""Types of a stage's program: its joint program, its tasks, and their operands and results.
 
-In:     (types only; `stage_program.py` and `stage_tasks.py` make them, `fused.py` those of a step that is one program.)
+In:     (types only; made by `stage_program.py` and `stage_tasks.py`, and by `fused.py` for a step on one mesh.)
 Out:    `StageProgram`, `Task`, `Slot`.
 """
 
@@ -18,35 +18,35 @@ from autopar.ir.split.placement import Placement
 Dims = frozenset[int]
 
 SlotKind = Literal["argument", "value", "const", "piece", "number", "loop", "sum", "rows"]
-"""As `Slot` says."""
+"""Explained at `Slot`."""
 IN_PLACE: tuple[SlotKind, ...] = ("sum", "rows")
-"""What each task that makes a part of it writes over what was there."""
+"""Updated in place by each task that contributes to them."""
 RESIDENT: tuple[SlotKind, ...] = ("argument", "const", "piece", *IN_PLACE)
-"""What is there all through the step."""
+"""In memory throughout the step."""
 PER_MICROBATCH: tuple[SlotKind, ...] = ("loop", "number")
-"""Of which each microbatch has its own."""
+"""Distinct for each microbatch."""
 SENT: tuple[SlotKind, ...] = ("loop", "value")
-"""What stages make for each other."""
+"""May be sent between stages."""
 TaskKind = Literal["step", "init", "F", "M", "B", "W", "U"]
-"""The whole step at once; or what comes before the loop, forward, a round of what comes between two passes of all
-microbatches, backward, weight gradients, a round of the update."""
+"""The whole step; or: before the loop, forward, a round between two passes of all microbatches, backward, weight
+gradients, a round of the update."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """One operand or result of a task: which value it is.
+    """One operand or result of a task: the value it stands for.
 
-    How it lies is known once its stage has a mesh: then it is a `stage_plan.Placed`. A schedule says where and for which
-    microbatch it is there: each time it is a `streams.Buffer`.
+    Once the stage has a mesh, a slot becomes a `stage_plan.Placed`, which has a sharding. Each instance of it in a
+    schedule, on a mesh for a microbatch, is a `streams.Buffer`.
 
     Attributes:
-        kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every
-            microbatch reads, prepared once per step; `"piece"`: the microbatch's part of a batch argument; `"number"`:
-            that of the microbatch; `"loop"`: made once per microbatch; `"sum"`: added up over the microbatches;
-            `"rows"`: stacked over them.
-        key: The variable that names it to all tasks.
-        var: The variable in the task's own program; of what begins empty, None.
-        placement: Of sums and rows: how the microbatches' parts make the whole.
+        kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: read by every
+            microbatch, prepared once per step; `"piece"`: the microbatch's slice of a batch argument; `"number"`: the
+            index of the microbatch; `"loop"`: made once per microbatch; `"sum"`: summed over the microbatches; `"rows"`:
+            stacked over them.
+        key: The variable that identifies the value in all tasks.
+        var: The variable in the task's own program; None for sums and rows that begin empty.
+        placement: For sums and rows: how the microbatches' contributions are combined.
     """
 
     kind: SlotKind
@@ -57,21 +57,20 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A part of a stage's program that is run at once: what it computes, whatever mesh it is on.
+    """A part of a stage's program that is run as a unit: what it computes, independent of the mesh.
 
-    One stage is sharded on many meshes, and its tasks stay the same; what they are there is a `stage_plan.TaskPlan`, and what
-    is compiled of that, of which workers know nothing else, a `partition.task.DeviceProgram`.
+    On a mesh, a task becomes a `stage_plan.TaskPlan`; what workers compile and run is a `partition.task.DeviceProgram`.
 
     Attributes:
-        kind: What it does.
-        name: As its program is called: "stage0/F"; the step's own name, if it is the step.
-        stage: Its stage.
-        round: Of a pass, an update, or what comes between: which.
-        behind: Of what comes between: the pass of the loop behind which it runs.
-        jaxpr: Over variables of the joint program.
-        inputs: What its invars are.
-        outputs: What its outvars are.
-        gates: As of `Backward`.
+        kind: What the task does.
+        name: Name of its program: "stage0/F"; the step's own name, if it is the whole step.
+        stage: The stage it belongs to.
+        round: The round of its pass or of its update.
+        behind: For tasks between passes: the pass of the loop after which it runs.
+        jaxpr: Its program, over variables of the joint program.
+        inputs: One slot per invar.
+        outputs: One slot per outvar; then sums and rows that begin empty.
+        gates: As in `Backward`, for this task.
     """
 
     kind: TaskKind
@@ -86,33 +85,33 @@ class Task:
 
     @property
     def is_in_loop(self) -> bool:
-        """Whether it is run once for each microbatch, and not once for all."""
+        """Whether it is run once per microbatch, and not once per step."""
         return self.kind in ("F", "B", "W")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StageProgram:
-    """Everything one stage does, whatever mesh it is on: it is sharded on many, and on each a `stage_plan.StagePlan`.
+    """Everything one stage does, independent of the mesh; on a mesh it becomes a `stage_plan.StagePlan`.
 
     Attributes:
-        stage: Its number.
+        stage: Index of the stage.
         count: Number of microbatches.
         jaxpr: The joint program.
-        scan: Its loop; empty if no microbatch passes here.
+        scan: Its loop over the microbatches; empty if the stage has no part of the loop.
         sent: Values of the loop that other stages read, in order.
         arguments: Invars that are arguments of the step, by position.
         stacks: Invars that are batch arguments in pieces: position -> (argument, variable in the loop).
-        received: Invars that hold what other stages send per microbatch: position -> variable in the loop.
+        received: Invars that stack what other stages send per microbatch: position -> variable in the loop.
         aliases: Output position -> position of the argument whose new value it is.
-        donated: For each input, whether a result takes its memory.
-        outputs: Output position -> position among the step's results, for those that are.
-        batch: Dims of inputs that run over samples.
-        rounds: What comes between passes, and the update.
-        tasks: In order of a step.
-        anew: Values that the tasks of both passes have, or make, for themselves.
+        donated: Per input, whether a result takes its memory.
+        outputs: Output position -> position among the step's results, for those outputs that are results.
+        batch: Input position -> its dims that run over samples.
+        rounds: Equations between passes and of the update.
+        tasks: The tasks, in order of a step.
+        anew: Values that the tasks of both passes receive, or recompute, for themselves.
         twice: Equations that both passes run.
-        joins: What the loop reads as if it were an argument, and what comes between the passes makes: the latter's variable.
-        kept: Values of the loop that wait for the backward pass.
+        joins: Values made between passes and read by the loop: invar through which the loop reads it -> the value.
+        kept: Residuals: values of the loop kept for the backward pass.
     """
 
     stage: int
@@ -136,12 +135,12 @@ class StageProgram:
 
     @property
     def stacked(self) -> tuple[Var, ...]:
-        """What the scan stacks, in the order of its outputs: results in rows, then what is sent."""
+        """What the scan stacks, in the order of its outputs: results in rows, then values sent."""
         return (*(each.result.var for each in self.scan.joined if each.before is None), *self.sent)
 
     @property
     def results(self) -> list[Atom]:
-        """Results of the step that are found here."""
+        """Results of the step that this stage makes."""
         return self.jaxpr.outvars[: len(self.outputs)]
 
     @property

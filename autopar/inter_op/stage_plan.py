@@ -1,17 +1,17 @@
-"""One stage on one logical mesh: its sharding, and what its tasks then are and cost.
+"""Plans one stage on one logical mesh: shards its joint program, lowers its tasks, and prices them.
 
 In:     `StageProgram`, a logical mesh, the device.
-Out:    `StagePlan`: for each task its sharded body and, of its operands and results, how every value lies on the mesh; seconds,
-        bytes and collectives of each.
+Out:    `StagePlan`: for each task its sharded body, the array types of its operands and results, seconds, bytes and
+        collectives.
 Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task is then lowered from the same choices.
-        A value passes between tasks in the sharding in which its keep (`intra_op/graph.py`) has it wait, or where it has
-        none as the task that made it works with it; what is read by every microbatch as the loop wants it. Of what the
-        tasks of both passes have anyway, or make again, no copy waits, so that what is priced is what they do.
+        A value passes between tasks in the sharding chosen for its keep (`intra_op/graph.py`), or, if it has none, in that
+        of the task that makes it; a loop constant in the sharding that the loop reads. Values that the tasks of both
+        passes receive or recompute anyway have no keep, so that the solver prices what the tasks do.
 
-Collectives are priced in full here, also those that hide behind kernels; on one mesh the solver follows the clock instead
-(`intra_op/exposure.py`). A stage's own clock is not the step's: its loop runs once for each of m microbatches, and holds up
-a step of s stages m + s - 1 times, while what precedes and follows it hides in part where the pipeline fills and drains.
-Stages chosen by their own clocks were faster each and made steps of 0.96 to 1.03 times the seconds: not better enough for
+Here collectives count in full, also those that overlap with kernels; on one mesh the solver follows the clock instead
+(`intra_op/exposure.py`). A stage's own clock is not the step's: its loop runs once for each of m microbatches, and delays
+a step of s stages m + s - 1 times, while work before and after it partly hides where the pipeline fills and drains.
+Stages chosen by their own clocks were each faster, but steps took 0.96 to 1.03 times the seconds: too little gain for
 solving each stage twice.
 """
 
@@ -49,12 +49,12 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed(Slot):
-    """A slot as a task takes or leaves it on its mesh: the array that it is there.
+    """An operand or result of a task on its mesh: the slot and its array.
 
     Attributes:
-        type: Of its array, and its sharding; of a piece or rows with a leading dim of microbatches.
-        num_bytes: Of that array in one device's memory.
-        host_bytes: Of it that one device has in its host's memory.
+        type: Type and sharding of the array; for pieces and rows with a leading dim of microbatches.
+        num_bytes: Bytes of the array in the memory of one device.
+        host_bytes: Bytes of one device's shard in host memory.
     """
 
     type: ArrayType = field(kw_only=True)
@@ -63,11 +63,11 @@ class Placed(Slot):
 
 
 def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mesh: LogicalMesh) -> Placed:
-    """A value in this sharding."""
-    made = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
-    here, there = (0, made.local_bytes) if made.on_host else (made.local_bytes, 0)
+    """Give a slot its array type on a mesh."""
+    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
+    num_bytes, host_bytes = (0, kind.local_bytes) if kind.on_host else (kind.local_bytes, 0)
     own = slot.kind, slot.key, slot.var, slot.placement
-    return Placed(*own, type=made, num_bytes=here, host_bytes=there)
+    return Placed(*own, type=kind, num_bytes=num_bytes, host_bytes=host_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +75,17 @@ class TaskPlan:
     """A task on its mesh.
 
     Attributes:
-        task: What it is.
-        body: What each device does.
+        task: The task.
+        body: The program of each device.
         inputs: Its operands, in order.
-        outputs: Its results, in order; of `init` first those of the body, then sums and rows that begin empty.
-        seconds: Predicted time of one run: kernels, and what is exposed of collectives.
-        communication_seconds: Of its collectives, hidden or not.
-        exposed_seconds: Of each of `collectives`, the seconds that no kernel hides.
-        batchless_seconds: Part of it: operations on no samples, which smaller microbatches do not shorten.
-        working_bytes: Most bytes alive on one device during a run, its operands left out and what is written over them.
-        collectives: Of one run.
+        outputs: Its results, in order; for `init` first those of the body, then sums and rows that begin empty.
+        seconds: Predicted seconds of one run: kernels and exposed collectives.
+        communication_seconds: Seconds of its collectives, hidden or exposed.
+        exposed_seconds: For each of `collectives`, the seconds that no kernel hides.
+        batchless_seconds: The part of `seconds` in operations without a batch dim, which smaller microbatches do not
+            shorten.
+        working_bytes: Peak bytes alive on one device during a run, without operands and results that overwrite them.
+        collectives: The collectives of one run.
     """
 
     task: Task
@@ -100,14 +101,14 @@ class TaskPlan:
 
     @property
     def written_rows(self) -> tuple[Placed, ...]:
-        """Rows that the task writes in place: their stacks are operands behind `inputs`."""
+        """Rows that the task writes in place: their stacks are further operands, after `inputs`."""
         return () if self.task.kind == "init" else tuple(b for b in self.outputs if b.kind == "rows")
 
     @property
     def needs_number(self) -> bool:
-        """Whether the number of the microbatch is one more operand, the last, because no equation reads it."""
+        """Whether the index of the microbatch is an extra last operand: it is needed, and no equation reads it."""
         counts = any(b.kind == "piece" for b in self.inputs) or bool(self.written_rows)
-        counts = counts or (self.task.is_in_loop and calls_host(self.body))  # an exception tells of which
+        counts = counts or (self.task.is_in_loop and calls_host(self.body))  # exceptions name their microbatch
         return counts and not any(b.kind == "number" for b in self.inputs)
 
 
@@ -116,12 +117,12 @@ class StagePlan:
     """A stage on its mesh.
 
     Attributes:
-        program: What it does.
-        sharded: The solution of the joint program.
-        tasks: In order of a step.
-        unchanged: Arguments that its loop reads in place, and not as copies: positions as of `read_as_given`.
-        borrowed: Whether `sharded`, and the bodies of the tasks, are those of an equal stage (`equal_stages.py`): good for
-            the clock, and to be lowered before anything runs.
+        program: The stage's program.
+        sharded: The sharded joint program.
+        tasks: The planned tasks, in order of a step.
+        unchanged: Arguments that its loop reads in place, without a copy: positions as in `read_as_given`.
+        borrowed: Whether `sharded` and the bodies of the tasks are those of an equal stage (`equal_stages.py`): good
+            enough for the simulator, but to be lowered before they are run.
     """
 
     program: StageProgram
@@ -132,12 +133,12 @@ class StagePlan:
 
     @property
     def mesh(self) -> LogicalMesh:
-        """On which logical mesh."""
+        """The stage's logical mesh."""
         return self.sharded.mesh
 
     @property
     def gap(self) -> float:
-        """The gap of the tasks as they were lowered, and not of the joint program as it was priced alone."""
+        """The optimality gap, with the tasks priced as they were lowered rather than the joint program as a whole."""
         seconds = 0.0
         for t in self.tasks:
             kernels = t.seconds - sum(t.exposed_seconds)
@@ -146,14 +147,14 @@ class StagePlan:
         return self.sharded.gap_of(seconds)
 
     def task(self, kind: TaskKind, number: int = 0) -> TaskPlan | None:
-        """The task of a kind and round."""
+        """The task of a kind and round; None: the stage has none."""
         return next((t for t in self.tasks if t.task.kind == kind and t.task.round == number), None)
 
 
 def stage_graph(
     program: StageProgram, mesh: LogicalMesh, like: Graph | None = None, tables: Tables | None = None
 ) -> Graph:
-    """The decisions of a stage's joint program on a mesh; arguments as of `build_graph`."""
+    """The decision graph of a stage's joint program on a mesh; arguments as in `build_graph`."""
     about = program.aliases, dict(program.batch), program.anew, program.twice
     return build_graph(program.jaxpr, mesh, *about, like, tables)
 
@@ -171,12 +172,12 @@ def plan_stage(
     """Shard one stage.
 
     Args:
-        graph: The stage's decisions on its mesh.
+        graph: The stage's decision graph on its mesh.
         options: Solver, time limit, memory budget.
         restrict: Forbids choices.
-        gap: Part of its cost by which it may miss the least.
-        all_again: Whether what its forward pass makes does not count as memory, for it may be recomputed.
-        in_flight: Microbatches between their forward and their backward pass at once, each of which holds what it keeps.
+        gap: Relative optimality gap at which the solver may stop.
+        all_again: Whether results of the forward pass do not count as memory, since they may be recomputed.
+        in_flight: Microbatches in flight at once, each of which holds its residuals.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -193,7 +194,7 @@ def plan_stage(
 
 
 def _waiting(program: StageProgram, all_again: bool, in_flight: int) -> Waiting:
-    """Of what is received and sent one microbatch is there at a time, of what is kept each that is in flight."""
+    """The microbatches of each stacked value in memory: one of those sent or received, `in_flight` of residuals."""
     passing = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent)
     if all_again:
         forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
@@ -202,14 +203,14 @@ def _waiting(program: StageProgram, all_again: bool, in_flight: int) -> Waiting:
 
 
 def peak_bytes_here(stage: StagePlan, all_again: bool = False, in_flight: int = 1) -> int:
-    """Most bytes alive at once in a stage's joint program, as its memory budget counts them; the rest as of `plan_stage`."""
+    """Peak bytes of a stage's joint program, as its memory budget counts them; arguments as in `plan_stage`."""
     sharded, program = stage.sharded, stage.program
     held, waiting = held_values(sharded.graph), _waiting(program, all_again, in_flight)
     return fullest_moments(sharded.body, stage.mesh, held, program.donated, 1, waiting)[0].peak_bytes
 
 
 def resting_bytes(stage: StagePlan, in_flight: int) -> int:
-    """What a stage holds while none of its tasks runs: all through the step, and of each microbatch in flight."""
+    """Bytes that a stage holds while none of its tasks runs: resident values, and residuals of microbatches in flight."""
     slots = {(b.kind, b.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
     always = sum(b.num_bytes for b in slots.values() if b.kind in RESIDENT)
     kept = sum(b.num_bytes for b in slots.values() if b.kind == "loop" and b.key in stage.program.kept)
@@ -217,7 +218,7 @@ def resting_bytes(stage: StagePlan, in_flight: int) -> int:
 
 
 def lower_stage(program: StageProgram, device: Device, sharded: Sharded) -> StagePlan:
-    """The tasks of a stage under the choices of `sharded`."""
+    """Lower the tasks of a stage under the choices of `sharded`."""
     lowering = _Lowering(program, device, sharded)
     unchanged = lowering.unchanged(program.tasks[0])
     tasks = tuple(map(lowering.task, read_as_given(program.tasks, unchanged)))
@@ -225,7 +226,7 @@ def lower_stage(program: StageProgram, device: Device, sharded: Sharded) -> Stag
 
 
 def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
-    """What leaves a microbatch is no partial sum."""
+    """Forbid partial sums for values that the scan stacks."""
     for k in range(len(program.stacked)):
         node = graph.nodes[graph.ports[program.scan.eqn, "ys", k]]
         if any(s.partial for s in node.shardings):
@@ -288,7 +289,7 @@ class _Lowering:
         return self.produced(slot.key)
 
     def waiting(self, var: Var) -> Sharding:
-        """How a value of the loop waits for the tasks that read it later: as the task that makes it works with it."""
+        """The sharding in which a value of the loop waits for later tasks: its keep's, or else its maker's."""
         keep = self.graph.keeps.get((var, "b"))
         if keep is not None:
             return self.chosen(keep.node)
@@ -305,10 +306,10 @@ class _Lowering:
         return placed(slot, self.sharding(slot), (*leading, *shape), dtype, self.mesh)
 
     def unchanged(self, first: Task) -> frozenset[int]:
-        """Results of the first task that are arguments in their own sharding."""
-        return frozenset(at for at, slot in enumerate(first.outputs) if self._lies_as_given(slot))
+        """Results of the first task that are arguments, in the sharding these are given in."""
+        return frozenset(at for at, slot in enumerate(first.outputs) if self._is_as_given(slot))
 
-    def _lies_as_given(self, slot: Slot) -> bool:
+    def _is_as_given(self, slot: Slot) -> bool:
         if slot.kind != "const" or slot.var not in self.argument_at:
             return False
         return self.placed(slot).type == self.placed(Slot("argument", slot.var, slot.var)).type
@@ -324,7 +325,7 @@ class _Lowering:
         liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))
         lanes = run_lanes(body, self.operations.of, self.mesh, self.achieved.overlap)
         own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
-        made = sum(b.num_bytes for b in outputs)  # where operands were, or each a piece by itself
+        made = sum(b.num_bytes for b in outputs)  # these reuse operands' memory, or are allocations of their own
         return TaskPlan(
             task,
             body,
@@ -339,7 +340,7 @@ class _Lowering:
         )
 
     def in_place(self, task: Task, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> frozenset[Copy]:
-        """Results that take the memory of an operand: sums that of the sums before, new state that of the old."""
+        """Results that reuse the memory of an operand: a sum that of the sum before, new state that of the old."""
         names = self.program.arguments
         results = [(self.program.jaxpr.outvars[k], names[at]) for k, at in self.program.aliases.items()]
         of_old = {atom: var for atom, var in results if isinstance(atom, Var)}
@@ -353,7 +354,7 @@ class _Lowering:
         return frozenset(found)
 
     def entering(self, value: Placed) -> Sharding:
-        """Sharding of a value's variable in the task's own program."""
+        """The sharding of a value's variable within the task's program."""
         if value.kind == "rows" and value.var is not None and value.var in self.graph.produced:
             ndim = len(value.var.aval.shape)
             if ndim == len(value.type.sharding.dims) + 1:  # an update reads the whole stack
@@ -361,7 +362,7 @@ class _Lowering:
         return value.type.sharding
 
     def batchless(self, body: Body) -> float:
-        """Seconds of operations on no samples."""
+        """Seconds of operations without a batch dim."""
         total = 0.0
         for instruction in body.instructions:
             match instruction:

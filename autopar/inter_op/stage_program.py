@@ -1,11 +1,11 @@
-"""The program of one stage: everything it does in one step, as one flat program that can be sharded at once.
+"""Builds the joint program of a stage: everything it does in one step, as one flat program to shard as a whole.
 
-In:     `Tasks`, the number of a stage.
-Out:    `StageProgram`: a joint program (what comes before; a `scan` over the microbatches, whose body is the stage's
-        forward and backward; its part of the update), so that parameters, residuals, gradients and optimizer state are
-        sharded together; and the tasks that are cut from it.
-Method: what other stages send per microbatch is scanned over, what is sent to them is stacked, sums over microbatches are
-        carries, which may stay partial.
+In:     `Tasks`, the index of a stage.
+Out:    `StageProgram`: the joint program (equations before the loop; a `scan` over the microbatches, whose body is the
+        stage's forward and backward; its part of the update), so that parameters, residuals, gradients and optimizer state
+        are sharded together; and the tasks cut from it.
+Method: values received per microbatch are scanned over, values sent are stacked, and sums over microbatches are carries,
+        which may stay partial.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stage_program(tasks: Tasks, stage: int) -> StageProgram:
 
 
 def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
-    """The same joint program, and of it the tasks as they are when the stage runs more or less again."""
+    """Replace a program's tasks by those of `tasks`, in which the stage may recompute more or less."""
     kept = frozenset(var for each in tasks.kept(program.stage) for var in each.values)
     return dataclasses.replace(program, tasks=stage_tasks(tasks, program), kept=kept)
 
@@ -90,13 +90,13 @@ class _Builder:
         return with_tasks(program, self.tasks)
 
     def twice(self) -> list[JaxprEqn]:
-        """Equations of the loop that the forward and the backward pass both run."""
-        # At whatever level the stage is run later: the same program has the same decisions.
+        """Equations of the loop that both the forward and the backward pass run."""
+        # At level `CHEAP` whatever the stage's level is, so that its decision graph does not depend on that.
         cheap = self.tasks.at_level(self.stage, CHEAP).rounds[self.stage]
         return [eqn for each in cheap for eqn in each.forward if eqn in {*each.behind.eqns, *each.behind.weight}]
 
     def scan(self) -> AccumulatingScan:
-        """The stage's part of the loop, in the loop's order."""
+        """The stage's part of the loop, as a scan in the loop's order of equations."""
         own = set(self.tasks.in_loop(self.stage))
         eqns = [eqn for eqn in self.split.loop.eqns if eqn in own]
         pairs = zip(self.split.results, self.split.loop.outvars, strict=True)
@@ -113,12 +113,12 @@ class _Builder:
         return accumulating_scan(self.split.count, self.split.number, eqns, consts, self.stacks, results, self.sent)
 
     def read_elsewhere(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
-        """Values of the loop made here that other stages read, in order."""
+        """Values of the loop that this stage makes and other stages read, in order."""
         mine = [v for v in makers(eqns) if v in self.tasks.made_at and self.tasks.made_at[v].stage == self.stage]
         return [v for v in mine if not self.tasks.readers.get(v, set()) <= {self.stage}]
 
     def arguments(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
-        """Arguments of the step that are read here, and those that live here and are results, as they are or anew."""
+        """Arguments that this stage reads, and those it is home of that are returned, updated or not."""
         results, read = set(variables(self.tasks.jaxpr.outvars)), read_by(eqns)
         results.update(self.tasks.jaxpr.invars[at] for at in self.step_aliases.values())
         invars, readers, home = self.tasks.jaxpr.invars, self.update.readers, self.update.home
@@ -127,7 +127,7 @@ class _Builder:
         return list(dict.fromkeys([*found, *passing]))
 
     def results(self, known: Collection[Var]) -> list[int]:
-        """The step's results that are found here."""
+        """Positions of the step's results that this stage returns."""
         return [
             k
             for k, atom in enumerate(self.tasks.jaxpr.outvars)
@@ -135,7 +135,7 @@ class _Builder:
         ]
 
     def aliases(self, outputs: Sequence[int], at: Mapping[Var, int]) -> dict[int, int]:
-        """Output position -> input position, of arguments that live here."""
+        """Output position -> input position, for arguments whose home is this stage."""
         found = {}
         for own, k in enumerate(outputs):
             if k in self.step_aliases:
@@ -145,6 +145,6 @@ class _Builder:
         return found
 
     def leaving(self, made: Collection[Var]) -> list[Var]:
-        """Values made here behind the loop that other stages read, or the second half of the loop."""
+        """Values made here outside of the loop that other stages, or later passes of the loop, read."""
         wanted = dict.fromkeys([*self.tasks.left_behind_loop[self.stage], *self.joins.values()])
         return [v for v in wanted if v in made]

@@ -1,9 +1,9 @@
-"""The tasks of one stage: the parts of its program that are run one by one, over the same equations and variables.
+"""Cuts the program of a stage into tasks, over the same equations and variables.
 
 In:     the step cut into stages, the program of one of them.
-Out:    `Task`s in the order of a step: before the loop, forward, what comes between, backward, weight gradients, rounds of
-        the update.
-Method: a result of the loop is added up by the task that makes a microbatch's part of it.
+Out:    `Task`s in the order of a step: before the loop, forward, between passes, backward, weight gradients, rounds of the
+        update.
+Method: the task that makes a microbatch's contribution to a result of the loop also accumulates it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:
 
 
 def _when(task: Task) -> tuple[int, bool]:
-    """Behind what passes a task stands in a step, and whether it is one itself."""
+    """Sort key of a task in a step: the pass it belongs to or follows, and whether it follows."""
     if task.is_in_loop:
         return 2 * task.round + (task.kind != "F"), False
     return task.behind, True
 
 
 def read_as_given(tasks: Sequence[Task], unchanged: Collection[int]) -> tuple[Task, ...]:
-    """The tasks of a stage whose loop reads arguments as they are.
+    """Let the tasks of a stage read unchanged loop constants straight from the arguments.
 
-    `unchanged` are positions among the results of its first task, which makes these no more, and is left out if it makes
-    nothing.
+    `unchanged`: positions of such constants among the results of the first task, which makes them no longer, and is dropped
+    if it then makes nothing.
     """
     if not unchanged:
         return tuple(tasks)
@@ -73,7 +73,7 @@ class _Builder:
         return Task(kind, name, self.stage, number, jaxpr, tuple(inputs), tuple(outputs))
 
     def before(self) -> Task:
-        """What comes before the loop; its sums and rows begin without a program of their own."""
+        """The task before the loop, which also begins sums and rows."""
         eqns = self.tasks.before[self.stage]
         made = makers(eqns)
         behind = (eqn for each in self.program.rounds for eqn in each.eqns)
@@ -94,7 +94,7 @@ class _Builder:
             yield from self.round(number, each, later)
 
     def round(self, number: int, each: Round, read_later: Mapping[Var, None]) -> Iterator[Task]:
-        """Those of one round; `read_later`: what later ones read."""
+        """The tasks of one round; `read_later`: values that later rounds read."""
         for_weights, passed = (
             read_by(each.behind.weight),
             {v: Slot("loop", c, v) for v, c in each.behind.passed.items()},
@@ -111,7 +111,7 @@ class _Builder:
                 outputs += passed.values() if kind == "B" else ()
                 rows = [j.after for j in own if j.before is None]
                 inputs = self.loop_inputs(whole, rows, passed if kind == "W" else {})
-                # Results take the memory of the first operand of their type: another order would cost copies.
+                # Each result reuses the memory of the first operand of its type: another order would cost copies.
                 place = {slot.var: at for at, slot in enumerate(inputs)} | {None: len(inputs)}
                 own.sort(key=lambda j: place.get(j.before, -1))
                 outputs += [_slot(j, j.after) for j in own]
@@ -119,7 +119,7 @@ class _Builder:
                 yield dataclasses.replace(made, gates=each.behind.gates.get(kind, {}))
 
     def made_at(self, value: Atom) -> Made:
-        """The task that makes a value of a microbatch."""
+        """The task that makes a value of the loop; for a literal the first task."""
         first = Made("F", 0, self.stage)
         return first if isinstance(value, Literal) else self.tasks.made_at.get(value, first)
 
@@ -133,7 +133,7 @@ class _Builder:
         return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
 
     def behind_passes(self) -> Iterator[Task]:
-        """What runs when passes of all microbatches have been: between them, and the update."""
+        """The tasks that run after a pass of all microbatches: between passes, and the update."""
         program, rounds = self.program, self.program.rounds
         known = {v: Slot("argument", v, v) for v in self.arguments}
         known |= {each.total: _slot(each, each.total) for each in self.joined}
@@ -154,7 +154,7 @@ class _Builder:
                 made_here = self.task(kind, number, inputs, outputs, eqns)
                 yield dataclasses.replace(made_here, behind=each.behind, round=each.number)
             foreign = {v: inner for v, inner in late.items() if v not in done} if is_last else {}
-            if foreign:  # in a task of its own behind all others: their makers may wait for what was made here
+            if foreign:  # made elsewhere: in a last task of its own, since their makers may wait for the tasks above
                 slots = (
                     [Slot("value", v, v) for v in foreign],
                     [Slot("const", inner, v) for v, inner in foreign.items()],
@@ -163,7 +163,7 @@ class _Builder:
                 yield dataclasses.replace(handed_on, behind=each.behind, round=AFTER_LOOP)
 
     def finished(self, behind: int, done: Collection[Var]) -> list[JaxprEqn]:
-        """What makes the step's own values of what the loop has added up: those that are first wanted behind a pass."""
+        """The equations that turn the loop's sums into values of the step, for values first wanted after this pass."""
         read = read_by(eqn for each in self.program.rounds if each.behind == behind for eqn in each.eqns)
         read |= {v: None for v, first in self.tasks.left_behind_loop[self.stage].items() if first == behind}
         if behind == AFTER_LOOP:
@@ -171,7 +171,7 @@ class _Builder:
         return [e for e in needed(self.program.scan.after, read) if not any(var in done for var in e.outvars)]
 
     def late(self, behind: int) -> dict[Var, Var]:
-        """What is made behind a pass and later ones read here: the step's variable, and the loop's."""
+        """Values made after a pass that later passes of this stage read: the step's variable -> the loop's."""
         joins, at = self.program.joins, self.tasks.cut.behind
         return {
             joins[v]: inner for inner, v in self.program.scan.consts.items() if v in joins and at[joins[v]] == behind
@@ -179,7 +179,7 @@ class _Builder:
 
 
 def _beside_makers(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
-    """Equations with others behind what these read: a gradient is added when it is made, and need not wait."""
+    """Insert each group of `added` right after its operands are made: a gradient is accumulated at once, and freed."""
     made_at = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
     behind: dict[int, list[JaxprEqn]] = {}
     for group in added:
@@ -189,5 +189,5 @@ def _beside_makers(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]
 
 
 def _slot(joined: Joined, var: Atom | None) -> Slot:
-    """The result that a task begins or adds to, as it has it."""
+    """The slot of a result that a task begins or accumulates, under the task's variable `var`."""
     return Slot("rows" if joined.before is None else "sum", joined.result.var, var, joined.result.placement)

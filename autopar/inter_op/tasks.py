@@ -1,12 +1,12 @@
-"""The tasks of a pipeline: which equations each stage runs in its forward, its backward and its update.
+"""Divides a step among pipeline stages: which equations each runs before the loop, forward, backward, and in the update.
 
 In:     a step in phases (`ir/split/microbatches/microbatch.py`), its loop as a chain of segments, the first segment of each
         stage.
-Out:    `Tasks`: for each stage the equations of its forward and backward passes over one microbatch, of what comes before,
-        between and of the update in rounds; and where every value of the step lives.
-Method: an equation of the loop runs where its segment is. Light ones run wherever they are read. The update runs where
-        the parameter lives; a value that joins stages (global norm, loss scale) is small and made by the last stage,
-        after sums over several stages have been added up within each; between two rounds values are sent.
+Out:    `Tasks`: for each stage the equations before the loop, of its forward and backward passes over one microbatch,
+        between passes and of the update, in rounds; and the home stage of every value of the step.
+Method: an equation of the loop runs on the stage of its segment; light ones on every stage that reads them. The update runs
+        at the home of its parameter. A value that joins stages (global norm, loss scale) is small and made by the last
+        stage, of partial results made within each stage; values are sent between two rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables, w
 from autopar.ir.split.microbatches.microbatch import Microbatches
 
 BackwardSplit = Literal["nowhere", "outside loops", "everywhere"]
-"""Where a backward pass is made two tasks: what other stages wait for (B), and the gradients of weights (W)."""
+"""Where a backward pass is split into two tasks: what other stages wait for (B), and weight gradients (W)."""
 
 
 class Made(NamedTuple):
@@ -40,12 +40,12 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """What a stage does of one microbatch each time that this goes forwards and backwards through the stages.
+    """A stage's part of one round: of one forward and one backward pass of a microbatch through the stages.
 
     Attributes:
         forward: Equations of the forward pass, in order.
-        passes: Its own equations.
-        behind: The backward pass at the level of recomputation that was chosen.
+        passes: The stage's equations before recomputation is decided.
+        behind: The backward pass at the chosen recomputation level.
     """
 
     forward: tuple[JaxprEqn, ...]
@@ -54,7 +54,7 @@ class Round:
 
     @property
     def by_kind(self) -> dict[str, tuple[JaxprEqn, ...]]:
-        """The equations by the kind of task; forward ones recomputed in backward."""
+        """The equations of tasks F, B and W; B and W include recomputed forward equations."""
         return {"F": self.forward, "B": self.behind.eqns, "W": self.behind.weight}
 
 
@@ -64,12 +64,12 @@ class Tasks:
 
     Attributes:
         cut: The step.
-        split: Its phases; with both halves of scans where its own have these.
+        split: Its phases, with backward scans in halves where the backward is split so.
         borders: First segment of each stage.
         rounds: Per stage, its part of the loop.
         before: Per stage, equations before the loop, in order.
-        update: Where each equation between passes and after the loop runs, and where values live.
-        made_at: Of each value of the loop that no light equation makes, which task does.
+        update: Stages of the equations between passes and after the loop, and homes of values.
+        made_at: Value of the loop -> the task that makes it; values of light equations are left out.
     """
 
     cut: CutStep
@@ -92,7 +92,7 @@ class Tasks:
 
     @functools.cached_property
     def readers(self) -> dict[Var, set[int]]:
-        """The stages whose part of the loop reads each value without making it."""
+        """Value -> the stages whose part of the loop reads it without making it."""
         found: dict[Var, set[int]] = {}
         for stage in range(self.num_stages):
             eqns = self.in_loop(stage)
@@ -102,8 +102,8 @@ class Tasks:
 
     @functools.cached_property
     def left_behind_loop(self) -> list[dict[Var, int]]:
-        """Per stage, what lives there and other stages read between passes or behind the loop: when they first do so, as of
-        `Update.rounds`."""
+        """Per stage, its values that other stages read between passes or after the loop -> the pass after which they are
+        first read, as in `UpdateRound.behind`."""
         found: list[dict[Var, int]] = [{} for _ in range(self.num_stages)]
         for stage, rounds in enumerate(self.update.rounds):
             for each in rounds:
@@ -114,29 +114,29 @@ class Tasks:
         return found
 
     def late_constants(self, stage: int, behind: int) -> dict[Var, None]:
-        """What is made behind a pass and a stage's part of the loop reads."""
+        """Values made after a pass that a stage's part of the loop reads."""
         read = self.split.read_outside(self.in_loop(stage))
         return {var: None for var in read if self.cut.behind.get(var) == behind}
 
     def in_loop(self, stage: int) -> list[JaxprEqn]:
-        """The equations of the loop that a stage runs; those of backward passes run some of the forward ones again."""
+        """The equations of the loop that a stage runs; recomputed ones are there again in the backward."""
         return [eqn for each in self.rounds[stage] for eqns in each.by_kind.values() for eqn in eqns]
 
     def kept(self, stage: int) -> tuple[Kept, ...]:
-        """Per round, what passes from forward to backward in a stage."""
+        """Per round, the residuals of a stage."""
         return tuple(each.behind.kept for each in self.rounds[stage])
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """Per stage, how much it recomputes (`residuals.py`)."""
+        """Per stage, its recomputation level (`residuals.py`)."""
         return tuple(rounds[0].behind.level for rounds in self.rounds)
 
     def levels_of(self, stage: int) -> list[float]:
-        """The levels that make a difference in a stage."""
+        """The levels at which the residuals of a stage change."""
         return sorted({level for each in self.rounds[stage] for level in find_levels(each.passes)})
 
     def at_level(self, stage: int, level: float) -> Tasks:
-        """The same tasks, but for how much one stage recomputes."""
+        """The same tasks with another recomputation level for one stage."""
         if self.levels[stage] == level:
             return self
         changed = tuple(replace(each, behind=backward_at(each.passes, level)) for each in self.rounds[stage])
@@ -151,8 +151,8 @@ def make_tasks(
     Args:
         cut: The step in phases.
         borders: First segment of each stage, from 0.
-        split_backward: Where what no other stage waits for is made a task of its own.
-        levels: Per stage, how much it recomputes; (): what is cheap.
+        split_backward: Where work that no other stage waits for becomes a task of its own (W).
+        levels: Per stage, its recomputation level; (): `CHEAP`.
     """
     chain, jaxpr = cut.chain, cut.program.jaxpr
     num_stages = len(borders)
@@ -183,11 +183,11 @@ def make_tasks(
 
 
 _Own = dict[tuple[int, int], list[JaxprEqn]]
-"""The equations of the loop by pass and stage, in order."""
+"""(pass, stage) -> its equations of the loop, in order."""
 
 
 def _by_stage(chain: Chain, borders: Sequence[int]) -> tuple[_Own, dict[Var, JaxprEqn]]:
-    """The equations of the loop where their segments are; and the light ones by what they make, which run anywhere."""
+    """The equations of the loop by the stages of their segments; and the light equations, by their results."""
     num_stages = len(borders)
     stage_of = [max(s for s, first in enumerate(borders) if first <= k) for k in range(chain.num_segments)]
     own: _Own = {(number, s): [] for number in range(2 * chain.num_rounds) for s in range(num_stages)}
@@ -201,7 +201,7 @@ def _by_stage(chain: Chain, borders: Sequence[int]) -> tuple[_Own, dict[Var, Jax
 
 
 def _place_light_results(cut: CutStep, own: _Own, light: Mapping[Var, JaxprEqn]) -> None:
-    """Results of the loop that light equations make are made by the first stage, as soon as may be; `own` is extended."""
+    """Let the first stage make results of the loop that light equations make, in the earliest pass; `own` is extended."""
     position = {eqn: k for k, eqn in enumerate(cut.chain.loop.eqns)}
     for eqn in dict.fromkeys(light[a] for a in variables(cut.chain.loop.outvars) if a in light):
         number = cut.chain.passes[position[eqn]] if cut.behind else 0
@@ -216,7 +216,7 @@ def _passes(
     split_backward: BackwardSplit,
     num_stages: int,
 ) -> tuple[list[list[Passes]], dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]]]:
-    """The passes of each stage, per round; and the scans of which these have the halves, with them."""
+    """The passes of each stage, per round; and the scans that were split, with their halves."""
     light_eqns = list(dict.fromkeys(light.values()))
     halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] = {}
     found = []
@@ -232,7 +232,7 @@ def _passes(
                 at_once, later = _waited_for(at_once, others, in_halves)
             pieces = list(split.piece_of)
             of_stage.append(Passes(forward, at_once, later, received, light_eqns, set(free), pieces))
-            free.update(makers((*forward, *at_once, *later)))  # of a round before, it is there
+            free.update(makers((*forward, *at_once, *later)))  # later rounds have the values of this one
         found.append(of_stage)
     return found, halves
 
@@ -242,9 +242,9 @@ def _waited_for(
     others: Sequence[Sequence[JaxprEqn]],
     halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] | None,
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """A stage's backward in two: what other stages wait for, and the rest.
+    """Split a stage's backward pass into the equations that other stages wait for, and the rest.
 
-    `others`: the same pass of these. `halves` is extended by scans that are both; None: those stay whole.
+    `others`: the same pass of the other stages. `halves` is extended by the scans that are split; None: scans stay whole.
     """
     waited = set(read_by(eqn for own in others for eqn in own))
     at_once, later = [], []
@@ -263,7 +263,7 @@ def _waited_for(
 
 
 def _in_halves(split: Microbatches, halves: Mapping[JaxprEqn, Sequence[JaxprEqn]]) -> Microbatches:
-    """The phases with both halves of scans where these were."""
+    """Replace scans of the loop by their halves."""
     if not halves:
         return split
     loop = split.loop
@@ -274,7 +274,7 @@ def _in_halves(split: Microbatches, halves: Mapping[JaxprEqn, Sequence[JaxprEqn]
 def _before(
     jaxpr: Jaxpr, split: Microbatches, stage: int, in_loop: Sequence[JaxprEqn], update: Update
 ) -> list[JaxprEqn]:
-    """Equations before the loop whose values a stage reads; repeated in every stage that does."""
+    """Equations before the loop that a stage needs; they are repeated in every stage that does."""
     results = [a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage]
     behind = read_by((eqn for each in update.rounds[stage] for eqn in each.eqns), results)
     return needed(split.before, split.read_outside(in_loop) | behind, effects=False)

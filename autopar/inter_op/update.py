@@ -1,13 +1,13 @@
-"""Where the update runs: beside the parameters; what joins stages is small, or crosses once.
+"""Places the update on stages: at the homes of parameters, with few bytes crossing between stages.
 
 In:     a step in phases whose loop is cut into stages.
-Out:    `Update`: the equations after the loop, and those between its passes, per stage in rounds (values cross stages between
-        rounds only); the home of every argument and of every output.
-Method: an equation that makes new state runs where the old lives, any other where the largest of its operands does.
+Out:    `Update`: the equations after the loop and between its passes, per stage in rounds (values cross stages between
+        rounds only); the home stage of every argument, and the stage of every result.
+Method: an equation that makes new state runs where the old state lives, any other where its largest operand does.
         Small values of several stages (the norm of all gradients, whether all are finite) are joined on the last stage,
-        after those of one stage have been joined there. What is made of small arguments alone (a learning rate) is made
-        wherever it is read. Scalars that only add up, or count (those of metrics), live on the last stage, where losses are:
-        so one can be divided by the other.
+        after those of each stage have been joined there. Values of small arguments alone (a learning rate) are computed
+        by every stage that reads them. Scalars that only accumulate or count (metrics) live on the last stage, as losses
+        do, so that one can be divided by the other.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from autopar.tuning import TUNING
 
 _JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
 AFTER_LOOP = 2**31
-"""More than any number of a pass of the loop."""
+"""Greater than the number of any pass of the loop."""
 _Round = tuple[int, int]
-"""The pass behind which it is, and its number there."""
+"""The pass after which the round runs, and its number there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateRound:
-    """What a stage does at once, when passes of all microbatches have been.
+    """Equations that a stage runs together, after a pass of all microbatches.
 
     Attributes:
-        behind: The pass of the loop behind which it runs; `AFTER_LOOP`: all of them.
-        number: Which of the rounds behind that pass it is.
-        eqns: In order; there may be none.
+        behind: The pass of the loop after which it runs; `AFTER_LOOP`: after all of them.
+        number: Index among the rounds after that pass.
+        eqns: The equations, in order; there may be none.
     """
 
     behind: int
@@ -48,15 +48,15 @@ class UpdateRound:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Placement of what comes between passes and after the loop, and of the step's arguments and results.
+    """Placement of the equations between passes and after the loop, and of the step's arguments and results.
 
     Attributes:
-        rounds: Per stage, in order.
-        stage_of: Stage of each value that the update makes; a value made everywhere it is read has none.
-        results: Per stage, the values that its part of the loop makes for the update or for the user.
-        home: Stage at which each argument lives.
+        rounds: Per stage, its rounds in order.
+        stage_of: Stage of each value that the update makes; values that every reader makes for itself have none.
+        results: Per stage, the results of the loop that it makes.
+        home: Home stage of each argument.
         readers: Stages that read each argument.
-        outputs: Stage at which each result of the step is found.
+        outputs: Stage that returns each result of the step.
     """
 
     rounds: tuple[tuple[UpdateRound, ...], ...]
@@ -78,10 +78,10 @@ def place_update(
     """Place the update.
 
     Args:
-        in_loop: Per stage, equations of the loop.
-        made_at: Of each value of the loop, at which `stage` it is made.
+        in_loop: Per stage, its equations of the loop.
+        made_at: Value of the loop -> the task that makes it (`Made`).
         aliases: Result of the step -> argument whose new value it is.
-        behind: Of what is made between passes of the loop, the pass behind which it is.
+        behind: Value made between passes of the loop -> the pass after which it is made.
     """
     outside = [split.read_outside(eqns) for eqns in in_loop]
     read_by_loop = [_arguments_behind(jaxpr, wanted, split.before) for wanted in outside]
@@ -96,24 +96,24 @@ def place_update(
 
 
 def _arguments_behind(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
-    """Arguments of the step among values, or among what these are made of by equations."""
+    """Arguments of the step among the values `wanted`, or read by the equations that make them."""
     behind = {**wanted, **read_by(needed(eqns, wanted, effects=False))}
     return {var: None for var in jaxpr.invars if var in behind}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Join:
-    """A join, through all of its kind whose result it alone reads: the last equation first, and what they join, in order."""
+    """A maximal tree of joins of one kind, each read by the next alone: its equations, the last first, and its leaves."""
 
     eqns: list[JaxprEqn]
     parts: list[Atom]
 
     def is_like(self, eqn: JaxprEqn) -> bool:
-        """Whether it is of an equation's kind and type."""
+        """Whether an equation is of the join's primitive and type."""
         return self.eqns[0].primitive is eqn.primitive and self.eqns[0].outvars[0].aval == eqn.outvars[0].aval
 
     def is_of_one_type(self) -> bool:
-        """Whether all that it joins is of the result's type."""
+        """Whether all leaves are of the result's type."""
         wanted = self.eqns[0].outvars[0].aval
         return all(p.aval.shape == wanted.shape and p.aval.dtype == wanted.dtype for p in self.parts)
 
@@ -143,9 +143,9 @@ class _Placement:
         self.read_at = {v: stage for stage in reversed(range(self.num_stages)) for v in self.read_by_loop[stage]}
         outvars, invars = self.jaxpr.outvars, self.jaxpr.invars
         self.replaced = {outvars[k]: invars[at] for k, at in self.aliases.items() if isinstance(outvars[k], Var)}
-        self.joined: dict[Var, Any] = {}  # made of joins alone: the primitive that joins, None if computed further
+        self.joined: dict[Var, Any] = {}  # made by joins: value -> the primitive that joins; None: computed from a join
         self.load = [0] * self.num_stages
-        # Equations of state alone (`b1 * mu`) wait for the one that brings what they make to a parameter or gradient.
+        # Equations of unplaced state alone (`b1 * mu`) wait for a reader with a placed operand, and are placed with it.
         waiting: dict[Var, JaxprEqn] = {}
         for eqn in self.eqns:
             operands = inputs_of(eqn)
@@ -167,11 +167,11 @@ class _Placement:
 
     @functools.cached_property
     def joint(self) -> frozenset[JaxprEqn]:
-        """What joins samples behind the only forward pass: each stage does it itself, as soon as it has the others' part."""
+        """Joins of samples after the only forward pass: each stage repeats them, once it has the others' contributions."""
         return frozenset(self.split.between if set(self.behind.values()) == {0} else ())
 
     def settle(self, eqn: JaxprEqn, at: int, waiting: dict[Var, JaxprEqn]) -> None:
-        """Place an equation, the ones that waited for it, and the arguments that no other has placed."""
+        """Place an equation on stage `at`, with the equations that waited for it and its unplaced arguments."""
         todo = [eqn]
         while todo:
             eqn = todo.pop()
@@ -187,7 +187,7 @@ class _Placement:
                     self.load[at] += num_bytes(var)
 
     def stage_for(self, eqn: JaxprEqn) -> int:
-        """Stage of an equation: where the state lives that it makes; of a join the last; else its largest operand's."""
+        """Stage of an equation: the home of the state it makes; for joins the last; else that of its largest operand."""
         placed = [var for var in inputs_of(eqn) if var in self.stage]
         joins = self.is_join(eqn)
         if joins or all(var in self.joined for var in placed):
@@ -200,7 +200,7 @@ class _Placement:
         return self.num_stages - 1 if joins else -max((num_bytes(var), -self.stage[var]) for var in placed)[1]
 
     def is_join(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation puts scalars of several stages together: not where one has been (a clip factor)."""
+        """Whether an equation joins scalars of several stages; not if one is computed from a join (a clip factor)."""
         operands = inputs_of(eqn)
         return (
             eqn.primitive.name in _JOINS
@@ -211,7 +211,7 @@ class _Placement:
         )
 
     def joined_locally(self) -> list[JaxprEqn]:
-        """The equations, with small sums over several stages regrouped: first within a stage, then across."""
+        """The equations, with joins over several stages regrouped: first within each stage, then across stages."""
         times_read = Counter(variables([*(a for eqn in self.eqns for a in eqn.invars), *self.jaxpr.outvars]))
         joins: dict[Atom, _Join] = {}
         for eqn in self.eqns:
@@ -269,9 +269,9 @@ class _Placement:
         )
 
     def homes(self, outputs: list[int], readers: dict[Var, dict[int, None]]) -> dict[Var, int]:
-        """Where each argument lives: what comes back, where its new value is found.
+        """Home stage of each argument; for replaced state, the stage that returns its new value.
 
-        `outputs`: stage of each result; set where a result is an argument or made before the loop.
+        `outputs`: stage of each result; set for results that are arguments or made before the loop.
         `readers`: stages that read each argument; extended by those that make such results.
         """
         home = {}
@@ -281,7 +281,7 @@ class _Placement:
         passed = {}
         for k, atom in enumerate(self.jaxpr.outvars):
             if not isinstance(atom, Literal) and atom in self.before:
-                # Made where something that it is made of is read by the loop anyway.
+                # Made at the home of an argument that it depends on.
                 outputs[k] = min((home[v] for v in _sources(atom, self.before, self.arguments)), default=0)
                 for var in _sources(atom, self.before, self.arguments):
                     readers.setdefault(var, {})[outputs[k]] = None
@@ -299,13 +299,13 @@ class _Placement:
         return home
 
     def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
-        """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
+        """Arguments of the step that a stage's update reads, also through equations before the loop."""
         wanted = read_by(eqn for eqns in rounds for eqn in eqns)
         return [*_arguments_behind(self.jaxpr, wanted, self.split.before)]
 
 
 class _Rounds:
-    """What each stage does in which round, behind which pass; `floating` are the makers of what is made wherever it is read."""
+    """Builds the rounds of each stage; `floating`: value -> its maker, for values that every reader makes for itself."""
 
     def __init__(self, placement: _Placement, floating: Mapping[Var, JaxprEqn]):
         self.placement, self.floating = placement, floating
@@ -315,13 +315,13 @@ class _Rounds:
         self.wanted: list[dict[_Round, list[Var]]] = [{} for _ in range(placement.num_stages)]
 
     def add(self, eqn: JaxprEqn, at: int, behind: int) -> None:
-        """A stage runs an equation, as soon as it has all that this reads; equations come in order."""
+        """Add an equation to the first round in which a stage has its operands; call it in order of equations."""
         number = self.number_at(self.makers_of([eqn], ()), at, behind)
         self.round_of.update(dict.fromkeys(eqn.outvars, (behind, number)))
         self.eqns[at].setdefault((behind, number), []).append(eqn)
 
     def want(self, var: Var, at: int, behind: int) -> None:
-        """A stage makes a value that is made wherever it is read."""
+        """Let a stage make a floating value for itself."""
         number = self.number_at(self.makers_of((), [var]), at, behind)
         self.wanted[at].setdefault((behind, number), []).append(var)
 
@@ -331,19 +331,19 @@ class _Rounds:
         return with_makers(eqns, wanted, self.floating, self.order, done)
 
     def number_at(self, eqns: Sequence[JaxprEqn], at: int, behind: int) -> int:
-        """The round behind a pass in which a stage has all that equations read."""
+        """The first round after a pass in which a stage has all operands of equations."""
         number, stage_of = 0, self.placement.stage
         for var in read_by(eqns):
             if var in stage_of and var not in self.placement.arguments:
                 before, so_far = self.round_of.get(var, (behind, 0))
                 if var not in self.round_of and stage_of[var] != at:
-                    self.eqns[stage_of[var]].setdefault((behind, 0), [])  # where it is handed out
+                    self.eqns[stage_of[var]].setdefault((behind, 0), [])  # an empty round, from which it is sent
                 if before == behind:
                     number = max(number, so_far + (stage_of[var] != at))
         return number
 
     def of_stage(self, stage: int) -> tuple[UpdateRound, ...]:
-        """A stage's rounds up to the last that is used, in order; every number behind a pass has those before it."""
+        """A stage's rounds, in order; numbers after a pass are contiguous from 0, so some may be empty."""
         own, wanted = self.eqns[stage], self.wanted[stage]
         most: dict[int, int] = {}
         for behind, number in own.keys() | wanted:
@@ -362,7 +362,7 @@ def _is_scalar(atom: Var) -> bool:
 
 
 def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:
-    """Home of the argument at the end of a chain in which each becomes the one before; of a circle the first stage."""
+    """Home at the end of a chain of arguments that each take over the next one's value; for a cycle, its first stage."""
     chain = [var]
     while chain[-1] in passed and passed[chain[-1]] not in chain:
         chain.append(passed[chain[-1]])
@@ -371,13 +371,13 @@ def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int
 
 
 def _sources(var: Var, made_by: Mapping[Var, JaxprEqn], arguments: Mapping[Var, None]) -> list[Var]:
-    """Arguments that a value is made of."""
+    """Arguments that a value depends on."""
     behind = ancestors([var], lambda v: inputs_of(made_by[v]) if v in made_by and v not in arguments else ())
     return [v for v in behind if v in arguments]
 
 
 def _chains(root: JaxprEqn, groups: Mapping[int, Sequence[Atom]]) -> list[JaxprEqn]:
-    """The same join, stage by stage, then of what the stages made."""
+    """The same join, first within each stage, then of the stages' results."""
     made: list[JaxprEqn] = []
 
     def chain(parts: Sequence[Atom]) -> Atom:

@@ -1,11 +1,11 @@
-"""Segments weighed in seconds: what their operations take on the devices of one stage, so that even stages take as long.
+"""Weighs segments in seconds on the devices of one stage, so that balanced stages take equally long.
 
-In:     `CutStep`, how many devices a stage has, what one is.
-Out:    `CutStep`, the work of whose segments is seconds of one microbatch.
-Method: each operation at its fastest on two axes of so many devices, by the cost model that plans are priced with, nobody
-        communicating. Operations that move bytes (a softmax over the vocabulary, norms) take their time though they compute
-        little, and small ones their launch. On one axis of thousands of devices, what has no dim that divides by so many
-        would stay whole, and a head weigh more than all layers.
+In:     `CutStep`, the number of devices of a stage, the device.
+Out:    `CutStep` whose segments' work is seconds of one microbatch.
+Method: each operation at its fastest sharding on a mesh of two axes, by the cost model of plans, without communication. So
+        memory-bound operations (a softmax over the vocabulary, norms) and launches of small ones count. On a single axis of
+        thousands of devices, operations without a dim that divides by it would not be split, and a head would weigh more
+        than all layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.mesh import Device, LogicalMesh
 
 
 def weigh_segments(cut: CutStep, num_devices: int, device: Device) -> CutStep:
-    """The step with seconds as the work of its segments."""
+    """Replace the work of a step's segments by seconds."""
     loop = cut.chain.loop
     pieces = {k: cut.batch.dims(var) for k, var in enumerate(loop.invars) if cut.batch.dims(var)}
     graph = build_graph(loop, _two_axes(num_devices), {}, pieces)
@@ -40,9 +40,9 @@ def weigh_segments(cut: CutStep, num_devices: int, device: Device) -> CutStep:
 
 
 class LayerKernels:
-    """What layers take on any number of devices, as `weigh_segments` weighs them; what does not depend on it is found once.
+    """Seconds of layers on any number of devices, as `weigh_segments` weighs them.
 
-    The same of equal layers, of which one is enough.
+    What does not depend on the number of devices is computed once; for equal layers, ask for one of them.
     """
 
     def __init__(self, cut: CutStep, borders: Sequence[int], device: Device):
@@ -54,7 +54,7 @@ class LayerKernels:
         self._tables: dict[int, Tables] = {}
 
     def seconds(self, first: int, num_devices: int) -> float:
-        """Of one microbatch, what the layer that begins with this segment takes on so many devices."""
+        """Seconds of one microbatch of the layer that begins with segment `first`, on so many devices."""
         if first not in self._programs:
             self._programs[first] = self._program(first)
         jaxpr, batch = self._programs[first]
@@ -65,7 +65,7 @@ class LayerKernels:
         return found
 
     def _program(self, first: int) -> tuple[Jaxpr, dict[int, frozenset[int]]]:
-        """The layer as a program, and the dims of its inputs that run over samples."""
+        """The layer as a program, and its inputs' dims that run over samples."""
         cut, chain, end = self._cut, self._cut.chain, self._ends[first]
         inside = [first <= at < end for at in chain.segment]
         own = [eqn for eqn, here in zip(chain.loop.eqns, inside, strict=True) if here]
@@ -78,13 +78,13 @@ class LayerKernels:
 
 
 def _two_axes(num_devices: int) -> LogicalMesh:
-    """So many devices on two axes that are as even as may be."""
+    """A mesh of two axes, as equal as possible."""
     side = next(n for n in range(math.isqrt(num_devices), 0, -1) if num_devices % n == 0)
     return LogicalMesh((num_devices // side, side))
 
 
 def _seconds_of(jaxpr: Jaxpr, seconds: Mapping[JaxprEqn, float]) -> list[float]:
-    """Of each equation, all runs of what is inside it counted; `seconds` are those of plain ones."""
+    """Seconds of each equation; `seconds` are those of equations without bodies."""
     return [
         sum(sum(_seconds_of(body, seconds)) for body in bodies_of(eqn)) if is_region(eqn) else seconds.get(eqn, 0.0)
         for eqn in jaxpr.eqns
