@@ -1,11 +1,11 @@
 """Strategies for values that are split in blocks: of `concatenate([chosen, rejected])` a shard has its part of each half.
 
 In:     an equation, its rule, the number of shards, and placements of its operands or results.
-Out:    `block_strategies`: those in which it takes or makes these, beyond those of `strategy.py`: along a factor in blocks,
-        along one that stands behind others in a dim (`abc->(ab)c`), or by moving whole blocks.
-Method: a dim split in n blocks is a dim (n, rest) whose second factor is split, and a shard holds (n, rest / count) as one
-        dim. What treats all places alike does the same to it; what joins, picks or pads with whole blocks does so with
-        smaller ones; what counts places is made whole and split; all else fits no strategy.
+Out:    `block_strategies`: the strategies that `strategy.py` lacks: along a factor in blocks, along a factor that is not the
+        first of its dim (`abc->(ab)c`), or by moving whole blocks.
+Method: a dim split in n blocks is a dim (n, rest) whose second factor is split; a shard holds (n, rest / count) as one dim.
+        Operations that treat all positions alike work on that as they are; those that concatenate, slice or pad by whole
+        blocks do so by smaller ones; those that number positions are computed whole and then split; others have none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.ir.split.placement import REPLICATED, Placement, Split
 from autopar.ir.split.strategy import AxisStrategy, has_program, shard_of, split_along
 
 BLOCK = "block"
-"""What stands for a factor where whole blocks are moved."""
+"""Stands for the factor of a strategy that moves whole blocks."""
 
 
 def block_strategies(
@@ -31,7 +31,7 @@ def block_strategies(
 ) -> list[AxisStrategy]:
     """Strategies for an operation on values that are split in blocks.
 
-    `placements`: of its operands, then of its results, as far as they are known; None: not known.
+    `placements`: of its operands, then of its results; None where unknown.
     """
     found: dict[AxisStrategy, None] = {}
     known = rule.splittable()
@@ -47,7 +47,7 @@ def block_strategies(
 
 
 def _place(rule: ShardingRule, dim: Dim, blocks: int, count: int) -> tuple[Factor, int] | None:
-    """The factor that is split where a dim is split in blocks, and the blocks of that factor."""
+    """The factor of a dim that a split in blocks divides, and its number of blocks."""
     for factor in dim:
         size = rule.sizes[factor]
         if size % (blocks * count) == 0:
@@ -59,7 +59,7 @@ def _place(rule: ShardingRule, dim: Dim, blocks: int, count: int) -> tuple[Facto
 
 
 def _along(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, blocks: int, count: int) -> list[AxisStrategy]:
-    """The strategy along a factor, unless the operation asks where along it a shard stands."""
+    """The strategy along a factor, unless the operation depends on the offset of a shard."""
     strategy = split_along(rule, factor, blocks)
     if has_program(eqn, rule, strategy, count):
         return [strategy]
@@ -67,7 +67,7 @@ def _along(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, blocks: int, count
 
 
 def _made_whole(strategy: AxisStrategy) -> AxisStrategy:
-    """The same of an operation without operands, such as `iota`: it is cheap, and each shard takes its part of it."""
+    """The strategy for an operation without operands, such as `iota`: compute it whole, which is cheap, and take a part."""
 
     def local(eqn: JaxprEqn, shard: Shard) -> list[jax.Array]:
         assert strategy.factor is not None
@@ -84,7 +84,7 @@ def _made_whole(strategy: AxisStrategy) -> AxisStrategy:
 
 
 def _moving(eqn: JaxprEqn, place: int, placement: Split, count: int) -> list[AxisStrategy]:
-    """The strategy in which whole blocks are moved, as large as those of the operand or result at `place`."""
+    """The strategy that moves whole blocks, of the size of those of the operand or result number `place`."""
     dim, arrays = placement.dim, (*eqn.invars, *eqn.outvars)
     rows = arrays[place].aval.shape[dim] // placement.blocks
     move = _MOVES.get(eqn.primitive.name, lambda *_: None)(eqn.params, dim, count)
@@ -105,7 +105,7 @@ def _moving(eqn: JaxprEqn, place: int, placement: Split, count: int) -> list[Axi
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Where along a dim an operation begins and ends, and its parameters for shards."""
+    """How an operation moves blocks: its offsets along the dim, and its parameters on a shard."""
 
     cuts: Sequence[int]
     params: Params

@@ -13,9 +13,9 @@ from autopar.ir.region import Region, kind_of
 
 
 def sum_carries(scan: Region) -> list[bool | None]:
-    """For each carry of a scan whether it is a sum over the trips (True), does not change (False), or neither (None).
+    """For each carry of a scan: True if it is a sum over the trips, False if it does not change, None otherwise.
 
-    A sum may stand nowhere else: what reads it waits for the trips before.
+    A carry that anything but the addition reads is no sum: its reader waits for the trips before.
     """
     eqns, carries = scan.bodies[0].eqns, scan.carries
     entered = {b.var: b.var for b in carries}
@@ -40,7 +40,7 @@ def sum_carries(scan: Region) -> list[bool | None]:
 
 
 def passed_on(eqn: JaxprEqn) -> list[tuple[Atom, Var]]:
-    """Operands that come out as they went in: through a barrier, or less weakly typed (a sum that begins as `0.0`)."""
+    """Pairs of an operand and the result that equals it: of a barrier, or of a cast that only drops a weak type."""
     pairs = list(zip(eqn.invars, eqn.outvars, strict=False))
     if kind_of(eqn) == "barrier":
         return pairs
@@ -50,9 +50,9 @@ def passed_on(eqn: JaxprEqn) -> list[tuple[Atom, Var]]:
 
 
 def is_done_apart(loop: Region) -> bool:
-    """Whether each sample of a loop ends in its own time: it goes on while any does, and keeps what does not go on.
+    """Whether a `while` treats each sample alone: it runs while any sample is active, and leaves finished ones unchanged.
 
-    Then the loop may end earlier for some of the samples: the rounds that are left change nothing of them.
+    Then shards may stop at different turns: further turns would not change their samples.
     """
     made_by = makers(eqn for body in loop.bodies for eqn in body.eqns)
     (predicate,) = loop.of_role("test")
@@ -62,7 +62,7 @@ def is_done_apart(loop: Region) -> bool:
     going = next((b.var for b in loop.carries if b.inner[0] is test.invars[0]), None)
 
     def stays(old: Var, result: Atom) -> bool:
-        """Whether what does not go on is as before."""
+        """Whether finished samples keep their old value."""
         eqn = made_by.get(result) if isinstance(result, Var) else None
         if eqn is None or result is old:
             return result is old

@@ -1,9 +1,9 @@
-"""Demand propagation: what is only read in parts is made in parts.
+"""Demand propagation: a value of which every reader wants the same parts is made in parts.
 
 In:     a program whose placements have been followed forwards (`solver.py`), and the placements in which its results are
         read.
-Out:    `Solution`, changed: a mask, random bits, a stack that is converted before it is scanned are made part by part,
-        from parts of their own operands.
+Out:    `Solution`, changed: masks, random bits, a stack that is cast before a scan reads it are made part by part, from
+        parts of their operands.
 Method: one pass backwards, from readers to makers, into loops and branches.
 """
 
@@ -18,7 +18,7 @@ from autopar.ir.split.placement import BY_EACH, REPLICATED, SUM, Placement, Spli
 from autopar.ir.split.solution import Solution, Strategies
 
 Uses: TypeAlias = dict[Var, dict[Placement, None]]
-"""For each value the placements in which it is read."""
+"""The placements in which each value is read."""
 
 
 class Demand:
@@ -28,22 +28,22 @@ class Demand:
         self.solution, self.strategies = solution, strategies
 
     def body(self, jaxpr: Jaxpr, uses: Uses) -> None:
-        """Carry demand through a body; `uses` are those of its results, and become those of all of its values."""
+        """Propagate demand through a body: `uses`, given for its results, is filled in for all of its values."""
         for eqn in reversed(jaxpr.eqns):
             self.read(eqn.invars, self.wants(eqn, uses), uses)
 
     def read(self, atoms: Sequence[Atom], wants: Sequence[Placement], uses: Uses) -> None:
-        """Note that values are read."""
+        """Record that values are read in these placements."""
         for atom, want in zip(atoms, wants, strict=True):
             if not isinstance(atom, Literal):
                 uses.setdefault(atom, {})[want] = None
 
     def wants(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
-        """The placement of each operand that an equation reads, when its results are read so."""
+        """The placement in which an equation reads each operand, given how its results are read."""
         return self.region(eqn, uses) if is_region(eqn) else self.equation(eqn, uses)
 
     def equation(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
-        """What a plain equation reads; it is done in parts if all readers of its results want the same parts."""
+        """The same for a plain equation; it is split if all readers of its results want the same parts."""
         solution = self.solution
         if eqn in solution.strategy_of:
             return solution.strategy_of[eqn].operands
@@ -60,7 +60,7 @@ class Demand:
         return [REPLICATED] * len(eqn.invars)
 
     def region(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
-        """What a region reads; demand is carried through its bodies."""
+        """The same for a region; demand is propagated through its bodies."""
         region, solution = region_of(eqn), self.solution
         if eqn not in solution.own_trips:
             for b in region.bindings:
@@ -76,7 +76,7 @@ class Demand:
         return region.of_operands([outside for _, outside in solution.crossing(region)])
 
     def narrow(self, names: Sequence[Var], uses: Uses, lowest: int = 0) -> None:
-        """A value that passes a boundary whole, under names of which each shard reads its part, passes in parts."""
+        """Split a value that crosses the boundary of a region whole, if all its readers beyond want the same part."""
         wants = list(dict.fromkeys(want for var in names for want in uses.get(var, ())))
         if self.solution.of(names[0]) in (REPLICATED, BY_EACH) and len(wants) == 1:
             if isinstance(wants[0], Split) and wants[0].dim >= lowest:

@@ -1,11 +1,11 @@
 """The placement of a value on one axis: replicated, split along a dim, or a partial result.
 
 In:     (types only.)
-Out:    `Placement`, and `Axis`: the loop over microbatches, or the parts of a scan that all stand in the program. (For a mesh
-        axis `intra_op/strategies.py` reads the same strategies, and writes collectives.)
-Method: what a mesh axis is in space, the loop is in time and the parts are in the program: what one shard of a value is
-        does not depend on it. What does is which number a shard has (a device asks for it, the loop counts, of a part it
-        is known), and whether shards can be put together again where they are made.
+Out:    `Placement`, and `Axis`: the loop over microbatches, or the parts of an unrolled scan. (A mesh axis reads the same
+        strategies in `intra_op/strategies.py`, and needs collectives besides.)
+Method: a mesh axis lies in space, the loop over microbatches in time, and the parts of a scan in the program; what one shard
+        of a value is, is the same on all three. They differ in the number of the shard (a device asks for its position, a
+        loop counts, a part has a literal), and in where shards can be joined.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Reduction: TypeAlias = Literal["sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every shard has the same, whole value.
+    """Every shard has a whole value.
 
     Attributes:
-        made: `"once"`, outside of the axis; by `"each"` shard anew; or of each shard its `"own"`, which stands for that
-            of all (its statistics).
+        made: `"once"`: computed outside of the axis. `"each"`: every shard computes the same value. `"own"`: every shard
+            computes a value of its own that stands for the joint one (local statistics).
     """
 
     made: Made = "once"
@@ -36,18 +36,18 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Shard k has the k-th part along `dim`, or of each of equal blocks that stand behind each other there.
+    """Shard k has the k-th part along `dim`; of several equal blocks there, the k-th part of each.
 
     Attributes:
-        dim: Along which.
-        blocks: How many.
+        dim: The dim that is split.
+        blocks: Number of blocks that the dim consists of, as in `concatenate([chosen, rejected])`.
     """
 
     dim: int
     blocks: int = 1
 
     def moved(self, by: int) -> Split:
-        """The same where `by` dims have come in front."""
+        """The same split after `by` leading dims have been added."""
         return Split(self.dim + by, self.blocks)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the sum (or the largest, the smallest) of what all shards have."""
+    """The value is the sum (or maximum, or minimum) over all shards."""
 
     kind: Reduction = "sum"
 
@@ -70,12 +70,12 @@ REPLICATED, BY_EACH, OWN, SUM = Replicated(), Replicated("each"), Replicated("ow
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The shards of a program: microbatches, done one after the other by one program that is given their number; or parts of a
-    scan over layers, which stand in the program side by side, each with its number written in.
+    """The shards of a program: microbatches, which one loop body processes in turn and is given their number; or parts of a
+    scan over layers, which are all written out, with their numbers as literals.
 
     Attributes:
-        count: How many.
-        length: How many layers parts are together, if `count` does not divide them; 0: shards are equal.
+        count: Number of shards.
+        length: Number of layers in all parts together, where `count` does not divide it; 0: shards are equal.
     """
 
     count: int
@@ -83,7 +83,7 @@ class Axis:
 
     @property
     def units(self) -> int:
-        """What lengths that are split must be multiples of: shards are of whole units, as even as these allow."""
+        """Number of equal units that a split dim has: a shard is a run of whole units, as even as they allow."""
         return self.length or self.count
 
     @property
@@ -94,24 +94,24 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one shard has of a length in equal units: so many of them, behind the first so many."""
+    """The units of one shard: `size` of them, from number `first` on."""
 
     first: int
     size: int
 
 
 def share_of(number: int, count: int, units: int) -> Share:
-    """What the number-th of `count` shards has: of `units` units as even a part as can be.
+    """The units of shard `number` of `count`, as even as `units` allow.
 
-    The longer ones come first: behind the last layers comes what makes the loss, and meshes that take turns (every so many
-    shards) have as even parts in all.
+    Longer shards come first: the last stage computes the loss besides its layers, and meshes with several chunks
+    (interleaved) get equal totals.
     """
     size, longer = divmod(units, count)
     return Share(number * size + min(number, longer), size + (number < longer))
 
 
 def local_aval(aval: Aval, placement: Placement, units: int, size: int = 1) -> Aval:
-    """Type of one shard of a value, which has `size` units of what is split in so many."""
+    """Type of one shard that has `size` of the `units` units of a value's split dim."""
     shape = list(aval.shape)
     if isinstance(placement, Split):
         shape[placement.dim] = shape[placement.dim] // units * size

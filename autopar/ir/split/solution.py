@@ -1,4 +1,4 @@
-"""How a program is done on an axis: the placement of every value, the strategy of every equation.
+"""The solution for a program on one axis: the placement of every value, the strategy of every equation.
 
 In:     (types only; `solver.py` and `demand.py` fill them.)
 Out:    `Solution`; `Strategies`: those of each equation, looked up once.
@@ -21,15 +21,15 @@ from autopar.ir.split.strategy import AxisStrategy, has_program, strategies
 
 @dataclass(eq=False, slots=True)
 class Solution:
-    """How a program is done on one axis.
+    """A program on one axis.
 
     Attributes:
-        axis: Which.
-        placement_of: For each value that shards make, or have, its placement; others are whole.
-        strategy_of: How each plain equation is done; absent: as it stands.
-        own_trips: Scans over what is split, of which each shard does its own trips: its placement.
-        read_as: Values that are made in shards and read otherwise: whole, from where they are made once, or each shard's own
-            for that of all (local statistics).
+        axis: The axis.
+        placement_of: The placement in which each value is made; a value without one is replicated.
+        strategy_of: The strategy of each plain equation; one without a strategy is computed as it stands.
+        own_trips: Scans whose trips are split, so that each shard does its own; with the placement of their stacks.
+        read_as: Values that are read otherwise than shards make them: whole, computed once outside of the axis, or each
+            shard's own in place of the joint one (local statistics).
     """
 
     axis: Axis
@@ -44,15 +44,15 @@ class Solution:
         return self.axis.count
 
     def of(self, atom: Atom | None) -> Placement:
-        """The placement in which a reader finds a value."""
+        """The placement in which a value is read."""
         return self.read_as.get(atom) or self.made_as(atom) if isinstance(atom, Var) else REPLICATED
 
     def made_as(self, var: Var) -> Placement:
-        """The placement in which shards make a value."""
+        """The placement in which a value is made."""
         return self.placement_of.get(var, REPLICATED)
 
     def crossing(self, region: Region) -> list[tuple[Placement, Placement]]:
-        """For each binding of a region its placement inside, and outside."""
+        """For each binding of a region its placements inside and outside."""
         own = self.own_trips.get(region.eqn)
         return [self._crossing(b, own) for b in region.bindings]
 
@@ -68,7 +68,7 @@ class Solution:
         return inside, own_trips if b.is_stacked and own_trips is not None else inside
 
     def forget(self, eqn: JaxprEqn) -> None:
-        """The equation, and what is in it, as if it had not been looked at."""
+        """Drop what is known of an equation and of its bodies."""
         self.strategy_of.pop(eqn, None)
         self.own_trips.pop(eqn, None)
         for var in eqn.outvars:
@@ -85,12 +85,12 @@ Phase: TypeAlias = Literal["before", "loop", "between", "after"]
 
 @dataclass(eq=False, slots=True)
 class LoopSolution(Solution):
-    """The same for a step whose shards are the turns of a loop.
+    """The solution for a step whose shards are microbatches, processed by a loop.
 
     Attributes:
-        phase: Of each top-level equation: what needs no sample, what each turn does, what needs the first half of all turns
-            and is needed by the second (`joins.py`), what needs all turns.
-        early: Top-level equations that run before the loop on the whole batch, whatever else they do.
+        phase: Where each top-level equation runs: `"before"` the loop (it needs no sample), in the `"loop"`, `"between"`
+            the forward passes of all microbatches and their backward passes (`joins.py`), or `"after"` the loop.
+        early: Top-level equations that also run before the loop, on the whole batch.
     """
 
     phase: dict[JaxprEqn, Phase] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class LoopSolution(Solution):
 
 
 class Strategies:
-    """The strategies of equations on an axis; those of equal equations are looked up once."""
+    """The strategies of equations on an axis, cached by signature."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
@@ -109,7 +109,7 @@ class Strategies:
     def of(self, eqn: JaxprEqn, placements: Sequence[Placement | None]) -> list[AxisStrategy]:
         """The strategies of a plain equation.
 
-        `placements`: of its operands, then of its results, as far as they are known: they may be split in blocks.
+        `placements`: of its operands, then of its results, as far as known; those split in blocks allow more strategies.
         """
         signature = self.signatures.get(eqn)
         if signature is None:

@@ -3,9 +3,9 @@
 In:     a `Solution` in which the placements of some values are known, and equations in order.
 Out:    the placements of their results, and the strategies; or `StuckError`: an equation fits none.
 Method: the transfer function of an equation is the cheapest of its strategies that its operands can be converted to: a
-        whole value to a part of it, or to one term of a sum. Across the boundary of a region a value keeps its placement;
-        what a loop carries is joined over its turns. What to do with an equation that fits no strategy is the policy of
-        who asks (`microbatch.py`, `layers.py`).
+        whole value to a part of it, or to one term of a sum. A value keeps its placement across the boundary of a region;
+        the placements of loop carries are joined until they settle. The caller's policy decides what becomes of an equation
+        that fits no strategy (`microbatches/phases.py`, `layers/placements.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autopar.ir.split.strategy import AxisStrategy
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an equation cannot be done in shards: `eqn` needs `operand` of all of them."""
+    """Why an equation has no strategy: `eqn` needs the joint `operand` of all shards."""
 
     eqn: JaxprEqn
     operand: Var
 
 
 class StuckError(Exception):
-    """An equation that fits no strategy."""
+    """An equation fits no strategy."""
 
     def __init__(self, eqn: JaxprEqn, operand: Atom):
         super().__init__()
@@ -40,17 +40,18 @@ class StuckError(Exception):
 
 
 class Solver:
-    """Follows placements.
+    """Propagates placements forwards.
 
     Attributes:
-        solution: Changed.
-        strategies: Of equations on its axis.
-        zeros: Values that are known to be zeros.
-        uneven: Sums to which one shard gives what others do not: of elements by index, with what is added once.
+        solution: The solution that is filled in.
+        strategies: The strategies of equations on its axis.
+        zeros: Values known to be zero.
+        uneven: Partial sums whose terms are not alike: elements picked by index, or a value that only one shard adds. They
+            cannot be estimated from one shard.
     """
 
     def __init__(self, solution: Solution, give_way: Callable[[Cause], bool] = lambda _: False):
-        """`give_way` may change the solution so that an equation of a body fits after all; whether it did."""
+        """`give_way` is asked when an equation of a body is stuck: it may change the solution, and says whether it did."""
         self.solution, self.give_way = solution, give_way
         self.strategies = Strategies(solution.axis)
         self.zeros: dict[Var, None] = {}
@@ -95,7 +96,7 @@ class Solver:
         return best[1] if best is not None else None
 
     def conversion(self, atom: Atom, have: Placement, want: Placement, inside: bool) -> int | None:
-        """How many conversions, 0 or 1, make one placement the other; None: none does."""
+        """Number of conversions, 0 or 1, from placement `have` to `want`; None: there is none."""
         match have, want:
             case _ if have == want:
                 return 0
@@ -110,7 +111,7 @@ class Solver:
         return None
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether a value is known to be zeros."""
+        """Whether a value is known to be zero."""
         return bool(atom.val == 0) if isinstance(atom, Literal) else atom in self.zeros
 
     def mark_uneven(self, eqn: JaxprEqn, strategy: AxisStrategy, placements: Sequence[Placement]) -> None:
@@ -122,7 +123,7 @@ class Solver:
     # Regions.
 
     def body(self, jaxpr: Jaxpr) -> list[Placement]:
-        """Placements of a body's results; those of its inputs are known."""
+        """Placements of a body's results, from those of its inputs."""
         for eqn in jaxpr.eqns:
             while True:
                 try:
@@ -154,7 +155,11 @@ class Solver:
         return region.of_results(results)
 
     def entering(self, eqn: JaxprEqn, b: Binding, placement: Placement) -> Placement:
-        """The placement in which a value enters bodies; the largest of all shards' enters none, and one branch is taken."""
+        """The placement in which a value enters bodies.
+
+        Raises:
+            StuckError: It is a partial maximum or minimum, which enters no body, or a test on which shards may differ.
+        """
         if isinstance(placement, Partial) and placement != SUM:
             raise StuckError(eqn, b.outer)
         if b.role == "test" and not isinstance(placement, Replicated):
@@ -162,7 +167,7 @@ class Solver:
         return placement.moved(-b.lead) if isinstance(placement, Split) else placement
 
     def turns(self, region: Region, so_far: list[Placement]) -> list[Placement]:
-        """What each binding is outside, after as many turns as it takes until what is carried changes no more."""
+        """The placement of each binding outside of a region, from a fixed point over what its bodies carry."""
         runs = [k for k in range(len(region.bodies)) if region.kind != "while" or k == 1]
         while True:
             for b, placement in zip(region.bindings, so_far, strict=True):
@@ -181,7 +186,7 @@ class Solver:
         return [_leaving(b, placement) for b, placement in zip(region.bindings, so_far, strict=True)]
 
     def joined(self, region: Region, b: Binding, so_far: Placement, left: Sequence[Placement]) -> Placement:
-        """What a binding is after a turn, from what it was and how bodies left it."""
+        """The placement of a binding after one more turn: that so far, joined with those in which bodies leave it."""
         if b.role == "ys":  # stacks of the largest are the largest of stacks
             (so_far,) = left
             return so_far
@@ -190,7 +195,7 @@ class Solver:
         return so_far
 
     def check_test(self, loop: Region) -> None:
-        """All shards go on, or none; unless each sample of a loop ends by itself."""
+        """Check that shards agree on whether a loop goes on, or that each sample ends by itself."""
         (test,) = self.body(loop.bodies[0])
         (b,) = loop.of_role("test")
         if isinstance(test, Partial) and test != SUM and is_done_apart(loop) and isinstance(b.value, Var):
@@ -199,7 +204,7 @@ class Solver:
             raise StuckError(loop.eqn, b.value)
 
     def own_trips(self, scan: Region, trips: Split) -> list[Placement]:
-        """A shard does the trips of its own part, if nothing but sums goes from trip to trip."""
+        """Placements of a scan's bindings where each shard does its own trips; its carries must be sums, or not change."""
         of = self.solution.of
         is_sum = dict(zip((b.result for b in scan.carries), sum_carries(scan), strict=True))
         for b in scan.carries:
@@ -235,14 +240,14 @@ class Solver:
 
 
 def _leaving(b: Binding, placement: Placement) -> Placement:
-    """What is whole inside of a region is made anew by each shard."""
+    """The placement of a binding outside; a value that is whole inside of a region is computed by each shard."""
     if isinstance(placement, Split):
         return placement.moved(b.lead)
     return BY_EACH if placement == REPLICATED else placement
 
 
 def _join(eqn: JaxprEqn, a: Placement, b: Placement, inside: Atom) -> Placement:
-    """The placement that can be made of either."""
+    """The placement to which both can be converted."""
     of_all = REPLICATED, BY_EACH
     if a == b or (b in of_all and a != REPLICATED):
         return a
@@ -252,7 +257,7 @@ def _join(eqn: JaxprEqn, a: Placement, b: Placement, inside: Atom) -> Placement:
 
 
 def _blamed(eqn: JaxprEqn, placements: Sequence[Placement]) -> Atom:
-    """The operand that keeps an equation from being done in shards: a partial result before a part."""
+    """The operand to blame for an equation that fits no strategy: a partial result rather than a part."""
     order = {Partial: 0, Split: 1}
     ranked = [(order[type(p)], k) for k, p in enumerate(placements) if type(p) in order]
     return eqn.invars[min(ranked)[1]]

@@ -1,11 +1,10 @@
-"""One operation on one axis: what a shard of it needs, and what its results then are.
+"""The transfer function: how one operation can be done on one axis, and what a shard then computes.
 
-In:     an equation's rule and the number of shards. A rule says of every axis the same: of devices side by side, of
-        microbatches one after the other, of parts of a scan.
-Out:    `strategies(rule, count)`: for each factor that can be split, and each linear group, the placement that every
-        operand needs and every result gets; `shard_program`: what shard k does, as a flat program.
-Method: the operation on local operands, with the number of the shard, an input of the program, where a device would ask
-        for its own position.
+In:     an equation's rule and the number of shards; the axis may be one of a mesh, the microbatches, or parts of a scan.
+Out:    `strategies(rule, count)`: one for each factor that can be split and for each linear group, with the placement that
+        each operand needs and each result gets; `shard_program`: what shard k computes, as a flat program.
+Method: the rule's local program on local operands; the number of the shard is an input of it, where a device would ask
+        for its position on the mesh.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class AxisStrategy:
     """One way to do an operation on an axis.
 
     Attributes:
-        factor: The factor that is split; None: the operation is linear, and done on partial sums.
-        operands: The placement that a shard needs of each operand.
+        factor: The factor that is split; None: the operation is linear, and is applied to partial sums.
+        operands: The placement that each operand must have.
         results: The placement of each result.
         group: Which of the rule's linear groups is partial, where no factor is split.
-        picks: The sums that it makes are of single elements: a shard has zeros for what others find.
-        blocks: Of the factor: of each of so many parts of it that stand behind each other a shard has its part.
-        local: The program of a shard where it is not that of the rule.
-        beside: A second factor that is split with it; rows travel (`Travel`).
+        picks: Its partial sums hold each element once: the shard that finds it has it, the others have zeros.
+        blocks: Number of blocks of the factor, of each of which a shard has its part.
+        local: The program of a shard, where it is not the rule's.
+        beside: A second factor that is split on the same axis; rows move between devices (`Travel`).
     """
 
     factor: Factor | None
@@ -56,7 +55,7 @@ class AxisStrategy:
 
 
 def strategies(rule: ShardingRule, count: int) -> list[AxisStrategy]:
-    """All ways to do an operation on an axis of `count` shards, those that split a factor first."""
+    """All strategies of an operation on an axis of `count` shards, those that split a factor first."""
     found = [split_along(rule, factor) for factor in rule.splittable() if rule.sizes[factor] % count == 0]
     for number, group in enumerate(rule.linear):  # partial sums pass through these operands
         operands = tuple(SUM if k in group else REPLICATED for k in range(len(rule.operands)))
@@ -65,7 +64,7 @@ def strategies(rule: ShardingRule, count: int) -> list[AxisStrategy]:
 
 
 def split_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> AxisStrategy:
-    """The strategy that splits a factor, or each of `blocks` equal parts of it that stand behind each other."""
+    """The strategy that splits a factor, or each of its `blocks` equal blocks."""
 
     def placement(term: Term, absent: Placement) -> Placement:
         for d, dim in enumerate(term):
@@ -83,7 +82,7 @@ def split_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> AxisStra
 
 
 def travels(rule: ShardingRule, count: int) -> list[AxisStrategy]:
-    """The way in which rows travel between `count` devices, if the operation has one: microbatches have no such way."""
+    """The strategy that sends rows between `count` devices, if the operation has one; only a mesh axis can do that."""
     travel = rule.travel
     if travel is None or any(rule.sizes.get(factor, 1) % count for factor in (travel.part, travel.group)):
         return []
@@ -96,18 +95,19 @@ def travels(rule: ShardingRule, count: int) -> list[AxisStrategy]:
 
 
 class NoPositionError(Exception):
-    """A local program asked where its part begins, and it has several; or how many there are, and they are not equal."""
+    """A local program asked for the offset of its shard, which has a part of each of several blocks; or for the number of
+    shards, which are not equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place(Shard):
-    """Where a shard stands, as a device stands on a mesh: what it has of the factor that is split, in equal units.
+    """The position of a shard along the factor that is split, in equal units; stands for a device's position on a mesh.
 
     Attributes:
-        first: Its first unit: its number, where it has one.
-        size: How many it has.
-        units: How many there are.
-        blocks: Of how many blocks of the factor it has a part each.
+        first: Its first unit; where shards are single units, its number.
+        size: Its number of units.
+        units: Number of units of all shards.
+        blocks: Number of blocks of the factor, of each of which it has a part.
     """
 
     first: jax.Array | int = 0
@@ -116,7 +116,7 @@ class _Place(Shard):
     blocks: int = 1
 
     def num_shards(self, factor: Factor) -> int:
-        """1 for a factor that is not split.
+        """Number of shards of a factor; 1 if it is not split.
 
         Raises:
             NoPositionError: Shards are not equal.
@@ -147,13 +147,13 @@ class _Place(Shard):
 
 
 def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units: int, size: int = 1) -> Jaxpr:
-    """The flat program of one shard: (its first unit, int32; local operands) to results.
+    """The flat program of one shard: (its first unit, int32; local operands) to local results.
 
-    `units`: in how many equal units what is split is. `size`: how many of them the shard has.
+    `units`: number of equal units of the split factor. `size`: number of them that the shard has.
 
     Raises:
-        NoPositionError: The operation depends on places along what is split in blocks, or on how many equal shards there
-            are where they are not.
+        NoPositionError: The operation depends on its offset along a factor split in blocks, or on the number of shards where
+            they are not equal.
     """
     local = strategy.local or rule.local
 
@@ -169,7 +169,7 @@ def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, uni
 
 
 def has_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units: int, size: int = 1) -> bool:
-    """Whether a shard can do an operation so: not if it asks for what a shard like this does not have."""
+    """Whether the strategy has a program for such a shard: it has none if it asks for a position that the shard lacks."""
     if strategy.factor is None or (strategy.local or rule.local) is None:
         return True
     try:
@@ -179,11 +179,11 @@ def has_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units
     return True
 
 
-# From one placement to another.
+# Conversions between placements.
 
 
 def shard_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: int, size: int = 1) -> jax.Array:
-    """What of a whole value the shard has that has `size` of so many equal units, from the first on."""
+    """A shard of a whole value: `size` of its `units` units, from `first` on."""
     dim, blocks = placement.dim, placement.blocks
     if blocks > 1:
         whole, dim = apart(whole, dim, blocks), dim + 1
@@ -197,7 +197,7 @@ def shard_of(whole: jax.Array, placement: Split, first: jax.Array | int, units: 
 
 
 def join_shards(shards: Sequence[jax.Array], placement: Split) -> jax.Array:
-    """The whole value, of all shards in order."""
+    """The whole value from all of its shards, in order."""
     dim, blocks = placement.dim, placement.blocks
     if blocks == 1:
         return jax.lax.concatenate(shards, dim)
@@ -205,10 +205,7 @@ def join_shards(shards: Sequence[jax.Array], placement: Split) -> jax.Array:
 
 
 def joined(placement: Placement, so_far: jax.Array, own: jax.Array, count: int) -> jax.Array:
-    """The accumulator after one more microbatch.
-
-    `placement`: how what `count` microbatches have of their `own` makes the whole.
-    """
+    """An accumulator after one more of `count` shards has contributed its `own` value, as the placement says."""
     match placement:
         case Partial("sum"):
             return so_far + own.astype(so_far.dtype)
@@ -224,10 +221,10 @@ def joined(placement: Placement, so_far: jax.Array, own: jax.Array, count: int) 
 
 @functools.cache
 def conversion_program(shape: tuple[int, ...], dtype: np.dtype, want: Placement, count: int) -> Jaxpr:
-    """(number, value) to what the number-th of `count` shards has of the value, as a flat program.
+    """The flat program (number, value) -> the value as shard `number` of `count` has it in the placement `want`.
 
-    Of a whole value it is a part, or a term of a sum: the first shard has the value, the others have zeros. Where `want` is the
-    shard's own, the value is its term of a sum, and becomes what the sum would be if all shards were like this one.
+    `Split`: the shard's part of a whole value. `Partial`: the shard's term of a sum; the first has the value, the others zeros.
+    `Replicated`: the value is the shard's term of a sum, which becomes the sum as if all shards had this term.
     """
 
     def program(number: jax.Array, value: jax.Array) -> jax.Array:

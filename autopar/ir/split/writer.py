@@ -1,10 +1,10 @@
 """The writer: what one shard of a program does, as equations.
 
-In:     a `Solution`, and the number of the shard: a variable (the loop counts it) or a literal (the shard is one of those
-        that stand in the program).
+In:     a `Solution`, and the number of the shard: a variable (counted by the loop over microbatches) or a literal (a part of
+        an unrolled scan).
 Out:    equations on shards of values.
-Method: each operand is converted to the placement that the equation's strategy needs, once; loops and branches are written
-        anew, their bodies by the same writer. Where a value is that no shard has made, the one who writes says.
+Method: each operand is converted, once, to the placement that the equation's strategy needs; loops and branches are rebuilt
+        with bodies from the same writer. A subclass says where values come from that no shard makes (`outside`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from autopar.ir.split.strategy import conversion_program, shard_of, shard_progra
 
 
 class Programs:
-    """What a shard does for an equation under its strategy; the same program for equal equations."""
+    """The programs of shards for equations under their strategies, cached by signature."""
 
     def __init__(self, solution: Solution):
         self.solution = solution
         self.known: dict[object, Jaxpr] = {}
 
     def of(self, eqn: JaxprEqn, size: int) -> Jaxpr:
-        """(First unit of the shard, local operands) to local results, of a shard of so many units."""
+        """The program (first unit, local operands) -> local results of a shard of `size` units."""
         strategy = self.solution.strategy_of[eqn]
         key = equation_signature(eqn), strategy, size
         if key not in self.known:
@@ -57,11 +57,11 @@ class ShardWriter:
     """Writes one body, as one shard does it.
 
     Attributes:
-        number: Of the shard, int32: the first unit that it has of what is split.
-        size: How many units it has.
-        values: For each value and placement, the atom that the shard has for it.
-        eqns: Written so far.
-        rows: Of stacks of a single row that a trip made, the row.
+        number: The first unit of the shard, int32.
+        size: Its number of units.
+        values: The atom that holds each value in each placement.
+        eqns: The equations written so far.
+        rows: The row of each stack that holds the results of a single trip.
     """
 
     def __init__(self, programs: Programs, number: Atom, size: int = 1, eqns: Equations | None = None):
@@ -82,7 +82,7 @@ class ShardWriter:
         return self.values[key]
 
     def made(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
-        """A value in another placement than the one that it was made in."""
+        """Convert a value to a placement other than the one in which it was made."""
         if self.solution.read_as.get(var) == OWN:
             if isinstance(want, Replicated):
                 return self.own_value(var, source)
@@ -92,7 +92,7 @@ class ShardWriter:
         return self.outside(var, want, source)
 
     def own_value(self, var: Var, source: SourceInfo | None) -> Atom:
-        """What the value would be if all shards were like this one."""
+        """The joint value as if all shards were like this one."""
         placement = self.solution.made_as(var)
         part = self.values[var, placement]
         if isinstance(placement, Partial) and placement != SUM:
@@ -100,15 +100,15 @@ class ShardWriter:
         return self.of_shard(part, OWN, source)
 
     def local(self, aval: Aval, placement: Placement) -> Var:
-        """A variable for the shard's part of a value."""
+        """A new variable for the shard's part of a value."""
         return new_var(local_aval(aval, placement, self.solution.axis.units, self.size))
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
-        """A value that is made outside of what is written here: in bodies there is none."""
+        """A value that is made outside of what is written; bodies have none."""
         raise AssertionError(f"{var} is {self.solution.made_as(var)}, and wanted {want}")
 
     def converted(self, atom: Atom, local: Atom, want: Placement, source: SourceInfo | None) -> Atom:
-        """A whole value, as `want`; `local` is what holds it here."""
+        """Convert a whole value, held by `local`, to `want`."""
         match want:
             case Split() if isinstance(self.number, Literal):
                 place = int(self.number.val), self.solution.axis.units, self.size
@@ -121,7 +121,7 @@ class ShardWriter:
                 return local
 
     def of_shard(self, atom: Atom, want: Placement, source: SourceInfo | None) -> Atom:
-        """What the shard has of a value, by its number."""
+        """The shard's part, or its term, of a value."""
         program = conversion_program(tuple(atom.aval.shape), atom.aval.dtype, want, self.solution.count)
         return self.eqns.inline(program, [self.number, atom], source)[0]
 
@@ -132,7 +132,7 @@ class ShardWriter:
     # Equations.
 
     def equation(self, eqn: JaxprEqn) -> None:
-        """Write one equation, on shards."""
+        """Write one equation."""
         if is_region(eqn):
             self.region(region_of(eqn))
             return
@@ -141,7 +141,7 @@ class ShardWriter:
         wants = strategy.operands if strategy is not None else (REPLICATED,) * len(eqn.invars)
         made = strategy.results if strategy is not None else [solution.made_as(var) for var in eqn.outvars]
         operands = [self.value(a, want, source) for a, want in zip(eqn.invars, wants, strict=True)]
-        # Nothing to compute, but the planner reads it; a copy says in its types where it goes.
+        # These compute nothing, but the planner reads them; a copy to the host has a memory space in its types.
         constrains = eqn.primitive.name == "sharding_constraint" or copies_to_or_from_host(eqn)
         if strategy is None or strategy.factor is None or constrains:
             pairs = zip(eqn.outvars, made, strict=True)
@@ -176,7 +176,7 @@ class ShardWriter:
             self.define(var, placement, atom)
 
     def body(self, region: Region, k: int, inside: Sequence[Placement]) -> tuple[Atom, Jaxpr]:
-        """A body on shards, behind the number of the shard, which enters it where it is a variable."""
+        """Write body `k`; returns the number of the shard in it (a variable enters it) and the body."""
         body = region.bodies[k]
         number = new_var(self.number.aval) if isinstance(self.number, Var) else self.number
         writer = ShardWriter(self.programs, number, self.size)
@@ -189,10 +189,10 @@ class ShardWriter:
         outputs = [writer.value(a, want) for a, want in zip(body.outvars, region.leaving(k, inside), strict=True)]
         return number, make_jaxpr(inputs, outputs, writer.eqns)
 
-    # A scan whose trips are divided among the shards.
+    # A scan whose trips are split among shards.
 
     def trips(self, scan: Region, operands: Sequence[Atom]) -> list[Atom]:
-        """The shard's trips of a scan; a single one is no loop, so that a program can be cut in it."""
+        """Write the shard's trips of a scan; a single trip is inlined, so that a stage border can lie in it."""
         trips = scan.trips // self.solution.axis.units * self.size
         return self.single_trip(scan, operands) if trips == 1 else self.shorter_scan(scan, operands, trips)
 
@@ -221,7 +221,7 @@ class ShardWriter:
 
 
 def barrier_apart(eqn: JaxprEqn, solution: Solution) -> list[JaxprEqn]:
-    """The equation; a barrier as two, if there are both: for what is whole and passes one where it is made, and for shards."""
+    """The equation; a barrier over both replicated values and shards becomes two, one for each."""
     whole = [kind_of(eqn) == "barrier" and solution.made_as(var) == REPLICATED for var in eqn.outvars]
     if all(whole) or not any(whole):
         return [eqn]

@@ -1,11 +1,11 @@
-"""Scans over layers, taken apart: a `scan` of L layers becomes n scans of about L / n layers behind each other, or L layers.
+"""Layer splitting: a `scan` over L layers becomes n scans of about L / n layers in sequence; of one layer each, no scan.
 
 In:     a flat program whose scans run over stacked layers, and n.
-Out:    `LayerSplit`: the same program over the parts of its stacks: weights, residuals, gradients and optimizer state of
-        each part are values of their own, so that the program can be cut between any two parts.
-Method: layers are an axis as microbatches are (`solver.py`, `demand.py`, `writer.py`), but all of its shards, the parts,
-        stand in the program at once. What is only read in parts is made in parts; what needs all parts gets them joined. A
-        stacked argument of which only parts are read becomes as many arguments, and so does its new value.
+Out:    `LayerSplit`: the same program over parts of its stacks: the weights, residuals, gradients and optimizer state of each
+        part are values of their own, so that the program can be cut between any two parts.
+Method: layers are an axis like microbatches (`solver.py`, `demand.py`, `writer.py`), but all of its shards, the parts, stand in
+        the program. A value that is only read in parts is made in parts; an equation that needs a whole value gets the
+        parts joined. A stacked argument that is only read in parts becomes one argument per part, and so does its new value.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class LayerSplit:
     Attributes:
         jaxpr: The program.
         count: Number of parts.
-        length: Number of layers; 0: of no scan.
-        inputs: For each input of the original program its inputs here: one, or one for each part.
+        length: Number of layers; 0: no scan is split.
+        inputs: For each input of the original program the positions of its inputs here: one, or one per part.
         outputs: The same for results.
-        input_dims: For each input of the original program the dim of layers, along which it is cut; 0 if it is whole.
+        input_dims: For each input of the original program the dim of layers, along which it is split; 0 if it is whole.
         output_dims: The same for results.
     """
 
@@ -55,7 +55,7 @@ class LayerSplit:
 
 
 def whole_stacks(jaxpr: Jaxpr) -> LayerSplit:
-    """A program none of whose scans is split, as a `LayerSplit`."""
+    """The `LayerSplit` of a program in which no scan is split."""
     return LayerSplit(
         jaxpr,
         1,
@@ -70,12 +70,12 @@ def whole_stacks(jaxpr: Jaxpr) -> LayerSplit:
 def layer_count(
     jaxpr: Jaxpr, weights: Collection[int], aliases: Mapping[int, int], stacked: Mapping[int, int] | None = None
 ) -> int:
-    """Length of the scans over layers: of those that do a good part of the work and have stacks of weights for themselves.
+    """The trip count of the scans over layers: they do a good part of the work, and read stacks of weights in parts.
 
-    `weights`: inputs that may hold layers: a scan over chunks of samples, or over time, has none that it reads in parts.
+    `weights`: inputs that may be such stacks; a scan over time, or over chunks of samples, reads none of them in parts.
 
     Returns:
-        Where there are several, that of the scans that do most; 0: there is none.
+        Of several trip counts that of the scans with most work; 0: there is none.
     """
     costs, whole = work_of_passes(jaxpr)
     of_length: dict[int, float] = {}
@@ -94,14 +94,13 @@ def layer_count(
 def split_layers(
     jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], stacked: Mapping[int, int] | None = None
 ) -> LayerSplit:
-    """Take the scans of `length` layers apart.
+    """Split the scans of `length` layers into parts.
 
     Args:
-        length: Which scans: those with so many trips over stacked values.
+        length: Trip count of these scans.
         count: Number of parts, as even as can be; at most `length`, if that is not 0.
-        aliases: Output -> input whose new value it is: both become parts, or neither.
-        stacked: Inputs that come in parts, and along which dim: they are such also where they are read whole, and are put
-            together for that.
+        aliases: Output -> input whose new value it is: both are split, or neither.
+        stacked: Inputs that must be split -> along which dim; where one is read whole, its parts are joined.
     """
     layers = LayerPlacements(jaxpr, length, count, aliases, stacked)
     split_in, split_out = layers.find_split()
@@ -126,7 +125,7 @@ def split_layers(
 
 
 def _listed(groups: Sequence[Sequence[_T]]) -> tuple[list[_T], tuple[tuple[int, ...], ...]]:
-    """All that is in groups, and where each group then stands."""
+    """The concatenation of groups, and the positions of each group in it."""
     ends = list(itertools.accumulate(map(len, groups), initial=0))
     places = tuple(tuple(range(first, end)) for first, end in itertools.pairwise(ends))
     return [value for group in groups for value in group], places

@@ -1,11 +1,10 @@
-"""Which values of a program are in parts, when the scans over its layers are split: the policy for the axis of layers.
+"""The policy for the axis of layers: which values are in parts when the scans over layers are split.
 
 In:     a flat program, the length of its scans over layers, the number of parts.
 Out:    `LayerPlacements`: the solution on that axis, and the inputs and outputs that become parts.
-Method: placements are followed forwards from what scans stack (`solver.py`): such a scan does its own trips in each part,
-        its carries go from one part to the next. An equation that fits no strategy is done whole, on all parts joined; so
-        is a loop in which parts meet. Then demand is carried backwards: what is whole, and only read in parts, is made in
-        parts.
+Method: placements are propagated forwards from the stacks that scans make (`solver.py`): each part of a scan does its own
+        trips, and its carries go from one part to the next. An equation that fits no strategy is computed whole, on joined
+        parts; so is a loop whose results are not split. Then demand is propagated backwards.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from autopar.tuning import TUNING
 
 
 class LayerPlacements:
-    """The solution for one program, and which of its inputs and outputs become parts; arguments as of `split_layers`.
+    """The solution for one program; arguments as of `split_layers`.
 
     Attributes:
         chains: Scans over layers: each part does its trips, and hands its carries to the next.
-        regions: Other regions that each part does by itself.
-        part_of: Slices and pads of single parts, and which part.
+        regions: Other regions that are written once per part.
+        part_of: Slices and pads that touch a single part -> that part.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class LayerPlacements:
         }
 
     def find_split(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Decide which values are in parts; returns the inputs and the outputs that are, each with the dim of layers."""
+        """Decide which values are split; returns the inputs and the outputs that are, each with its dim of layers."""
         for eqn in self.jaxpr.eqns:
             self.follow(eqn)
         invars = set(self.jaxpr.invars)
@@ -61,7 +60,7 @@ class LayerPlacements:
         return self.split_ends(uses)
 
     def follow(self, eqn: JaxprEqn) -> None:
-        """Placements of an equation's results."""
+        """Propagate placements through an equation."""
         solution = self.solution
         if trip_count(eqn) == self.length:
             scan = region_of(eqn)
@@ -88,7 +87,7 @@ class LayerPlacements:
                 solution.read_as[var] = REPLICATED  # parts are joined at once
 
     def split_ends(self, uses: Uses) -> tuple[dict[int, int], dict[int, int]]:
-        """Inputs and outputs that become parts, and along which dim."""
+        """The inputs and outputs that are split, with their dims."""
         invars, outvars = self.jaxpr.invars, self.jaxpr.outvars
         replaced_by = {into: out for out, into in self.aliases.items()}
         split_in: dict[int, int] = {}
@@ -114,20 +113,20 @@ class LayerPlacements:
 
 
 class _LayerDemand(Demand):
-    """Demand in a program whose layers are split: single layers are read from the part that holds them."""
+    """Demand on the axis of layers; a slice of single layers reads the part that holds them."""
 
     def __init__(self, of: LayerPlacements):
         super().__init__(of.solution, of.solver.strategies)
         self.layers = of
 
     def program(self, uses: Uses) -> None:
-        """Through the program; `uses` are those of its results."""
+        """Propagate demand through the program; `uses` are those of its results."""
         layers, solution = self.layers, self.solution
         slices: list[tuple[JaxprEqn, int]] = []
-        for eqn in reversed(layers.jaxpr.eqns):  # all readers of what it makes have been asked by then
+        for eqn in reversed(layers.jaxpr.eqns):  # readers before makers
             part = touched_part(eqn, layers.length, layers.count) if eqn.primitive.name == "slice" else None
             if part is not None and eqn not in solution.strategy_of:
-                slices.append((eqn, part))  # as the others read it
+                slices.append((eqn, part))  # decided last: it follows the other readers
             else:
                 self.read(eqn.invars, self.wants(eqn, uses), uses)
         for eqn, part in slices:
@@ -152,7 +151,7 @@ class _LayerDemand(Demand):
 
 
 def work_of_passes(jaxpr: Jaxpr) -> tuple[list[float], float]:
-    """The work of each equation, and of all forward and backward passes; where there is no backward pass, of all."""
+    """The work of each equation, and the total of those of forward and backward passes (of all, without a backward pass)."""
     costs = Work().of_equations(jaxpr.eqns)
     of_passes = sum(cost for cost, matters in zip(costs, feeds_backward(jaxpr), strict=True) if matters)
     return costs, of_passes or sum(costs)

@@ -1,8 +1,8 @@
-"""Slices and pads of single layers of a stack: which part of the stack they touch, and what they are on it.
+"""Slices of single layers of a stack, and the pads that are their transposes, on parts of the stack.
 
-In:     a `slice`, or the `pad` that is its transpose, along the dim of layers, and the number of parts.
-Out:    which part it touches, if it is one; the slice of that part; the parts of the padded value.
-Method: ranges.
+In:     a `slice` or `pad` along the dim of layers, and the number of parts.
+Out:    the one part that it touches, if it is one; the slice of that part; the parts of the padded value.
+Method: ranges of layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.ir.split.placement import share_of
 
 
 def touched_part(eqn: JaxprEqn, length: int, count: int) -> int | None:
-    """The one of `count` parts of a stack of so many layers that a slice reads, or in which a padded value stands.
+    """The one of `count` parts, of a stack of `length` layers, that a slice reads or that holds a padded operand.
 
     None: it is no such slice or pad, or touches several parts.
     """
@@ -36,13 +36,13 @@ def touched_part(eqn: JaxprEqn, length: int, count: int) -> int | None:
 
 
 def _rows(part: int, count: int, length: int) -> tuple[int, int]:
-    """The layers of a part: the first, and that behind the last."""
+    """The layers of a part: the first, and one past the last."""
     share = share_of(part, count, length)
     return share.first, share.first + share.size
 
 
 def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array], jax.Array]:
-    """The slice, as a function of the part that it reads."""
+    """The slice as a function of the part that it reads."""
     params = eqn.params
     first, _ = _rows(part, count, eqn.invars[0].aval.shape[0])
     starts = (params["start_indices"][0] - first, *params["start_indices"][1:])
@@ -51,7 +51,7 @@ def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array],
 
 
 def part_of_padded(eqn: JaxprEqn, part: int, number: int, count: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Part `number` of the padded value, which stands in `part`, as a function of the pad's operands."""
+    """Part `number` of a padded value whose operand lies in `part`, as a function of the pad's operands."""
     length, *rest = eqn.outvars[0].aval.shape
     first, end = _rows(part, count, length)
     low, high, _ = eqn.params["padding_config"][0]

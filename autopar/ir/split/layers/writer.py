@@ -1,9 +1,9 @@
-"""The program over parts of stacks, written out.
+"""Writes the program over parts of stacks.
 
-In:     a flat program, and which of its values are in parts (`layer_placements.py`).
-Out:    equations that make every value's parts, or it whole: parts are joined where all are needed, and cut where one is.
-Method: each equation once for each part (`writer.py`), with the number of the part written in; a scan over layers as one
-        scan after the other, or as layers where a part is one.
+In:     a flat program, and which of its values are in parts (`placements.py`).
+Out:    equations that make the parts of each value, or it whole; parts are joined, and whole values split, where needed.
+Method: each equation once per part (`../writer.py`), with the number of the part as a literal; a scan over layers as one scan
+        per part in sequence, or inlined where a part is one layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 
 
 class LayerWriter:
-    """Writes the program over parts: for each value its parts, or it whole, whichever was made first."""
+    """Writes the program over parts; holds each value in parts, whole, or both."""
 
     def __init__(self, layers: LayerPlacements):
         self.layers, self.solution = layers, layers.solution
@@ -37,7 +37,7 @@ class LayerWriter:
         self.parts = [_Part(self, programs, k, rows) for k in range(layers.count)]
 
     def input(self, var: Var, dim: int | None) -> list[Var]:
-        """The variables that stand for an input: its parts along a dim, or it whole."""
+        """New variables for an input: its parts along a dim, or with None the whole."""
         if dim is None:
             self.whole[var] = made = new_var(var.aval)
             return [made]
@@ -46,12 +46,12 @@ class LayerWriter:
         return parts
 
     def define(self, var: Var, placement: Placement, atoms: Sequence[Atom]) -> None:
-        """Say which atoms are the parts of a value."""
+        """Record the atoms that hold the parts of a value."""
         for part, atom in zip(self.parts, atoms, strict=True):
             part.define(var, placement, atom)
 
     def value(self, atom: Atom, source: SourceInfo | None = None) -> Atom:
-        """A value whole; parts are joined once."""
+        """The atom that holds a whole value; its parts are joined once."""
         if isinstance(atom, Literal):
             return atom
         if atom not in self.whole:
@@ -61,7 +61,7 @@ class LayerWriter:
         return self.whole[atom]
 
     def joined(self, placement: Placement, parts: Sequence[Atom], source: SourceInfo | None) -> Atom:
-        """What parts are together."""
+        """Join the parts of a value."""
         match placement:
             case Replicated():
                 return parts[0]
@@ -74,13 +74,13 @@ class LayerWriter:
                 return so_far
 
     def in_parts(self, atom: Atom, want: Placement, source: SourceInfo | None = None) -> list[Atom]:
-        """The parts of a value."""
+        """The atoms that hold the parts of a value."""
         return [part.value(atom, want, source) for part in self.parts]
 
     # Equations.
 
     def equation(self, eqn: JaxprEqn) -> None:
-        """Write one equation: for each part, or once."""
+        """Write one equation: once per part, or once."""
         layers = self.layers
         if eqn in layers.chains:
             self.chain(region_of(eqn))
@@ -96,19 +96,19 @@ class LayerWriter:
             self.plain(eqn)
 
     def each_part(self, eqn: JaxprEqn) -> None:
-        """An equation on each part by itself."""
+        """Write an equation once per part."""
         for part in self.parts:
             part.equation(eqn)
 
     def plain(self, eqn: JaxprEqn) -> None:
-        """An equation on whole values; bodies of loops get variables of their own."""
+        """Write an equation on whole values; bodies of loops get new variables."""
         outer = list(dict.fromkeys(inputs_of(eqn)))
         alone = make_jaxpr(outer, list(eqn.outvars), [eqn])
         results = self.eqns.substitute(alone, [self.value(a, eqn.source_info) for a in outer])
         self.whole.update(zip(eqn.outvars, results, strict=True))
 
     def single_part(self, eqn: JaxprEqn, part: int) -> None:
-        """A slice of one part, or a value that stands in one part."""
+        """Write a slice that reads one part, or a pad whose operand lies in one part."""
         var, source, count = eqn.outvars[0], eqn.source_info, self.layers.count
         if eqn.primitive.name == "slice":
             rows = self.parts[part].value(eqn.invars[0], Split(0), source)
@@ -119,7 +119,7 @@ class LayerWriter:
         self.define(var, Split(0), made)
 
     def chain(self, scan: Region) -> None:
-        """A scan over layers: the trips of each part; the carries go from one to the next, in the order of the trips."""
+        """Write a scan over layers: the trips of each part, with carries from part to part in the order of the trips."""
         source, count = scan.eqn.source_info, self.layers.count
         consts = [self.value(b.outer, source) for b in scan.consts]
         carries = [self.value(b.outer, source) for b in scan.carries]
@@ -134,7 +134,7 @@ class LayerWriter:
 
 
 class _Part(ShardWriter):
-    """One part; what is whole it has from all of them."""
+    """Writes one part; it reads whole values from the program of all parts."""
 
     def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
         axis, kind = programs.solution.axis, shaped(jax.ShapeDtypeStruct((), jnp.int32))
@@ -143,5 +143,5 @@ class _Part(ShardWriter):
         self.program, self.rows = program, rows
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
-        """A value that is not in such parts."""
+        """Convert a value that is whole, or split otherwise."""
         return self.converted(var, self.program.value(var, source), want, source)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a step in phases as one program whose middle is a `scan` over microbatches.
+"""Gradient accumulation: writes a step in phases as one program whose middle is a `scan` over microbatches.
 
 In:     `Microbatches` (`microbatch.py`) and the step's flat program.
 Out:    a flat program with the same inputs and outputs. Sums over the batch are carries of the scan, which may stay
@@ -44,7 +44,7 @@ from autopar.ir.trace.flatten import flatten
 
 
 def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
-    """A flat program that works through the microbatches of a step in turn, with its inputs and outputs."""
+    """A flat program, with the step's inputs and outputs, that processes its microbatches in a scan."""
     assert not split.between, "one loop has no place between its forward and its backward passes"
     count = split.count
     eqns = Equations(split.before)
@@ -58,13 +58,13 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
 
 
 def accumulator_type(aval: Aval, placement: Placement) -> jax.ShapeDtypeStruct:
-    """Type in which the parts of a value are joined: sums of 16-bit floats in 32 bits."""
+    """Type of the accumulator of a value: sums of 16-bit floats are accumulated in 32 bits."""
     wide = placement in (SUM, OWN) and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
     return jax.ShapeDtypeStruct(aval.shape, jnp.float32 if wide else aval.dtype)
 
 
 def first_value(aval: Aval | jax.ShapeDtypeStruct, placement: Placement) -> jax.Array:
-    """What an accumulator of this type holds before the first microbatch."""
+    """The initial value of an accumulator."""
     if isinstance(placement, Partial) and placement != SUM:
         return jnp.full(aval.shape, identity_of(placement.kind, aval.dtype), aval.dtype)
     return jnp.zeros(aval.shape, aval.dtype)
@@ -72,15 +72,15 @@ def first_value(aval: Aval | jax.ShapeDtypeStruct, placement: Placement) -> jax.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """A result of the loop as the scan makes it: added up over the microbatches (or joined otherwise), or stacked.
+    """A result of the loop as the scan computes it: a carry that accumulates contributions, or a stack of them.
 
     Attributes:
-        result: Which.
-        contribution: What a microbatch makes of it.
-        total: What the scan makes of all.
-        before: The accumulator in the body; None: contributions are rows of a stack.
-        eqns: What joins a contribution to the accumulator.
-        after: What leaves the body: the accumulator after that, or the rows.
+        result: The result.
+        contribution: The atom of the body that holds a microbatch's contribution.
+        total: The variable that the scan makes.
+        before: The accumulator as it enters the body; None: contributions are stacked.
+        eqns: The equations that add a contribution to the accumulator.
+        after: The atom that leaves the body: the accumulator with the contribution, or the contribution.
     """
 
     result: Result
@@ -93,16 +93,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AccumulatingScan:
-    """A `scan` over microbatches, and what stands around it; empty where microbatches do nothing.
+    """A `scan` over microbatches with the equations before and after it; empty where microbatches compute nothing.
 
     Attributes:
-        eqns: Where its sums begin, the numbers of the microbatches, and last the scan. Its operands: constants, sums, numbers,
-            stacks; its results: sums, rows, what is sent.
-        consts: Variables of the body that are the same for all microbatches, and what they are outside, in order.
-        stacked: Variables of the body that are a microbatch's own, in order.
-        joined: Results, in order: first those that are carries, then those that are stacked.
+        eqns: Initial accumulators, numbers of the microbatches, and last the scan. Its operands are constants, accumulators,
+            numbers, stacks; its results are accumulators, stacks of rows, `sent`.
+        consts: Variables of the body that are the same for all microbatches, with their values outside, in order.
+        stacked: Variables of the body of which each microbatch has its own, in order.
+        joined: Results, in order: first carries, then stacks.
         sent: Stacks of further values of the body, in order.
-        after: Makes the step's own variables of these results.
+        after: Equations that make the step's variables from the scan's results.
     """
 
     eqns: tuple[JaxprEqn, ...] = ()
@@ -130,9 +130,9 @@ def accumulating_scan(
     """Make a scan of equations on one microbatch.
 
     Args:
-        consts: Variables of the body that are the same for all, and what they are outside.
-        stacks: Variables of the body that are a microbatch's own, and the stacks of them.
-        results: What comes of the loop, and what one microbatch makes of it.
+        consts: Variables of the body that are the same for all microbatches -> their values outside.
+        stacks: Variables of the body of which each microbatch has its own -> the stacks of them.
+        results: The results of the loop, with a microbatch's contribution to each.
         sent: Further values of the body to be stacked.
     """
     before, after, made_by = Equations(), Equations(), makers(eqns)
@@ -172,7 +172,7 @@ def stack_type(aval: Aval, count: int) -> Aval:
 
 
 def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
-    """Rows put back where the samples were."""
+    """A function from stacked rows to the result with its samples in their original order."""
     placement, shape = result.placement, result.var.aval.shape
     assert isinstance(placement, Split)
     dim, blocks = placement.dim, placement.blocks
@@ -186,7 +186,7 @@ def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
     return put_back
 
 
-# Many values are of one type: each small program is traced once.
+# Small programs, traced once for each type.
 
 
 @cache
@@ -200,7 +200,7 @@ def _beginning(aval: Aval, placement: Placement) -> Jaxpr:
 
 
 def _finish(joined: Joined) -> Jaxpr:
-    """From what the scan makes to the step's own value: in its type, rows where the samples were."""
+    """The program from a scan's result to the step's value: cast to its type, or with rows in their original order."""
     if joined.before is None:
         return flat_function(_in_order(joined.result), joined.total.aval)
     return _narrowing(joined.total.aval, joined.result.var.aval.dtype)
@@ -212,6 +212,6 @@ def _narrowing(total: Aval, dtype: np.dtype) -> Jaxpr:
 
 
 def _line(value: Atom, made_by: Mapping[Var, JaxprEqn]) -> SourceInfo | None:
-    """The user's line that makes a value of a microbatch, outside of any pass; None: nothing in the loop makes it."""
+    """The user's line that makes a value of the loop, without a name stack; None: no equation there makes it."""
     maker = None if isinstance(value, Literal) else made_by.get(value)
     return None if maker is None else new_source_info(maker.source_info.traceback, NameStack())

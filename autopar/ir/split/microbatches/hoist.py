@@ -1,11 +1,11 @@
 """Hoisting: moves cheap work on the whole batch in front of the loop over microbatches.
 
 In:     equations that fit no strategy, with the placements of their operands so far.
-Out:    the solution, changed: a mask's denominator is summed up front and read whole; samples that are shuffled, rolled,
-        mixed or split in halves are put in their new order up front, and each microbatch reads its part of that order.
-Method: the equations behind an operand, back to the step's inputs, against the work of the whole step. Any equal parts of
-        a value along a dim will do for the loop, whichever samples they once were, as long as all that is made of them
-        is split at the same places; so a new order of samples is split like the old one.
+Out:    the solution, changed: a mask's denominator is summed before the loop and read whole; samples that are shuffled,
+        rolled, mixed or split in halves are reordered before the loop, and each microbatch reads its part of the new order.
+Method: an operand is hoisted with all equations that it depends on, if their work is little of the step's. The loop works on
+        any equal parts of a dim, whichever samples these are, as long as everything computed from them is split at the
+        same places; so the new order of samples is split like the old one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autopar.tuning import TUNING
 
 
 class Hoist:
-    """Moves equations of one step before its loop.
+    """Hoists equations of one step out of its loop.
 
     Attributes:
-        gathered: The first equation that all samples were brought together for; None: there was none.
+        gathered: The first equation for which samples were hoisted; None: there was none.
     """
 
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):
-        """`cost` is the work of each equation; `late` fills with what is made after the loop."""
+        """`cost`: the work of each equation. `late`: values that are made after the loop; the caller adds to it."""
         self.solution, self.late, self.maker = solution, late, makers(jaxpr.eqns)
         self.eqns = jaxpr.eqns
         self.cost = dict(zip(jaxpr.eqns, cost, strict=True))
@@ -42,15 +42,15 @@ class Hoist:
         self._looked_at = 0
 
     def take_whole(self, eqn: JaxprEqn, may_take_own: Callable[[Var], bool]) -> bool:
-        """Compute operands up front, of the whole batch, if that is cheap; whether any was.
+        """Hoist partial or split operands of an equation, if that is cheap; whether any was.
 
         Args:
-            may_take_own: Whether a microbatch may take its own value for a sum over all samples. Where it may, such a sum is
-                taken whole only if parameters have no part in it, as in a mask's denominator, and single samples never are.
+            may_take_own: Whether a microbatch may use its own value for a joint sum. Such a sum is hoisted only if it
+                depends on no parameters (a mask's denominator), and split operands beside it never are.
         """
         with_own = [var for var in inputs_of(eqn) if may_take_own(var)]
         for kind in (Partial, Split):
-            # What reads all samples does so in every turn, or of all of them at once.
+            # A reader of whole samples does its work in every turn, or once on all of them.
             own = self.cost[eqn] if kind is Split else 0.0
             cones = {var: self._cone([var], own) for var in inputs_of(eqn) if isinstance(self.solution.of(var), kind)}
             cheap = {var: cone for var, cone in cones.items() if cone is not None}
@@ -66,19 +66,19 @@ class Hoist:
         return False
 
     def take_up_front(self, values: Iterable[Var]) -> bool:
-        """Compute values up front, of the whole batch, beside what each microbatch does, if that is cheap; whether it was."""
+        """Compute values also before the loop, on the whole batch, if that is cheap; whether it was."""
         cone = self._cone(var for var in values if self.solution.of(var) != REPLICATED)
         self._do_early(cone or ())
         return cone is not None
 
     def _reads_parameters(self, cone: Iterable[JaxprEqn]) -> bool:
-        """Whether arrays of numbers that are no samples have a part in what these equations make."""
+        """Whether equations depend on floating-point arrays that are no samples."""
         inputs = (a for a in read_by(cone) if a not in self.maker)
         numbers = (a for a in inputs if a.aval.ndim and jnp.issubdtype(a.aval.dtype, jnp.floating))
         return any(self.solution.made_as(a) == REPLICATED for a in numbers)
 
     def rearrange(self, eqn: JaxprEqn, all_split: bool = False) -> bool:
-        """Do an equation up front that has nothing but samples of, and split its results anew; whether that is cheap.
+        """Hoist an equation whose operands are samples or whole, and split its results anew; whether that is cheap.
 
         `all_split`: only if every result can be split.
         """
@@ -100,7 +100,7 @@ class Hoist:
         return True
 
     def follow(self, eqn: JaxprEqn) -> None:
-        """An equation before the loop makes samples if it is made of them."""
+        """Split the results of an equation before the loop whose operands are reordered samples."""
         dims = [self._rearranged[var] for var in inputs_of(eqn) if var in self._rearranged]
         if dims:
             self._split_anew(eqn.outvars, dims[0])
@@ -116,7 +116,7 @@ class Hoist:
         return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.solution.count == 0
 
     def look_again(self) -> None:
-        """Forget what values take at least: other equations come first, or behind the loop, than when it was found."""
+        """Drop the lower bounds of work: phases have changed."""
         self._longest, self._looked_at = {}, 0
 
     def _do_early(self, cone: Iterable[JaxprEqn]) -> None:
@@ -124,7 +124,7 @@ class Hoist:
         self.look_again()
 
     def _least_work(self, var: Var) -> float:
-        """What a value takes at least, to make it up front: the work on the longest way to it; inf: it comes after the loop."""
+        """Lower bound of the work of hoisting a value: the longest path to it; inf: it depends on what the loop makes."""
         while self._looked_at < len(self.eqns) and var in self.maker and var not in self._longest:
             eqn = self.eqns[self._looked_at]
             is_done = self.solution.phase[eqn] == "before" or eqn in self.solution.early
@@ -136,10 +136,10 @@ class Hoist:
         return self._longest.get(var, 0.0)
 
     def _cone(self, wanted: Iterable[Var], cost: float = 0.0) -> list[JaxprEqn] | None:
-        """Equations that make values from the step's inputs; None: they and `cost` are too much work."""
+        """Equations that compute values from the step's inputs; None: with `cost` they are too much work, or need the loop."""
         found: dict[JaxprEqn, None] = {}
         waiting = list(wanted)
-        # Nearly all of a deep model's gradients are, which need not be walked through to see it.
+        # True of nearly all gradients of a deep model: no need to walk through them.
         if any(cost + self._least_work(var) > self.limit * (1 + 1e-9) for var in waiting):
             return None
         while waiting and cost <= self.limit:

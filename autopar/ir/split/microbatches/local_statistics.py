@@ -1,9 +1,8 @@
-"""Finds the sums over the batch of which a microbatch takes its own value, once it takes its own for one of them.
+"""Finds the sums over the batch that must become local together with a value that samples wait for.
 
-In:     a program, the placements found so far (`phases.py`), and a value that samples wait for.
-Out:    the sums over samples that it is made of, as often as they are computed.
-Method: backwards through what is linear in sums; a sum that `remat` computes again in the backward pass is that of the
-        forward pass, found by equal equations on equal operands.
+In:     a program, the placements found so far (`phases.py`), and that value.
+Out:    the sums over samples on which it depends linearly, and every copy of them.
+Method: backwards through linear equations; the copy that `remat` recomputes in the backward pass is found by value numbering.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from autopar.ir.split.solution import Solution
 
 
 class SampleSums:
-    """The sums over samples of one program; which values are equal is found once for all questions."""
+    """The sums over samples of one program; value numbers are computed once."""
 
     def __init__(self, jaxpr: Jaxpr):
         self._jaxpr, self._made_by = jaxpr, makers(jaxpr.eqns)
 
     def behind(self, solution: Solution, var: Var) -> list[Var]:
-        """The sums that a value is linear in, or the value itself; and those that are computed alike.
+        """The sums in which a value is linear, or the value itself; and all values equal to one of them.
 
-        `solution`: of its equations, up to the one that waits for the value.
-        `var`: the value, a sum or an extreme of all samples; of a body, or of the step itself.
+        `solution`: covers the equations up to the one that waits for the value.
+        `var`: a partial result, of a body or of the step itself.
         """
 
         def terms(value: Var) -> list[Var] | None:
-            """What it is linear in; None: it is such a sum itself."""
+            """The partial sums in which it is linear; None: it is such a sum itself."""
             eqn = self._made_by.get(value)
             if eqn is not None and kind_of(eqn) == "barrier":
                 return variables([eqn.invars[eqn.outvars.index(value)]])
@@ -47,14 +46,14 @@ class SampleSums:
         return self._with_twins([value for value in behind if terms(value) is None])
 
     def _with_twins(self, wanted: Sequence[Var]) -> list[Var]:
-        """The wanted values, and all that are equal to one of them, in the order in which they are made."""
+        """The wanted values, then all values equal to one of them, in program order."""
         numbers, alike = self._numbered
         twins = [pair for name in dict.fromkeys(map(numbers.of, wanted)) for pair in alike.get(name, ())]
         return [*wanted, *(var for _, var in sorted(twins, key=lambda pair: pair[0]) if var not in wanted)]
 
     @cached_property
     def _numbered(self) -> tuple[ValueNumbers, dict[Hashable, list[tuple[int, Var]]]]:
-        """The name of each value, and the values of each name, with their places."""
+        """Value numbers, and the values that have each number, with their positions."""
         numbers, alike = ValueNumbers(), dict[Hashable, list[tuple[int, Var]]]()
         for eqn in self._jaxpr.eqns:
             numbers.visit(eqn)

@@ -1,10 +1,10 @@
-"""Microbatches: a training step in three phases, of which the middle one runs once per part of the batch.
+"""Microbatches: a training step in three phases, of which the middle one runs once for each microbatch.
 
 In:     a flat program, its batch inputs, the number of microbatches.
 Out:    `Microbatches`: equations *before* (on whole values), the *loop*, a program over one microbatch, and equations
         *after* (the update), such that the three together compute what the program does.
-Method: `phases.py` says how each equation is done; here it is written out for one microbatch (`writer.py`). No value is
-        rescaled: a mean over the batch is a sum of parts that are each divided by the size of the whole batch.
+Method: `phases.py` assigns phases and strategies; here the program of one microbatch is written (`writer.py`). No value is
+        rescaled: a mean over the batch is a sum of terms that are each divided by the size of the whole batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_BATCH = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """A value that the loop makes for the rest of the step: `var` of the step, of which a microbatch's is placed so."""
+    """A result of the loop: variable `var` of the step, and the placement in which a microbatch has it."""
 
     var: Var
     placement: Placement
@@ -49,10 +49,10 @@ class Microbatches:
         loop: One microbatch. Invars: its number (int32), then `invariants`, then `pieces`; outvars: `results`.
         invariants: Variables of the step that every microbatch reads whole.
         pieces: Variables of the step of which microbatch k reads the k-th part along dim 0.
-        results: What comes of the loop.
-        between: Equations on what passes of all microbatches make together, in order, whose values later passes read among
-            `invariants`: none of these may begin before (`joins.py`).
-        after: Equations that need all microbatches, in order; they may read what is made between.
+        results: The results of the loop.
+        between: Equations on joint results of all forward passes, in order. Backward passes read their values among
+            `invariants`, so none may begin before (`rounds/joins.py`).
+        after: Equations that need all microbatches, in order; they may read values made between.
     """
 
     count: int
@@ -66,17 +66,17 @@ class Microbatches:
 
     @property
     def number(self) -> Var:
-        """That of the microbatch, as the loop has it."""
+        """The variable of the loop that holds the number of the microbatch."""
         return self.loop.invars[0]
 
     @property
     def invariant_of(self) -> dict[Var, Var]:
-        """What each variable of the loop is in the step, of those that every microbatch reads whole."""
+        """Variable of the loop -> variable of the step, for `invariants`."""
         return dict(zip(self.loop.invars[1:], self.invariants, strict=False))
 
     @property
     def piece_of(self) -> dict[Var, Var]:
-        """The same of those of which a microbatch reads its part."""
+        """Variable of the loop -> variable of the step, for `pieces`."""
         return dict(zip(self.loop.invars[1 + len(self.invariants) :], self.pieces, strict=True))
 
     def read_outside(self, eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
@@ -86,12 +86,12 @@ class Microbatches:
 
 
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:
-    """The phases of a program, once it is known how each equation is done."""
+    """Write the phases of a program from its solution."""
     return _Loop(jaxpr, solution).write()
 
 
 def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
-    """A checker of the phases of a program: each is a flat program over what the phases before it make."""
+    """A checker of a program's phases: each must be a flat program over the values of the phases before it."""
 
     def check(split: Microbatches) -> None:
         made, joint = [*makers(split.before)], [*makers(split.between)]
@@ -111,7 +111,7 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
 
 
 def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "the batch") -> None:
-    """The batch must divide into microbatches.
+    """Check that the batch divides into microbatches.
 
     Raises:
         BatchError: It does not, or there is none.
@@ -139,7 +139,7 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
 
 
 class _Loop(ShardWriter):
-    """Writes one microbatch: what is made outside of the loop is read whole, or the microbatch's part of it."""
+    """Writes the program of one microbatch; values from outside of the loop are read whole, or the microbatch's part."""
 
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution):
         super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
@@ -151,7 +151,7 @@ class _Loop(ShardWriter):
         self.pieces: dict[Var, Var] = {}
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
-        """A value of the step that the loop does not make."""
+        """Read a value of the step that the loop does not make."""
         is_piece = want == Split(0) or self.solution.count == 1
         if is_piece and self.solution.made_as(var) == Split(0) and var in self.inputs:
             return self.pieces.setdefault(var, self.local(var.aval, Split(0)))
@@ -159,7 +159,7 @@ class _Loop(ShardWriter):
         return self.converted(var, whole, want, source)
 
     def view(self, var: Var) -> Var | None:
-        """An argument in another shape, or numbers in that of an array, made here; None: it is neither."""
+        """Write a reshaped argument, or an array of consecutive numbers, anew in the loop; None: the value is neither."""
         eqn = self.views.get(var)
         if eqn is None or var in self.invariants:
             return None
@@ -207,7 +207,7 @@ class _Loop(ShardWriter):
         )
 
     def joined(self, var: Var) -> Placement:
-        """How a value that the loop makes is put together."""
+        """The placement by which microbatches' values of a result are joined."""
         made = self.solution.made_as(var)
         of_numbers = jnp.issubdtype(var.aval.dtype, jnp.inexact)
         if self.solution.of(var) == OWN and made != SUM and (of_numbers or not isinstance(made, Partial)):

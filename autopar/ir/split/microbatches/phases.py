@@ -1,15 +1,15 @@
-"""The phases of a step in microbatches: the policy by which the solver's answer becomes a loop.
+"""The phases of a step in microbatches: the policy that makes a loop of the solver's answer.
 
 In:     a flat program, the inputs that are the batch, the number of microbatches.
-Out:    `LoopSolution`: for each equation whether it runs *before* the loop over microbatches (it needs no sample, or is cheap
-        and needed of the whole batch, such as a mask's denominator or shuffled samples), *in* it, and by which strategy, or
-        *after* it (it needs a sum over all samples).
-Method: placements are followed forwards (`solver.py`). An equation that fits no strategy ends the loop: it needs what all
-        microbatches make together. That is right for the update and for metrics. If the gradient of single samples
-        waits for it (batch statistics, a contrastive loss), the program cannot be split exactly: an error names the
-        operation, or, if the user has said so, each microbatch takes its own value for that of the whole batch: in all
-        that reads it, so that what is returned is the mean of the microbatches' losses, of which the gradient is taken.
-        Then demand is carried backwards, and what is done on sums alone is done once, after the loop.
+Out:    `LoopSolution`: whether each equation runs *before* the loop over microbatches (it needs no sample, or is cheap and
+        needs the whole batch, such as a mask's denominator or a shuffle), *in* it, and by which strategy, or *after* it (it
+        needs a sum over all samples).
+Method: placements are propagated forwards (`solver.py`). An equation that fits no strategy runs after the loop, on the joint
+        result of all microbatches; that is right for the update and for metrics. If a gradient of single samples waits for
+        it (batch statistics, a contrastive loss), the program cannot be split exactly: an error names the operation. If the
+        user allows local statistics, each microbatch uses its own value in place of the joint one wherever that is read; the
+        loss is then the mean of the microbatches' losses, and the gradient is that of this loss.
+        Then demand is propagated backwards, and operations on sums alone are sunk behind the loop.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def find_phases(
     joins: Collection[JaxprEqn] | None = None,
     whole: Collection[JaxprEqn] = (),
 ) -> LoopSolution:
-    """Decide how a program is worked through in `count` microbatches.
+    """Assign the equations of a program in `count` microbatches to phases.
 
     Args:
         count: Number of microbatches, at least 2; it divides the batch.
         batch: Inputs whose leading dim runs over samples.
-        per_microbatch: Where samples wait for a sum over the batch, let each microbatch take its own.
-        apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
-        joins: Copies of what all forward passes make together, for the backward passes to read (`joins.py`): what is made of
-            samples between these passes may wait for all of them. None: there is no such place.
-        whole: Loops that have microbatches of their own, and are given all samples (`turns.py`).
+        per_microbatch: Use local statistics where samples wait for a sum over the batch.
+        apart: Accumulate the terms of a gradient (of a tied weight) one by one, and add them after the loop.
+        joins: Copies of joint results of all forward passes, which the backward passes read (`rounds/joins.py`); equations
+            between these passes may wait for all samples. None: the loop has no such place.
+        whole: Loops that have microbatches of their own, and read all samples (`rounds/turns.py`).
 
     Raises:
-        SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
-        MicrobatchError: Too much would be done of the whole batch at once.
+        SamplesWaitError: Samples wait for joint results; names them, so that the caller can have them computed before.
+        MicrobatchError: Too much work would be done on the whole batch at once.
     """
     policy = _Phases(jaxpr, count, per_microbatch, joins, whole)
     policy.run(batch)
@@ -106,7 +106,7 @@ class _Phases:
         self.check_waiting(late_work=True)
 
     def visit(self, at: int, matters: bool) -> int:
-        """Decide equation number `at`; returns the number of the equation to go on with."""
+        """Assign equation number `at` to a phase; returns the number of the equation to visit next."""
         eqn, solution = self.jaxpr.eqns[at], self.solution
         self.forget(eqn)
         if eqn in self.joins:
@@ -145,12 +145,12 @@ class _Phases:
             return at + 1
         solution.phase[eqn] = "loop"
         solution.placement_of.update(zip(eqn.outvars, made, strict=True))
-        if any(a in self.between for a in inputs_of(eqn)):  # a barrier, of which parameters pass one of their own
+        if any(a in self.between for a in inputs_of(eqn)):  # a barrier, whose replicated values pass one of their own
             self.between.update((var, None) for var, p in zip(eqn.outvars, made, strict=True) if p == REPLICATED)
         return at + 1
 
     def take_samples(self, at: int, late: Sequence[Var]) -> int:
-        """A loop of steps runs before the loop over microbatches, if what it reads is there; or else behind it."""
+        """A loop of training steps runs before the loop over microbatches if its operands can, and else after it."""
         eqn = self.jaxpr.eqns[at]
         ready = not late and self.hoist.take_up_front(inputs_of(eqn))
         self.solution.phase[eqn] = "before" if ready else "after"
@@ -160,8 +160,8 @@ class _Phases:
         return at + 1
 
     def added_up(self, at: int, matters: bool) -> list[Placement] | None:
-        """Samples that are added to what is there (counts of states visited), if they are too much work for one go: a
-        microbatch adds its own, and the first one to what is there, the others to zeros."""
+        """Split an equation that adds samples to a whole value (counts of visited states) and is too much work for all samples
+        at once: the first microbatch adds to that value, the others to zeros. None: it is not such a one."""
         if matters or self.cost[at] <= self.hoist.limit / 2:
             return None
         with contextlib.suppress(StuckError):
@@ -175,12 +175,12 @@ class _Phases:
             self.solver.uneven.pop(var, None)
 
     def end_loop(self, at: int, matters: bool, cause: Cause) -> int:
-        """The equation runs after the loop, unless samples wait for it."""
+        """Run the equation after the loop; or if samples wait for it, use local statistics, or note the refusal."""
         eqn, solution = self.jaxpr.eqns[at], self.solution
         has_samples = any(isinstance(solution.of(a), Split) for a in eqn.invars)
         takes_own = self.may_take_own(cause.operand)
         if matters and takes_own and (has_samples or not is_backward(eqn)):
-            # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
+            # Every reader of such a sum uses the local one, so that the loss is the one whose gradient is taken.
             sums = self.sums.behind(solution, cause.operand)
             solution.read_as |= dict.fromkeys(sums, OWN)
             first = [cause.eqn, *(reader for var in sums for reader in self.readers.get(var, ())[:1])]
@@ -193,15 +193,15 @@ class _Phases:
         return at + 1
 
     def has_own(self, var: Var) -> bool:
-        """Whether a microbatch has something like the value: part of a sum over samples, not of what single ones are."""
+        """Whether a microbatch has a statistic to use for the value: its term of a sum whose terms are alike."""
         return isinstance(self.solution.of(var), Partial) and var not in self.solver.uneven
 
     def may_take_own(self, var: Var) -> bool:
-        """Whether a microbatch takes its own value for that of the whole batch: it has one, and the user has said so."""
+        """Whether a microbatch may use its own value for the joint one: it has one, and the user has asked for it."""
         return self.per_microbatch and self.has_own(var)
 
     def take_own(self, cause: Cause) -> bool:
-        """In a body, a microbatch takes its own value, if it may."""
+        """Use local statistics for the cause of a stuck equation in a body, if allowed; whether it was."""
         if not self.may_take_own(cause.operand):
             return False
         self.solution.read_as[cause.operand] = OWN
@@ -211,18 +211,18 @@ class _Phases:
         return refusal(self.jaxpr, self.solution, cause, eqn, self.has_own(cause.operand))
 
     def is_handed_out(self, eqn: JaxprEqn) -> bool:
-        """Whether it copies a result to the host's memory, where the rows of microbatches cannot be put in order."""
+        """Whether an equation copies a result to host memory, where the rows of microbatches cannot be reordered."""
         return copies_to_or_from_host(eqn) and not any(var in self.readers for var in eqn.outvars)
 
     def asks_own(self, eqn: JaxprEqn) -> bool:
-        """Whether it makes a flag or a number of values that each microbatch has of its own: it is asked of their mean."""
+        """Whether an equation makes a flag or an integer of local statistics: it must be computed from their mean."""
         placements = [self.solution.of(a) for a in eqn.invars]
         has_samples = any(isinstance(p, Split) for p in placements)
         of_numbers = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
         return OWN in placements and not has_samples and not of_numbers
 
     def check_waiting(self, late_work: bool = False) -> None:
-        """Samples wait for nothing that all of them make together. `late_work`: nor are they too much work for one go."""
+        """Raise if samples wait for joint results; with `late_work`, if too much work is left for all samples at once."""
         if self.waiting:
             uneven = self.solver.uneven
             raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late, late_work, uneven)
@@ -230,7 +230,7 @@ class _Phases:
     # Work.
 
     def check_early_work(self) -> None:
-        """Where inputs are taken whole, so may be all that is made of them: then nothing is left to work through."""
+        """Raise if reading inputs whole has left less work in the loop than before it."""
         cause = self.hoist.gathered
         if cause is not None:
             of_phase = dict.fromkeys(("before", "loop", "between", "after"), 0.0)
@@ -241,7 +241,8 @@ class _Phases:
                 raise self.refusal(cause, cause.eqn)
 
     def check_late_work(self) -> None:
-        """Behind the loop, or between its halves, little is done on single samples: all of them are in memory then."""
+        """Note a refusal if much work on samples is left for after the loop, or between its halves: it holds all of them in
+        memory at once."""
         limit = (TUNING.hoisted_work if self.behind is None else TUNING.joined_work) * sum(self.cost)
         late: dict[Var, None] = {}
         total = 0.0
@@ -262,7 +263,7 @@ class _Phases:
 
 
 class _LoopDemand(Demand):
-    """Demand in a step: what runs before the loop or after it, or early as well, is asked for whole."""
+    """Demand in a step: equations outside of the loop read whole values."""
 
     solution: LoopSolution
 
@@ -271,7 +272,7 @@ class _LoopDemand(Demand):
         self.joins = joins
 
     def program(self, jaxpr: Jaxpr, uses: Uses) -> None:
-        """Through the step; `uses` are those of its results."""
+        """Propagate demand through the step; `uses` are those of its results."""
         phase = self.solution.phase
         for eqn in reversed(jaxpr.eqns):
             outside = phase[eqn] == "after" or eqn in self.joins or (phase[eqn] != "loop" and is_region(eqn))
@@ -286,9 +287,9 @@ class _LoopDemand(Demand):
 
 
 def _sink(jaxpr: Jaxpr, solution: LoopSolution, apart: bool) -> None:
-    """What is done on sums alone, and does not make them smaller, is done once, after the loop.
+    """Sink equations on sums alone behind the loop, unless their results are smaller than the sums.
 
-    `apart`: sums are added up one by one and joined after the loop, though that keeps more of them.
+    `apart`: additions of sums are sunk in any case, though more accumulators are kept.
     """
     needed: dict[Var, bool] = {}
     for eqn in reversed(jaxpr.eqns):

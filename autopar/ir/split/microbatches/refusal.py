@@ -1,6 +1,6 @@
-"""Why a step cannot be worked through in microbatches, in words.
+"""The error for a step that cannot be split into microbatches.
 
-In:     the operation that needs what all samples make together, and the one that waits for it.
+In:     the operation that needs the whole batch, and the one that waits for it.
 Out:    `MicrobatchError`: names both, with the user's lines, and says what to do.
 """
 
@@ -26,10 +26,10 @@ def _what(placement: Placement) -> str:
 
 
 def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, can_stand_in: bool) -> MicrobatchError:
-    """The error: which operation needs what of the whole batch, and what to do.
+    """The error for an operation that needs the whole batch.
 
-    `cause`: why `eqn`, on which samples wait, cannot run.
-    `can_stand_in`: whether a microbatch's own value could be taken for the operand that is needed.
+    `cause`: why `eqn`, for which samples wait, cannot run.
+    `can_stand_in`: whether a microbatch's own value could be used for the operand that is needed.
     """
     wrong, advice = _reason(jaxpr, solution, cause, eqn)
     if can_stand_in:
@@ -41,7 +41,7 @@ def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, c
 
 
 def refused(count: int, eqn: JaxprEqn, wrong: str, advice: str) -> MicrobatchError:
-    """The error of an operation that microbatches cannot do; `advice`: what else there is to do, if anything."""
+    """The error for an operation that microbatches cannot do; `advice`: what else to do, if anything."""
     return MicrobatchError(
         "the step cannot be worked through in microbatches exactly.",
         given=f"{count} microbatches; {_named(eqn)}",
@@ -53,7 +53,7 @@ def refused(count: int, eqn: JaxprEqn, wrong: str, advice: str) -> MicrobatchErr
 
 
 def _reason(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn) -> tuple[str, str]:
-    """What is wrong, and what else could be done than without microbatches; arguments as of `refusal`."""
+    """What is wrong, and what to do other than use no microbatches; arguments as of `refusal`."""
     placement, shape = solution.of(cause.operand), tuple(cause.operand.aval.shape)
     needed = _needed(jaxpr, solution, cause)
     if eqn.primitive.name == "while" and isinstance(placement, Partial) and placement != SUM:
@@ -90,7 +90,7 @@ def _reason(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn) -
 
 
 def _needed(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause) -> str:
-    """The operand that is needed, by the operation that sums it up if that is another one, else by its shape."""
+    """Names the operand that is needed: by the operation that sums it, if that is another one, else by its shape."""
     summing = _summing(jaxpr, solution, cause.operand) if isinstance(solution.of(cause.operand), Partial) else None
     if summing is not None and summing is not cause.eqn:
         return f"which {_named(summing)} makes"
@@ -98,7 +98,7 @@ def _needed(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause) -> str:
 
 
 def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:
-    """The same, where it could be done of all samples at once, but for work: more than `limit`, a part of the step's."""
+    """The error where the operation could run on all samples at once, but takes more than `limit` of the step's work."""
     return MicrobatchError(
         error.summary,
         given=error.given,
@@ -114,9 +114,9 @@ def _named(eqn: JaxprEqn) -> str:
 
 
 def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | None:
-    """The equation by which samples become one sum, of which the value is made, in whichever body it stands."""
+    """The equation, in whichever body, that sums over samples and on whose result a value depends."""
     maker: dict[Var, JaxprEqn] = {}
-    beyond: dict[Var, Atom | None] = {}  # of values at the boundary of a region, what they are on its other side
+    beyond: dict[Var, Atom | None] = {}  # for values at the boundary of a region: the value on its other side
     for eqn, _ in equations_within(jaxpr):
         maker.update(dict.fromkeys(eqn.outvars, eqn))
         for b in region_of(eqn).bindings if is_region(eqn) else ():
@@ -134,5 +134,5 @@ def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | Non
 
 
 def _goes_by_trips(cause: Cause) -> bool:
-    """Whether the operand of a scan is what goes from trip to trip, or what each trip has its row of."""
+    """Whether the operand of a scan is a carry or a stack of rows, and no constant."""
     return all(cause.operand is not b.outer for b in region_of(cause.eqn).consts)

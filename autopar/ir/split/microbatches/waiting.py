@@ -1,9 +1,10 @@
-"""What samples wait for: values that all microbatches make together, and that are needed before one of them can go on.
+"""What samples wait for: joint results of all microbatches that are needed before one of them can go on.
 
-In:     the equations of a step that would read such values, as the policy comes by them (`phases.py`).
-Out:    `SamplesWaitError`: the first of them, for the user; and the values, for who can have them made before (`rounds.py`).
-Method: from such an equation back through what would run after the loop, to what the loop makes: sums, or if nothing but
-        samples is read, these. What waits for equations that wait themselves is left for later: it may need nothing else.
+In:     the equations of a step that would read such results, as the policy meets them (`phases.py`).
+Out:    `SamplesWaitError`: the first of them, for the user; and the results, for a caller that can have them computed before
+        (`rounds/`).
+Method: from such an equation back through those that would run after the loop, to what the loop makes: sums, or if it reads
+        only samples, these. An equation that waits for another waiting one is left out: it may need nothing else.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from autopar.ir.split.solution import LoopSolution
 
 
 class SamplesWaitError(Exception):
-    """Samples wait for what all of them make together.
+    """Samples wait for joint results of all microbatches.
 
     Attributes:
-        error: For the user.
-        sums: Of the step, that the loop makes: were they there before it, samples would wait no more, or for later ones.
-        samples: The same of rows of all samples, where no sums are waited for.
-        rows: What single samples have that wait, whatever for.
-        summed: Of the sums that are waited for, what the step makes of single samples and adds up there.
-        complete: Sums that the loop makes and what stands behind it reads, whether samples wait for that or not.
-        incomplete: All values of the step that are not complete before every microbatch has made its part.
-        solution: How far it has come.
-        is_late_work: Nothing waits any more, but too much would be done of all samples at once.
-        is_for_rows: All of `sums` are of single elements, or hold what is added once: samples wait for rows of others.
+        error: The error for the user.
+        sums: Partial sums of the step that are waited for: were they known before the loop, these samples would not wait.
+        samples: Split values of the step that are waited for whole, where no sums are.
+        rows: Split values that the waiting equations read.
+        summed: Split values that are added up in `sums`.
+        complete: Partial sums that equations after the loop read, waited for or not.
+        incomplete: All values of the step that are known only after the last microbatch.
+        solution: The solution so far.
+        is_late_work: No sample waits, but too much work would be done on all samples at once.
+        is_for_rows: All of `sums` are uneven (`Solver.uneven`): samples wait for rows of others.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class SamplesWaitError(Exception):
         is_late_work: bool = False,
         uneven: Collection[Var] = (),
     ):
-        """`waiting`: equations on samples that would have to run after the loop; `late`: what is made there; `uneven`: as of
-        `Solver`."""
+        """`waiting`: equations on samples that would run after the loop; `late`: values made there; `uneven`: see `Solver`."""
         super().__init__()
         self.is_late_work = is_late_work
         self.error, self.solution, maker = next(iter(waiting.values())), solution, makers(jaxpr.eqns)
@@ -73,7 +73,7 @@ class SamplesWaitError(Exception):
         self.incomplete = tuple(var for var in maker if isinstance(solution.of(var), Partial) or var in late)
 
     def is_sum(self, var: Var) -> bool:
-        """Whether a value, of the step or of a body, is a sum over samples, or the largest or smallest of them."""
+        """Whether a value, of the step or of a body, is a sum, maximum or minimum over samples."""
         return isinstance(self.solution.made_as(var), Partial)
 
 
@@ -82,9 +82,9 @@ def _in_parts(values: Iterable[Var], solution: LoopSolution) -> list[Var]:
 
 
 def _needed(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], late: Collection[Var]) -> list[Var]:
-    """What the loop makes and an equation needs of all microbatches."""
+    """The values of the loop that an equation needs from all microbatches."""
     read = inputs_of(eqn)
     first = [a for a in read if a in late] or read
     behind = ancestors(first, lambda var: inputs_of(maker[var]) if var in late else ())
-    # What it reads itself besides, it has of its own microbatch.
+    # Its other operands are of its own microbatch.
     return [var for var in behind if var not in late and (var in first or var not in read)]

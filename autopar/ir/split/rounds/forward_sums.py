@@ -1,11 +1,11 @@
-"""Rewrites a step so that sums over samples are made by its forward pass alone, outside of its loops over layers.
+"""Rewrites a step so that its forward pass alone computes sums over samples, outside of its loops over layers.
 
-In:     a flat program, and which values are sums over samples (or the largest, the smallest of them).
-Out:    the same function. What `remat` computes again of such a sum is the forward pass's; what a forward scan makes of
-        nothing but such sums, and hands to no later trip, is made behind the scan, of their stacks.
-Method: equations are equal if they do the same with equal operands. A backward scan's operands are equal to the forward scan's,
-        trip by trip, where both read the same stack, or the one what the other has stacked. The load balance of experts
-        needs both: it is computed in every layer, within `remat`, within a scan over layers.
+In:     a flat program, and which of its values are sums (maxima, minima) over samples.
+Out:    the same function. A sum that `remat` recomputes is replaced by that of the forward pass; equations of a forward scan
+        that depend on such sums alone, and on which no later trip depends, move behind the scan and work on stacks of them.
+Method: value numbering. In the same trip, a backward scan's operand equals the forward scan's where both read the same
+        stack, or one reads what the other has stacked. The load-balancing loss of experts needs both rewrites: it is
+        computed in every layer, within `remat`, within a scan over layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IsSum = Callable[[Var], bool]
 
 
 def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
-    """The program whose forward passes alone make its sums, outside of loops over layers; itself, if they do."""
+    """The program in which only forward passes compute sums, outside of loops over layers; itself, if they do already."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         is_forward = kind_of(eqn) == "scan" and not is_backward(eqn)
@@ -37,18 +37,18 @@ def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
     return with_equations(jaxpr, _Twins(is_sum).replaced(eqns))
 
 
-# What scans make of sums.
+# Equations of scans that depend on sums alone.
 
 
 def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
-    """A forward scan, and behind it, for all trips at once, what its body made of nothing but sums."""
+    """A forward scan without the equations that depend on sums alone, and behind it these equations, on all trips at once."""
     (body,) = scan.bodies
     added = {b.value: b for b, kind in zip(scan.carries, sum_carries(scan), strict=True) if kind}
     entering = {b.var for b in (*scan.consts, *scan.xs)}
     carried = {b.var for b in scan.carries}
     to_trips = set(needed(body.eqns, [a for a in variables(b.value for b in scan.carries) if a not in added]))
-    begins = {b.var: b for b in added.values()}  # under each name that it passes on
-    so_far = set(begins)  # and what is made of sums that are not complete
+    begins = {b.var: b for b in added.values()}  # the accumulators as they enter, under each of their names
+    so_far = set(begins)  # incomplete sums, and all that depends on them
     moved: dict[JaxprEqn, None] = {}
     made: dict[Var, None] = {}
     for eqn in body.eqns:
@@ -86,9 +86,9 @@ def _behind(
     begins: Collection[Var],
     behind: Sequence[Binding],
 ) -> Equations:
-    """The moved equations for all trips at once, and the scan's results that are made of them; sums begin under these names."""
+    """The moved equations on all trips at once, and the results of the scan that depend on them (`behind`)."""
     consts = {b.var: b.outer for b in scan.consts}
-    added: dict[Var, Atom] = {}  # a sum over the trips is left to the end
+    added: dict[Var, Atom] = {}  # the terms of sums over trips, which are added up at the end
     for eqn in moved:
         others = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in begins]
         if len(others) < len(eqn.invars):
@@ -116,12 +116,12 @@ def _behind(
     return eqns
 
 
-# What is computed again.
+# Sums that are recomputed.
 
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """The body of a forward scan: its equation's place, and which of its values are equal."""
+    """The body of a forward scan: the position of its equation, and the value numbers of the body."""
 
     place: int
     scan: Region
@@ -129,7 +129,7 @@ class _Body:
 
 
 class _Twins:
-    """Replaces sums that `remat` computes again by those of the forward pass."""
+    """Replaces sums that `remat` recomputes by those of the forward pass."""
 
     def __init__(self, is_sum: IsSum):
         self.is_sum = is_sum
@@ -139,7 +139,7 @@ class _Twins:
         self.wanted: dict[int, dict[Var, Var]] = {}
 
     def replaced(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        """The equations; readers of a sum that is computed again read the first one."""
+        """The equations, in which readers of a recomputed sum read the first one."""
         found = []
         for place, eqn in enumerate(eqns):
             eqn = reading(eqn, self.replaced_by)
@@ -155,7 +155,7 @@ class _Twins:
         return found
 
     def visit(self, eqn: JaxprEqn, numbers: ValueNumbers, at: JaxprEqn) -> dict[Var, Var]:
-        """Name what an equation makes; of sums that are recomputed, the first ones. It stands in, or is, equation `at`."""
+        """Number the results of an equation; returns recomputed sums -> the first ones. It stands in, or is, `at`."""
         first = numbers.visit(eqn)
         if first is None or not (is_recomputed(eqn) or is_backward(at)) or is_backward(first) or is_recomputed(first):
             return {}
@@ -179,7 +179,7 @@ class _Twins:
             here = makers(body.eqns)
             for eqn in body.eqns if rows else ():
                 for var, old in self.visit(eqn, numbers, scan.eqn).items():
-                    if old in here or var in swapped:  # made twice in this body; known from another scan
+                    if old in here or var in swapped:  # computed twice in this body; found in another scan already
                         continue
                     stacks = self.wanted.setdefault(other.place, {})
                     stacks.setdefault(old, scan.new_stack(old))
@@ -195,7 +195,7 @@ class _Twins:
 
 
 def _names_of_rows(first: _Body, second: Region) -> dict[Var, Hashable]:
-    """Of what enters the body of a scan row by row, which value of an earlier scan's body it is in the same trip."""
+    """The value numbers of rows that enter a scan's body and equal a value of an earlier scan's body in the same trip."""
     made: dict[Atom | None, Atom] = {b.result: b.value for b in first.scan.ys}
     entered = {b.outer: b.var for b in first.scan.xs if isinstance(b.outer, Var)}
     name: dict[Var, Hashable] = {}

@@ -1,13 +1,13 @@
-"""Joins: copies of what the forward passes of all microbatches make together, which the backward passes wait for.
+"""Joins: copies of joint results of all forward passes, for which the backward passes wait.
 
-In:     a flat program, and the values in it that are not complete before every microbatch has made its part.
-Out:    the program with a copy of each such value that the forward pass makes and the backward pass reads: the backward pass
-        reads the copy.
-Method: the loss of a mixture of experts multiplies two means over the batch, so that the gradient of one sample needs the sums
-        of all; a contrastive loss needs what all samples have. No forward pass does: a pipeline whose forward passes all come
-        first has them in time. The copy is where the phases (`phases.py`) end the one half of a microbatch, and begin the
-        other; what is made of copies alone, and of forward values that wait, is made between them. Where that is a head with a
-        batch norm, its backward pass is made there, too, and reads copies of what it needs of single samples, such as labels.
+In:     a flat program, and the values in it that are known only after the last microbatch.
+Out:    the program in which the backward pass reads copies of such values of the forward pass.
+Method: the loss of a mixture of experts multiplies two means over the batch, so that the gradient of one sample needs sums over
+        all; a contrastive loss needs every sample's embedding. No forward pass needs these, so a pipeline that runs all
+        forward passes first has them in time. A copy marks where the phases (`phases.py`) end the forward half of a
+        microbatch and begin its backward half; equations on copies, and on forward values that wait, run in between. Where
+        these are a head with batch normalization, its backward pass runs there, too, and reads copies of what it needs of
+        single samples, such as labels.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autopar.ir.split.solution import LoopSolution
 
 
 def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
-    """The program whose backward pass reads copies of some values, and these copies; itself, if it reads none of them.
+    """The program whose backward pass reads copies of wanted values, and the copying equations; itself, if it reads none.
 
-    `wanted`: values of it; those that the backward pass makes itself stay as they are.
+    `wanted`: values of the program; those that the backward pass makes are left out.
     """
     behind = made_behind(jaxpr)
     forward = {var: None for var in wanted if var not in behind}
@@ -45,10 +45,10 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
 
 
 def with_rounds(jaxpr: Jaxpr, sums: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
-    """The program in which whatever reads some sums reads copies of them, and these copies; itself, if nothing does.
+    """The program in which all readers of some sums read copies, and the copying equations; itself, if nothing reads them.
 
-    `sums`: what a backward pass makes of all samples, such as gradients by which parameters are moved before the next forward
-    pass: what is made of the copies is made between these passes.
+    `sums`: joint results of a backward pass, such as gradients by which parameters move before the next forward pass:
+    equations on the copies run between these passes.
     """
     wanted = dict.fromkeys(sums)
     copies = {a: new_var(a.aval) for eqn in jaxpr.eqns for a in inputs_of(eqn) if a in wanted}
@@ -61,10 +61,7 @@ def with_rounds(jaxpr: Jaxpr, sums: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn
 
 
 def samples_behind(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) -> list[Var]:
-    """What single samples have, of the forward pass or the batch, and the backward pass makes values of.
-
-    `wanted`: such values: sums, or what all samples have.
-    """
+    """Split values of the forward pass, or of the batch, on which wanted values of the backward pass depend."""
     behind, maker = made_behind(jaxpr), makers(jaxpr.eqns)
     made_of = {var: inputs_of(maker[var]) for var in behind}
     seen = ancestors([var for var in wanted if var in behind], lambda var: made_of.get(var, ()))

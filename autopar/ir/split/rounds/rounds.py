@@ -1,14 +1,13 @@
-"""Rounds: where samples wait for what all of them make together, one loop over microbatches makes it, and the next reads it.
+"""Rounds: where samples wait for a joint result, one loop over microbatches computes it, and the next loop reads it.
 
 In:     a flat program, its batch inputs, the number of microbatches.
-Out:    a flat program with the same inputs and outputs, in which each round is a scan that adds up (`accumulate.py`).
-Method: the program is cut at the values that samples wait for: a program that makes them, and one that is given them. Each
-        is worked through in microbatches, cut again where it must be. What both need is done in both. So the second
-        update of a GAN sees the first, a gradient is taken where another has led (sharpness-aware minimization), and a
-        contrastive loss has all embeddings of a batch of which the activations are never there together. Batch
-        statistics in every layer would need a round for each layer, with all layers before it: that is refused. Statistics of
-        a few values of each sample (embeddings that are to be uncorrelated) are made of all samples at once, when a round
-        has brought these together.
+Out:    a flat program with the same inputs and outputs, in which each round is a scan that accumulates (`accumulate.py`).
+Method: the program is cut at the values that samples wait for, into one that makes them and one that reads them; each is
+        split into microbatches, or cut again. Equations that both need are computed in both. So the second update of a GAN
+        sees the first, a gradient is taken at a point to which another has led (sharpness-aware minimization), and a
+        contrastive loss sees the embeddings of the whole batch, whose activations are never in memory together. Batch
+        statistics in every layer would need a round for each, with all earlier layers in it: that is refused. Statistics of
+        a few values per sample (decorrelated embeddings) are computed on the whole batch, once a round has collected them.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from autopar.ir.work import Work
 from autopar.tuning import TUNING
 
 Decide: TypeAlias = Callable[[Jaxpr], LoopSolution]
-"""How a program is worked through; it raises as `find_phases` does."""
+"""`find_phases` of a program, with its other arguments bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A program over the step's inputs and some of its values, and how it is worked through; None: not known yet.
+    """A program of one round.
 
     Attributes:
-        jaxpr: The step's inputs come first; results are the step's, or values for later rounds.
-        gathered: Inputs that are samples, which a round before has made one microbatch after the other.
-        solution: Its phases.
+        jaxpr: Its inputs are the step's, then values of earlier rounds; its results are the step's, or values for later rounds.
+        gathered: Inputs that hold a value of every sample, collected by an earlier round.
+        solution: Its phases; None: not known yet.
     """
 
     jaxpr: Jaxpr
@@ -58,13 +57,11 @@ class _Round:
 def accumulate_in_rounds(
     jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
 ) -> Jaxpr:
-    """One program that works through its microbatches in turn, in as many rounds as it takes.
-
-    Arguments are those of `split_at_joins`.
+    """Write a program that processes its microbatches in as many rounds as needed; arguments as of `split_at_joins`.
 
     Raises:
         BatchError: There is no batch, or it does not divide.
-        MicrobatchError: Too much would be done more than once.
+        MicrobatchError: Too much work would be done more than once.
     """
     check_divides(jaxpr, count, batch, name)
     decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch)
@@ -94,12 +91,12 @@ def accumulate_in_rounds(
 
 
 def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
-    """Leading dims, of `groups`, that the step goes through row by row; if it does so with none, those with several rounds.
+    """Of `groups`, the leading dims whose rows are independent samples: in one round, or if there is none, in several.
 
     `groups`: leading dim -> positions of the inputs that have it.
 
-    A layer of a stack, a row of a frozen weight are no samples: other rows wait for what comes of them. Nor is a point in
-    time, if all of them are read before anything else is done.
+    Layers of a stack and rows of a frozen weight are no samples: other rows depend on them. Nor are points in time that are
+    all read before anything else happens.
     """
     for rounds in (_one_round, _best_rounds):
         found = [size for size, inputs in groups.items() if size > 1 and _goes_apart(jaxpr, size, inputs, rounds)]
@@ -120,7 +117,7 @@ def _goes_apart(
 
 
 def _reads_samples(each: _Round, inputs: Sequence[int]) -> bool:
-    """Whether anything in the loop reads them, and not all of them before it."""
+    """Whether an equation of the loop reads these inputs."""
     assert each.solution is not None
     samples, phase = {each.jaxpr.invars[k] for k in inputs}, each.solution.phase
     return any(not samples.isdisjoint(inputs_of(eqn)) for eqn in each.jaxpr.eqns if phase[eqn] == "loop")
@@ -131,7 +128,7 @@ def _one_round(jaxpr: Jaxpr, decide: Decide) -> list[_Round]:
 
 
 def _best_rounds(jaxpr: Jaxpr, decide: Decide) -> list[_Round]:
-    """Of the program as it is; or with its sums where they can be joined; or with what samples have brought together."""
+    """Rounds of the program as it is, or with its sums moved to the forward pass, or cut at samples instead of sums."""
     try:
         return _rounds(jaxpr, decide)
     except MicrobatchError as error:
@@ -144,7 +141,7 @@ def _best_rounds(jaxpr: Jaxpr, decide: Decide) -> list[_Round]:
 
 
 def _with_forward_sums(jaxpr: Jaxpr, decide: Decide) -> Jaxpr:
-    """The program with its sums where they can be joined, as far as samples wait for them."""
+    """The program with the sums that samples wait for moved to the forward pass."""
     while True:
         try:
             decide(jaxpr)
@@ -159,7 +156,7 @@ def _with_forward_sums(jaxpr: Jaxpr, decide: Decide) -> Jaxpr:
 
 
 def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]:
-    """In order; the results of the last are the program's. Cut at sums that samples wait for, or at what these have."""
+    """Rounds in order; the results of the last are the program's. `by_rows`: cut at split values instead of at sums."""
     rounds, at = [_Round(jaxpr)], 0
     first: SamplesWaitError | None = None
     while at < len(rounds):
@@ -171,7 +168,7 @@ def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]
             first = first or waits
             rows = waits.rows if by_rows else waits.samples
             cuts = [rows if by_rows else waits.sums + rows]
-            if waits.sums and not by_rows:  # other layers' gradients, which the same pass makes
+            if waits.sums and not by_rows:  # also at gradients of other layers, which the same pass makes
                 cuts.append((*cuts[0], *(var for var in waits.complete if var not in cuts[0])))
             halves, gathered = _best_halves(current, cuts, decide), rounds[at].gathered
             of_halves = (gathered, gathered + rows)
@@ -184,7 +181,7 @@ def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]
 
 
 def _best_halves(jaxpr: Jaxpr, cuts: Sequence[Sequence[Var]], decide: Decide) -> list[Jaxpr]:
-    """Halves of least work; or others behind which no samples wait any more, if behind those some do: that is a round less."""
+    """The halves of least work; or, if samples wait in their second one, others where none does: that saves a round."""
     ways = sorted((_halves(jaxpr, cut) for cut in cuts), key=_work_of)
     if len(ways) == 1 or not ways[0]:
         return ways[0]
@@ -200,7 +197,7 @@ def _samples_wait(jaxpr: Jaxpr, decide: Decide) -> bool:
 
 
 def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
-    """What makes values, and what is left to do when they are there; none, if an effect would happen twice."""
+    """The program that makes `values`, and the one that reads them; none, if an effect would happen twice."""
     inputs = set(jaxpr.invars)
     values = [var for var in values if var not in inputs]
     earlier = needed(jaxpr.eqns, values, effects=False)
@@ -209,7 +206,7 @@ def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
     if not values or any(eqn.effects for eqn in twice) or len(later) == len(jaxpr.eqns):
         return []
     given = set(values)
-    # An equation of several results may make a value again beside another one: under another name.
+    # An equation of the second half that also makes a given value does so under another name.
     later = [
         replace_eqn(eqn, outvars=[new_var(v.aval) if v in given else v for v in eqn.outvars])
         if given.intersection(eqn.outvars)
@@ -224,13 +221,13 @@ def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
 
 
 def _work_of(halves: Sequence[Jaxpr]) -> float:
-    """All that is done, with what both do; without end, if there are none."""
+    """The work of both halves; infinite, if there are none."""
     work = Work()
     return sum(sum(work.of_equations(half.eqns)) for half in halves) if halves else math.inf
 
 
 def _is_worth_it(jaxpr: Jaxpr, rounds: Sequence[_Round]) -> bool:
-    """Whether little is done again; once all is known, also whether more is done in loops than on all samples at once."""
+    """Whether little work is repeated; once all phases are known, also whether loops do more work than runs on all samples."""
     work = Work()
     whole = sum(work.of_equations(jaxpr.eqns))
     again = sum(sum(work.of_equations(each.jaxpr.eqns)) for each in rounds) - whole

@@ -1,11 +1,11 @@
-"""The phases of a step that is cut into stages: one forward and one backward pass, or several, in rounds.
+"""The phases of a step that is cut into stages: one forward and one backward pass, or several such rounds.
 
 In:     a flat program, its batch inputs, the number of microbatches.
-Out:    the program with copies of what passes wait for, and its phases (`microbatch.py`).
-Method: where backward passes wait for what all samples make together, that is joined between them and the forward passes
-        (`joins.py`). Where a forward pass begins at what gradients have led to (a gradient is taken where another has led, the
-        second of two optimizers sees what the first has done), a round ends with these gradients: what moves parameters
-        stands between two rounds. A single microbatch has its own sums for those of the batch.
+Out:    the program with copies of the joint results that passes wait for, and its phases (`microbatch.py`).
+Method: joint results for which backward passes wait are computed between the forward and the backward passes (`joins.py`).
+        Where a forward pass reads parameters that gradients have moved (sharpness-aware minimization, the second of two
+        optimizers), a round ends with these gradients, and the move stands between two rounds. With a single microbatch,
+        its sums are those of the batch.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Decide = Callable[..., LoopSolution]
 def split_at_joins(
     jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
 ) -> tuple[Jaxpr, Microbatches]:
-    """Split a step into phases for stages: each adds up its part of a gradient, and all forward passes may be done first.
+    """Split a step into phases for stages: each stage accumulates its own terms of a gradient.
 
     Args:
         count: Number of microbatches, at least 2.
         batch: Inputs whose leading dim runs over samples.
-        per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
-        name: What messages call the batch.
+        per_microbatch: Use local statistics where samples wait for a sum over the batch.
+        name: The name of the batch in messages.
 
     Returns:
-        The step, with a copy of each sum that backward passes wait for, and its phases.
+        The step, with a copy of each sum for which backward passes wait, and its phases.
 
     Raises:
         BatchError: There is no batch, or it does not divide.
@@ -65,7 +65,7 @@ def split_at_joins(
         return _at_joins(jaxpr, decide)
     except MicrobatchError as error:
         with contextlib.suppress(MicrobatchError):
-            waits = error.__cause__  # where samples are shuffled between two layers they wait for rows of others
+            waits = error.__cause__  # a shuffle between two layers waits for rows of other samples
             if _goes_again(jaxpr, batch) or (isinstance(waits, SamplesWaitError) and waits.is_for_rows):
                 return _in_rounds(jaxpr, decide)
         loop = next(filter(holds_steps, jaxpr.eqns), None)
@@ -73,14 +73,14 @@ def split_at_joins(
 
 
 def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
-    """One forward and one backward pass, between which all samples are waited for, if they must be.
+    """Phases of one forward and one backward pass, with joins between them where needed.
 
     Raises:
-        MicrobatchError: That does not do; its cause is what samples first wait for.
+        MicrobatchError: Joins do not suffice; its cause is the first `SamplesWaitError`.
     """
     joins: list[JaxprEqn] | None = None
     first: SamplesWaitError | None = None
-    while True:  # each turn has fewer sums that are recomputed, or in a loop, or read before they are joined
+    while True:  # ends: each turn leaves fewer sums that are recomputed, or in a loop, or read without a join
         try:
             return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
         except SamplesWaitError as waits:
@@ -89,7 +89,7 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
             if better is jaxpr and joins is not None:
-                # What all samples have is joined, or what its gradient is made of, as of sums.
+                # Join the samples that are waited for, and those on which gradients of sums depend.
                 behind = samples_behind(jaxpr, (*waits.sums, *waits.samples), waits.solution)
                 better, more = with_joins(jaxpr, (*waits.samples, *behind))
             if better is jaxpr and joins is not None:
@@ -101,7 +101,7 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
 
 
 def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
-    """The error where rounds would have to stand in a loop."""
+    """The error for a loop, or branches, of training steps that are too many to be written out."""
     return refused(
         count,
         loop,
@@ -112,7 +112,7 @@ def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
 
 
 def _goes_again(jaxpr: Jaxpr, batch: Sequence[int]) -> bool:
-    """Whether samples meet what gradients have led to, and not in their own backward pass."""
+    """Whether a forward pass on samples depends on gradients."""
     led, of_batch = made_behind(jaxpr), {jaxpr.invars[k]: None for k in batch}
     for eqn in jaxpr.eqns:
         samples = any(a in of_batch for a in inputs_of(eqn))
@@ -127,7 +127,7 @@ def _goes_again(jaxpr: Jaxpr, batch: Sequence[int]) -> bool:
 
 
 def _in_rounds(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
-    """Several forward and backward passes: each but the first begins with what is made of the sums of those before."""
+    """Phases of several rounds of forward and backward passes, with the joint results of each before the next."""
     joins: list[JaxprEqn] = []
     for _ in range(TUNING.stage_rounds):
         try:
@@ -142,10 +142,10 @@ def _in_rounds(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
-    """The phases of a step whose only microbatch is the whole batch, and the step: what needs gradients and is no gradient
-    comes after, or, if it leads to another forward pass, between.
+    """The phases of a step whose only microbatch is the whole batch.
 
-    A step without a backward pass is all loop.
+    Equations that depend on gradients and are not part of a backward pass come after the loop, or between rounds if another
+    forward pass depends on them. A step without a backward pass is all loop.
     """
     if _goes_again(jaxpr, batch):
         with contextlib.suppress(MicrobatchError, SamplesWaitError):
@@ -163,8 +163,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches
 
 
 def _whole_in_rounds(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
-    """The only microbatch in several rounds: its own sums are those of the whole batch, and what moves parameters stands
-    between passes."""
+    """The phases of the only microbatch in several rounds; equations that move parameters stand between them."""
     decide = partial(find_phases, count=1, batch=batch, per_microbatch=True, apart=True)
     solution, maker = decide(jaxpr, joins=[]), makers(jaxpr.eqns)
     matters = zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True)

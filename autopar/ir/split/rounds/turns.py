@@ -1,13 +1,12 @@
-"""Loops whose turns are training steps of their own, and branches that are: each works through its batch in microbatches.
+"""Splits the batch of each training step in a loop, or in a branch, into microbatches of its own.
 
 In:     a flat program, its batch inputs, the number of microbatches.
-Out:    the program, whose loops that take gradients and go on with what these have moved have a loop over microbatches in
-        each turn (`rounds.py`), and so have branches; and these loops, which the step around them runs on all samples.
-Method: critics that are trained several times before the generator, epochs over minibatches, descent until it is good enough,
-        a line search that asks for the gradient at each point: no microbatch can go from turn to turn by itself, for the next
-        one waits for the sum of all. Of what is made of the batch, a turn reads stacks of rows or all of it; whatever of that
-        has as many rows is tried as its batch. That it is one is shown by the phases (`phases.py`), which are exact for rows
-        of anything.
+Out:    the program in which each turn of a loop that takes gradients, and each such branch, has a loop over microbatches
+        (`rounds.py`); and these loops, which the step around them runs on all samples.
+Method: critics trained several times before the generator, epochs over minibatches, descent until convergence, line searches
+        with gradients: no microbatch can go from turn to turn alone, for the next turn needs the gradient of all. The batch
+        of a turn is not known; every group of its inputs that depend on the step's batch and have equally many rows is
+        tried. The phases prove it (`phases.py`): they are exact for any rows.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from autopar.ir.split.microbatches.refusal import refused
 from autopar.ir.work import num_bytes
 
 SplitTurn: TypeAlias = Callable[[Jaxpr, Sequence[int]], Jaxpr]
-"""A program in microbatches, given which of its inputs are the batch; it raises as `accumulate_in_rounds` does."""
+"""`accumulate_in_rounds` of a program and its batch inputs, with its other arguments bound."""
 
 
 def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: SplitTurn) -> tuple[Jaxpr, list[JaxprEqn]]:
-    """The program with each turn of its loops of steps in microbatches, and these loops; none: itself.
+    """The program whose loops of training steps have microbatches in each turn, and these loops; itself, if it has none.
 
     Raises:
-        MicrobatchError: A turn cannot be worked through in microbatches.
+        MicrobatchError: A turn cannot be split into microbatches.
     """
     of_batch = descendants(jaxpr.eqns, given=(jaxpr.invars[k] for k in batch))
     eqns: list[JaxprEqn] = []
@@ -45,8 +44,7 @@ def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: SplitTurn
 
 
 def holds_steps(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a loop that takes gradients in its turns, or a condition that does so in a branch, and is not of a
-    gradient itself."""
+    """Whether an equation is a loop or condition that takes gradients in a body, and is not part of a backward pass."""
     if kind_of(eqn) not in ("scan", "while", "cond") or is_backward(eqn):
         return False
     return any(map(_takes_gradients, region_of(eqn).bodies))
@@ -84,7 +82,7 @@ def _split_body(region: Region, number: int, of_batch: dict[Var, None], count: i
 
 
 def _batches(region: Region, number: int, of_batch: dict[Var, None], count: int) -> Iterator[list[int]]:
-    """Inputs of a body that have as many rows, and are made of the step's batch; those of most bytes first."""
+    """Groups of a body's inputs that depend on the step's batch and have equally many rows; those of most bytes first."""
     position = {var: k for k, var in enumerate(region.bodies[number].invars)}
     by_size: dict[int, list[Var]] = {}
     for b in region.of_role("const", "xs"):

@@ -1,9 +1,10 @@
 """Finds equations that count how many rows have each value of a key: the lengths of groups of rows sorted by it.
 
 In:     an equation, and the keys by which a program sorts rows.
-Out:    `counted`: which key it counts, and along which dim its operands come in parts; None: nothing says that it does.
-Method: `bincount` adds ones up at places that go up with the key, as is found by trying all numbers near those that constants
-        name; a sum of `one_hot` compares the key with 0, 1, 2, ....
+Out:    `counted`: the key that it counts, and the dims along which its operands are cut into parts; None: it is not known to
+        count one.
+Method: `bincount` adds ones at indices that grow with the key, which is proved by evaluating them at all keys near the
+        constants of the program; a sum of `one_hot` compares the key with 0, 1, 2, ....
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from autopar.ir.split.placement import Split
 from autopar.ir.split.strategy import strategies
 
 _CHOICES = "max min clamp eq ne lt le gt ge select_n and or not".split()
-"""What compares numbers and takes one of them."""
+"""Primitives that compare numbers or pick one of them."""
 _PICKS = ("argmax", "argmin", "top_k", "approx_top_k", "iota")
-"""What makes, as its last result, numbers that are not negative."""
+"""Primitives whose last result is not negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Counted:
 
     Attributes:
         key: Number of the key.
-        parts: For each operand the dim along which it comes in parts; None: it is whole.
+        parts: For each operand the dim along which it is cut into parts; None: it is whole.
     """
 
     key: int
@@ -40,9 +41,9 @@ class Counted:
 
 
 def counted(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
-    """What a `scatter-add` or a `reduce_sum` counts, of rows in `count` parts.
+    """What a `scatter-add` or a `reduce_sum` over rows in `count` parts counts.
 
-    A narrow type cannot count all rows, but those of a part; so it counts nothing.
+    None for integers below 32 bits: they may overflow for all rows where they do not for a part.
     """
     if eqn.outvars[0].aval.dtype.itemsize < 4:
         return None
@@ -61,14 +62,14 @@ def _bincount(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], cou
 
 
 def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int | None:
-    """The key whose numbers these are; sorted by it they would be sorted, too, and none at its lower end is left out."""
+    """The key of which indices are a non-decreasing, non-negative function; None: not known to be one."""
     parts = list(values.parts(indices, key_of))
     leaves = [atom for atom, eqn in parts if eqn is None]
     keys = list(dict.fromkeys(atom for atom in leaves if isinstance(atom, Var)))
     if len(keys) != 1 or keys[0] not in key_of or keys[0].aval.size != indices.aval.size:
         return None
     (key,) = keys
-    # From one place that constants say to the next it goes evenly with the key, or stands still: to try all is to know.
+    # Between two constants the function is linear in the key, or constant: trying all keys near them is a proof.
     reach = 2 + sum(abs(int(atom.val)) for atom in leaves if isinstance(atom, Literal))
     even = all(eqn is None or _is_even(eqn, values) for _, eqn in parts)
     if not even or reach > MAX_STEPS or not np.issubdtype(key.aval.dtype, np.integer):
@@ -83,14 +84,14 @@ def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int |
 
 
 def _is_even(eqn: JaxprEqn, values: KnownValues) -> bool:
-    """Whether an equation makes, of numbers that grow by one with the key or stand still, such numbers again."""
+    """Whether an equation maps values that grow by one with the key, or are constant, to such values."""
     if eqn.primitive.name in ("add", "sub"):
         return any(values.constant(atom) is not None for atom in eqn.invars)
     return eqn.primitive.name in (*_CHOICES, *RESHAPES)
 
 
 def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
-    """What a sum of `one_hot` counts; its key must not be negative: rows of no group would stand before those of the first."""
+    """What a sum of `one_hot` counts; its key must not be negative: such rows are in no group, but sort before the first."""
     (hot,), summed = eqn.invars, eqn.params["axes"]
     kept = [d for d in range(hot.aval.ndim) if d not in summed]
     _, made = values.made(hot)
@@ -111,7 +112,7 @@ def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], 
 
 
 def _repeated(atom: Atom, dim: int, values: KnownValues) -> Atom | None:
-    """What an array repeats along a dim, and along no other; None: it is not known to."""
+    """The value that an array repeats along one dim, and along no other; None: it is not known to be such an array."""
     size, along = atom.aval.size // max(1, atom.aval.shape[dim]), [dim]
     _, eqn = values.made(atom)
     while eqn is not None and eqn.primitive.name == "broadcast_in_dim":

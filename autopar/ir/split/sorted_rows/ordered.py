@@ -1,13 +1,13 @@
-"""What may be done to rows that are sorted in equal parts, each by itself (experts without capacity).
+"""The transfer function for rows that are sorted in equal parts, each part by itself (experts without capacity).
 
-In:     an equation, and how the rows of its operands lie, in a program that sorts rows.
-Out:    `Ordering.transfer`: how those of its results lie, and what is done to each part; None: another order of the rows would
-        give another result.
-Method: a stable sort by a key gives each row a place, and what is by rows does not care for places. So a value in sorted order
-        has `Rows` in the order of a key, a number; values of one order meet only each other. Numbers that say where rows are
-        (`argsort`, and what is computed of them) are those of a part's own rows, counted from its first, if they are such for
-        the places 0, 1, 2, ... (`known_values.py`). Rows are taken by them into the order, or out of it. How many rows have
-        each key (`bincount`, a sum of `one_hot`) is counted of each part, too, for its group sizes.
+In:     an equation of a program that sorts rows, and the order of its operands' rows.
+Out:    `Ordering.transfer`: the order of its results' rows, and what is computed of each part; None: with another order of
+        the rows the equation would have another result.
+Method: a stable sort by a key permutes rows, and operations row by row commute with permutations. A value in sorted order has
+        `Rows` in the order of a key; operations combine only values of one order. Indices of rows (`argsort`, and integers
+        computed from it) are indices into the part's own rows if they are for the permutation 0, 1, 2, ...
+        (`known_values.py`); gathers and scatters by them bring rows into the order, or back. Counts of rows for each value of
+        the key (`bincount`, a sum of `one_hot`) are computed for each part as well: they are its group sizes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from autopar.ir.split.sorted_rows.counted import counted
 from autopar.ir.split.strategy import AxisStrategy, has_program, split_along, strategies
 
 PRODUCTS = ("ragged_dot_general", "grouped_product")
-"""What multiplies rows in groups."""
+"""Primitives that multiply rows in groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A value has rows along a dim, in equal parts that stand behind each other.
+    """A value has rows along a dim, in equal parts.
 
     Attributes:
-        dim: Along which.
-        order: The key by which those of each part are sorted; None: they are as they were.
-        places: The values say where rows are: in the order of this key, or, of rows that are in it, where they were.
-        depth: Of stacks, in how many loops the rows were sorted that the dims in front count.
+        dim: The dim of rows.
+        order: The key by which the rows of each part are sorted; None: they are in their original order.
+        places: The key whose permutation the value holds as indices: of sorted rows their original positions, or of rows in
+            their original order their sorted positions.
+        depth: For stacks made by loops, the number of leading dims in front of the rows.
     """
 
     dim: int
@@ -52,50 +53,51 @@ class Rows:
     depth: int = 0
 
     def moved(self, by: int) -> Rows:
-        """The same where `by` dims have come in front."""
+        """The same after `by` leading dims have been added."""
         return replace(self, dim=self.dim + by, depth=self.depth + by)
 
     @property
     def keys(self) -> list[int]:
-        """By which it is sorted, or says where rows are."""
+        """The keys on whose order the value depends."""
         return [key for key in (self.order, self.places) if key is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many rows have each value of a key.
+    """A value counts the rows that have each value of a key.
 
     Attributes:
-        key: Which.
-        depth: As of rows.
+        key: The key.
+        depth: As of `Rows`.
     """
 
     key: int
     depth: int = 0
 
     def moved(self, by: int) -> Counts:
-        """The same where `by` dims have come in front."""
+        """The same after `by` leading dims have been added."""
         return replace(self, depth=self.depth + by)
 
     @property
     def keys(self) -> list[int]:
-        """Which."""
+        """The key."""
         return [self.key]
 
 
 Lies: TypeAlias = Rows | Counts | None
-"""The order of a value's rows; None: as they were, if it has any."""
+"""The order of a value's rows; None: it has none, or they are in their original order."""
 Known = Sequence[Lies]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What is known of an equation.
+    """What an equation does to rows in order.
 
     Attributes:
         results: The order of its results' rows.
-        parts: Where an operation works on each part by itself: along which dim each operand comes in parts, None: it is whole.
-        made: The same of its results; None: the sum of all parts.
+        parts: For an operation that works on each part by itself: the dim along which each operand is cut into parts, None
+            for whole operands.
+        made: The same for its results; None: the result is the sum of those of all parts.
     """
 
     results: tuple[Lies, ...]
@@ -104,12 +106,12 @@ class Transfer:
 
 
 class Ordering:
-    """The sorts of one program, in so many parts.
+    """The sorts of one program.
 
     Attributes:
-        count: How many.
-        key_of: For each value by which rows are sorted, the number of the key.
-        blind: Of equations, done so, whether they ask where a part stands.
+        count: Number of parts.
+        key_of: Values by which rows are sorted -> numbers of keys.
+        blind: Whether an equation under a strategy needs no offset of its shard, cached by signature.
     """
 
     def __init__(self, jaxpr: Jaxpr, count: int):
@@ -129,9 +131,9 @@ class Ordering:
         return is_plain and shape[0] % self.count == 0
 
     def transfer(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """What an equation makes of operands that are in order, or whether it begins an order, or counts a key.
+        """What an equation does that reads rows in order, sorts rows, or counts a key.
 
-        None: it is none of these, or cannot be done to rows in parts.
+        None: it does none of these, or its result depends on the order of rows.
         """
         own = [rows for rows in known if isinstance(rows, Rows)]
         name = eqn.primitive.name
@@ -153,7 +155,7 @@ class Ordering:
         return self._as_others(eqn, known)
 
     def _without_order(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """What is done without rows in order."""
+        """The transfer of an equation none of whose operands has rows in order."""
         match eqn.primitive.name:
             case "sort" if self._is_sort(eqn):
                 return self._sorts(eqn)
@@ -169,7 +171,7 @@ class Ordering:
     # Sorting.
 
     def _sorts(self, eqn: JaxprEqn) -> Transfer | None:
-        """`argsort`: each part's own rows, and where among them they were."""
+        """`argsort`: the sorted rows of each part, and their original positions in it."""
         key = self.key_of.get(cast(Var, self.values.origin(eqn.invars[0])))
         if key is None:
             return None
@@ -178,7 +180,7 @@ class Ordering:
         return Transfer(results, tuple(None if number else 0 for number in counts), (0,) * len(results))
 
     def _inverts(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """`argsort(order)`: where in the order each row is."""
+        """`argsort(order)`: the sorted position of each row."""
         order = known[0]
         if not self._is_sort(eqn) or not isinstance(order, Rows) or order.order is None or len(eqn.invars) != 2:
             return None
@@ -187,7 +189,7 @@ class Ordering:
         results = Rows(0, places=order.order), Rows(0, places=order.places)
         return Transfer(results, (0, None), (0, 0))
 
-    # Taking rows into the order and out of it.
+    # Gathers and scatters of rows.
 
     def _takes(self, eqn: JaxprEqn, table: Lies, at: Rows) -> Transfer | None:
         """`x[order]`, `x[order // k]`, `h[argsort(order)]`."""
@@ -201,7 +203,7 @@ class Ordering:
         return Transfer((_unless_plain(Rows(found[0], at.order)),), (dim, at.dim), (found[0],))
 
     def _puts(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """`y.at[order].add(h)`: the gradients of these, and another way to put rows back."""
+        """`y.at[order].add(h)`: the transposes of such gathers, and another way to put rows back."""
         at, rule = known[1], rule_for(eqn)
         dim = _one(eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)
         assert isinstance(at, Rows) and at.places is not None
@@ -220,14 +222,14 @@ class Ordering:
         return Transfer((_unless_plain(table),), (dim, at.dim, behind[0]), (dim,))
 
     def _lies(self, atom: Atom, have: Lies, dim: int, at: Rows) -> bool:
-        """Whether the array whose rows are at these places is as it was, or in the order."""
+        """Whether the rows of an array that is indexed are in the order that the indices are for."""
         assert at.places is not None
         if at.order is not None:
             return have is None and at.order == at.places
         return have == Rows(dim, at.places) or (have is None and self.values.is_uniform(atom, dim))
 
     def _numbers(self, places: Atom) -> np.ndarray | None:
-        """What places are computed as, if those by which rows were sorted are 0, 1, 2, ...; None: it is not known."""
+        """The values of indices if the permutation they are computed from were 0, 1, 2, ...; None: unknown."""
         leaves = {atom: None for atom, made in self.values.parts(places, ()) if made is None and isinstance(atom, Var)}
         if len(leaves) != 1:
             return None
@@ -242,7 +244,7 @@ class Ordering:
         return None if made is None or numbers is None else np.broadcast_to(made, numbers.shape)
 
     def _are_rows(self, places: Atom, length: int) -> bool:
-        """Whether the numbers of each part are rows of its own, as those of the first are of the first."""
+        """Whether the indices of each part stay in that part, with the same offsets in all parts."""
         numbers, count = self._numbers(places), self.count
         if numbers is None or len(numbers) % count or length % count or numbers.min() < 0 or numbers.max() >= length:
             return False
@@ -256,7 +258,7 @@ class Ordering:
     # Groups.
 
     def _multiplies(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """`ragged_dot`, of rows in the order of the groups."""
+        """`ragged_dot` of rows sorted by group."""
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (ragged,), (_, batch) = numbers.lhs_ragged_dimensions, numbers.dot_dimension_numbers
         lhs, sizes, rule = known[0], known[2], rule_for(eqn)
@@ -273,10 +275,10 @@ class Ordering:
         made = [_rows(p, lhs.order) for p in along.results]
         return Transfer(tuple(made), (*dims, 0), tuple(rows.dim if rows else None for rows in made))
 
-    # All else.
+    # Other operations.
 
     def _as_others(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """What is done to rows, whichever they are."""
+        """Operations row by row."""
         own = [rows for rows in known if isinstance(rows, Rows)]
         orders = dict.fromkeys((rows.order, rows.places, rows.depth) for rows in own)
         (order, places, depth), rule = next(iter(orders)), rule_for(eqn)
@@ -293,20 +295,20 @@ class Ordering:
         return None
 
     def _is_read(self, atom: Atom, have: Lies, want: Placement) -> bool:
-        """Whether an operand is by rows if others are read as `want`."""
+        """Whether an operand may be read in placement `want` by an operation row by row."""
         if isinstance(have, Rows):
             return want == Split(have.dim)
         return not isinstance(want, Split) or self.values.is_uniform(atom, want.dim)
 
     def _is_blind(self, eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy) -> bool:
-        """Whether a part does not ask where it stands."""
+        """Whether an equation needs no offset of its shard."""
         key = equation_signature(eqn), strategy
         if key not in self.blind:
             self.blind[key] = has_program(eqn, rule, replace(strategy, blocks=2), self.count)
         return self.blind[key]
 
     def _computes_places(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """`order // k`, and what makes indices of such numbers."""
+        """`order // k`, and other integer operations on indices."""
         like = dict.fromkeys(rows for rows in known if rows is not None)
         others = [atom for atom, rows in zip(eqn.invars, known, strict=True) if rows is None]
         is_known = len(like) == 1 and all(self.values.constant(atom) is not None for atom in others)
@@ -314,7 +316,7 @@ class Ordering:
 
 
 def _is_by_rows(rule: ShardingRule, strategy: AxisStrategy) -> bool:
-    """Whether what is split stands in each dim alone: of rows in pairs, who is whose neighbour matters."""
+    """Whether the split factor is the only one of each of its dims: where rows form pairs, their neighbours matter."""
     dims = [dim for term in (*rule.operands, *rule.results) for dim in term if strategy.factor in dim]
     return all(dim == (strategy.factor,) for dim in dims)
 
@@ -324,7 +326,7 @@ def _one(items: Sequence[Any]) -> Any:
 
 
 def _unless_plain(rows: Rows) -> Rows | None:
-    """Rows that are as they were are like any others."""
+    """The rows; None if they are in their original order and hold no indices."""
     return rows if rows.keys else None
 
 
@@ -333,7 +335,7 @@ def _rows(placement: Placement, order: int | None, places: int | None = None, de
 
 
 def on_one_part(eqn: JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
-    """The operation on a part; a sort counts the rows of the part, where it counted all."""
+    """Bind the equation on one part; a sort beside `iota` of all rows gets that of the part's rows."""
     if eqn.primitive.name == "sort":
         rows = operands[0].shape[0]
         operands = tuple(x if len(x) == rows else lax.iota(x.dtype, rows) for x in operands)

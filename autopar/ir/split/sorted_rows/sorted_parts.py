@@ -1,12 +1,12 @@
-"""Rows that are sorted by a key are sorted in equal parts, each by itself, where whoever reads them cannot tell.
+"""Rewrites sorts of rows by a key into sorts of equal parts, where no result depends on it.
 
-In:     a flat program, and in how many parts its samples may be worked on: devices times microbatches.
-Out:    the same program over the same inputs and results, in which `argsort`, what takes rows by it and puts them back, and
-        products of rows in groups (experts without capacity) work on each part by itself. Parts are a dim like any other:
-        who splits samples, on a mesh axis or in microbatches, splits it.
-Method: how rows lie is followed through the program (`ordered.py`). Where a value in order reaches what it may not, its sort
-        is left as it is. What works on parts is written as one part does it, for all of them (`vmap`). Beside each value that
-        counts the rows of each group stands one that counts those of each part.
+In:     a flat program, and the number of parts: devices times microbatches.
+Out:    the same function, in which `argsort`, gathers and scatters by it, and grouped products (experts without capacity)
+        work on each part by itself. Parts are a dim like any other, split with the samples on a mesh axis or in
+        microbatches.
+Method: the order of rows is propagated through the program (`ordered.py`). A sort whose order reaches an operation that
+        depends on it is left as it is. Operations on parts are the `vmap` of the operation on one part. Each value that
+        counts the rows of groups gets a second one that counts those of each part.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autopar.ir.split.sorted_rows.ordered import PRODUCTS, Counts, Lies, Orderin
 
 
 def sort_in_parts(jaxpr: Jaxpr, num_devices: int, count: int = 1) -> Jaxpr:
-    """The program whose rows are sorted in as many parts as may be, of each microbatch at most one for each device.
+    """Sort rows in as many parts as possible: per microbatch at most one for each device.
 
     Args:
         jaxpr: Flat program.
-        num_devices: Over how many devices samples may be spread.
+        num_devices: Number of devices that samples may be split over.
         count: Number of microbatches.
     """
     if not any(eqn.primitive.name == "sort" for eqn, _ in equations_within(jaxpr)):
@@ -47,14 +47,14 @@ class _Found:
     """The order of rows in a program.
 
     Attributes:
-        count: In how many parts.
-        lies: Of each value that is in order, or counts.
-        transfer_of: What is known of the equations on these.
+        count: Number of parts.
+        lies: The order of each value that has one, or what it counts.
+        transfer_of: The transfer of the equations on these values.
     """
 
     def __init__(self, jaxpr: Jaxpr, count: int):
         self.count, self.ordering = count, Ordering(jaxpr, count)
-        while True:  # each turn with fewer keys
+        while True:  # ends: each turn has fewer keys
             self.lies: dict[Var, Rows | Counts] = {}
             self.transfer_of: dict[JaxprEqn, Transfer] = {}
             self.failed: dict[int, None] = {}
@@ -70,7 +70,7 @@ class _Found:
         return self.lies.get(atom) if isinstance(atom, Var) else None
 
     def give_up(self, places: Iterable[Lies]) -> None:
-        """Leave as they are the sorts of values that something reads as it may not."""
+        """Give up the sorts on whose order these values depend."""
         for rows in places:
             self.failed.update(dict.fromkeys(rows.keys if isinstance(rows, Rows) else ()))
 
@@ -93,7 +93,7 @@ class _Found:
                 self.place(var, lies)
 
     def region(self, region: Region) -> None:
-        """Rows pass the boundary of a loop as they are, or stacked; none is carried from trip to trip, or decides."""
+        """Propagate orders through a region: as constants or stacks, not through carries or tests."""
         for b in region.bindings:
             lies = self.of(b.outer)
             if lies is None:
@@ -118,10 +118,10 @@ class _Found:
 
 
 class _Writer:
-    """Writes a program in which rows are sorted in parts.
+    """Writes the program in which rows are sorted in parts.
 
     Attributes:
-        counted: For each value that counts rows, the one that counts those of each part, `[..., part, group]`.
+        counted: Values that count rows -> the values that count those of each part, `[..., part, group]`.
     """
 
     def __init__(self, found: _Found):
@@ -150,7 +150,7 @@ class _Writer:
         return eqns
 
     def product(self, eqn: JaxprEqn) -> JaxprEqn:
-        """The product of rows that are in the order of their groups in each part."""
+        """The grouped product of rows that are sorted by group in each part."""
         lhs, rhs, sizes = eqn.invars
         assert isinstance(sizes, Var), "a literal counts nothing"
         params = {
@@ -163,14 +163,14 @@ class _Writer:
         return new_eqn(grouped_product_p, operands, eqn.outvars, params, source_info=eqn.source_info)
 
     def apart(self, eqns: Equations, eqn: JaxprEqn, transfer: Transfer) -> None:
-        """Each part by itself."""
+        """Write an equation that works on each part by itself."""
         first = len(eqns)
         made = self.by_parts(eqns, eqn, transfer)
         named = dict(zip(made, eqn.outvars, strict=True))
         eqns[first:] = [replace_eqn(e, outvars=[named.get(v, v) for v in e.outvars]) for e in eqns[first:]]
 
     def count_apart(self, eqns: Equations, eqn: JaxprEqn, transfer: Transfer) -> None:
-        """How many rows of each part have each key; or the same in another type."""
+        """Write beside a count, or a cast of one, the count of each part."""
         (var,) = eqn.outvars
         if transfer.parts is None:
             (counted,) = eqn.invars
@@ -191,11 +191,11 @@ class _Writer:
         return eqns.inline(self.programs[key], eqn.invars, eqn.source_info)
 
     def counts(self, atom: Atom | None) -> Var | None:
-        """What counts the rows of each part, beside a value that counts them all; None: it does not."""
+        """The value that counts the rows of each part, beside one that counts all rows; None: it is no count."""
         return self.counted.get(atom) if isinstance(atom, Var) else None
 
     def region(self, region: Region) -> JaxprEqn:
-        """A loop or branch; what counts rows passes its boundary beside what counts those of all parts."""
+        """Rebuild a region; counts of each part cross its boundary beside the counts of all rows."""
         more = []
         for b in region.bindings:
             counts = self.counts(b.outer)
@@ -218,7 +218,7 @@ class _Writer:
 
 
 def _program(eqn: JaxprEqn, transfer: Transfer, count: int) -> Jaxpr:
-    """What one part does, for all parts."""
+    """The program of an equation on all parts, from that of one part."""
     into = transfer.parts or ()
 
     def program(*operands: jax.Array) -> list[jax.Array]:
