@@ -1,1 +1,1 @@
-"""Programs in canonical forms: the same function, easier to shard and to cut."""
+"""Rewrites a program to canonical forms: the same function, easier to shard and to cut."""

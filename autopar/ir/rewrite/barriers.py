@@ -1,13 +1,13 @@
-"""Lets barriers hold back only what has to wait, so that weights may be cast to 16 bits and gathered ahead of their layer.
+"""Removes or splits optimization barriers that delay weights, so that these can be cast and gathered ahead of their layer.
 
-In:     a flat program. `jax.checkpoint` stands behind a barrier in the backward pass, so that what is recomputed is not taken
-        from the forward pass and not begun before its time.
-Out:    the same program. Parameters, and what only moves or casts one, have a barrier of their own, which waits for nothing.
-        In a scan over layers there is often none: the forward pass is in another loop, and all that a layer reads is there
-        when its trip begins.
-Method: in a loop a barrier goes if all that passes it is given to the trip, and nothing else reads that: no equation before
-        it can be equal to one behind it. What enters all trips alike stays behind it, or compilers would take out of the
-        loop what is made of that alone. A scan of one trip is no loop to a compiler, and keeps its barrier.
+In:     a flat program. `jax.checkpoint` puts a barrier before recomputation in the backward pass, so that compilers neither
+        merge it with the forward pass nor start it early.
+Out:    the same program. Parameters, and views or casts of them, pass a barrier of their own, which waits for nothing else.
+        In a scan over layers barriers that nothing needs are removed: the forward pass is in another loop, and all that a
+        layer reads is available when its trip begins.
+Method: a barrier in a scan's body is removed if all its operands are inputs of the body that nothing else reads: then no
+        equation before it can equal one after it. Constants of the loop stay behind a barrier, or compilers would hoist
+        what depends on them alone. A scan of one trip is no loop to a compiler, and keeps its barrier.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from autopar.ir.rules import has_rule, rule_for
 
 
 def drop_barriers(jaxpr: Jaxpr, batch: Collection[int] = ()) -> Jaxpr:
-    """The program with no barrier where it holds nothing back; over the same inputs and results.
+    """Remove or split the barriers that need not hold values back; over the same inputs and results.
 
     `batch`: positions of the inputs that hold samples.
     """
     given = {var for k, var in enumerate(jaxpr.invars) if k not in batch}
     eqns: list[JaxprEqn] = []
     for eqn in map(_inside, jaxpr.eqns):
-        if not is_region(eqn) and given.issuperset(inputs_of(eqn)) and _is_light(eqn):
+        if not is_region(eqn) and given.issuperset(inputs_of(eqn)) and _moves_one_array(eqn):
             given.update(eqn.outvars)
         eqns += _apart(eqn, given) if kind_of(eqn) == "barrier" else [eqn]
     return with_equations(jaxpr, eqns)
 
 
-def _is_light(eqn: JaxprEqn) -> bool:
-    """Whether it moves or casts one array."""
+def _moves_one_array(eqn: JaxprEqn) -> bool:
+    """Whether an equation sums nothing and reads one array: it moves, casts or maps it."""
     return len(inputs_of(eqn)) == 1 and has_rule(eqn.primitive) and not rule_for(eqn).summed and not eqn.effects
 
 
 def _apart(barrier: JaxprEqn, given: Collection[Var]) -> list[JaxprEqn]:
-    """A barrier for what was given, which waits for nothing, and one for the rest."""
+    """Split a barrier in two: one for the `given` values, which are available at once, and one for the rest."""
     through = list(zip(barrier.invars, barrier.outvars, strict=True))
     sides = [[pair for pair in through if (pair[0] in given) is side] for side in (True, False)]
     return [_barrier(barrier, side) for side in sides if side] if all(sides) else [barrier]
@@ -64,7 +64,7 @@ def _in_loops(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _without(body: Jaxpr, scan: Region) -> Jaxpr:
-    """The body of a scan without such barriers."""
+    """Remove the unneeded barriers of a scan's body."""
     constant = {b.var for b in scan.consts}
     times_read = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
     given = {b.var for b in (*scan.carries, *scan.xs) if times_read[b.var] == 1}

@@ -1,9 +1,11 @@
-"""Indices that only count are batch dims: `x[jnp.arange(n), ids]` reads ids[k] of row k, as `take_along_axis` does.
+"""Turns gather and scatter indices that count 0, 1, 2, ... into batching dims.
+
+`x[jnp.arange(n), ids]` reads element ids[k] of row k, as `take_along_axis` does.
 
 In:     a flat program, and the values of its constants.
 Out:    the same program, in which a `gather` or `scatter` whose index into a dim of length n counts 0 ... n - 1 along a
-        dim of the indices has both as batching dims: they split freely, over a mesh and in time.
-Method: what counts is known (`known_values.py`) of each column of the indices.
+        dim of the indices has both as batching dims, which a mesh and microbatches can split.
+Method: `known_values.py` tells which columns of the indices count.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from autopar.ir.region import in_bodies
 
 
 def batch_indices(jaxpr: Jaxpr, constants: Mapping[Var, Constant]) -> Jaxpr:
-    """Make batching dims of indices that count.
+    """Replace indices that count by batching dims.
 
-    `constants`: values of those of its inputs that are constants.
+    `constants`: the values of the inputs that are constants.
     """
     return _Walk(KnownValues(jaxpr, constants)).body(jaxpr)
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Rewrites the bodies of a program, with what is known of its values."""
+    """Rewrites a program and its bodies."""
 
     known: KnownValues
 
@@ -52,17 +54,15 @@ class _Walk:
             eqns += self.indexing(eqn) if eqn.primitive in _INDEXING else [in_bodies(eqn, self.body)]
         return make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns)
 
-    # Reading and writing by index.
-
     def indexing(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        """The equation, with batching dims for the columns that count; before it, what makes the other columns."""
+        """The equation with batching dims for the columns that count, after equations that slice out the other columns."""
         names = _GATHER if eqn.primitive.name == "gather" else _SCATTER
         numbers, indices, shape = eqn.params["dimension_numbers"], eqn.invars[1], eqn.invars[0].aval.shape
         searched, single, of_table, of_indices = (getattr(numbers, name) for name in names)
         batch = dict(zip(of_table, of_indices, strict=True))
         columns = dict(enumerate(searched))
         for k, d in enumerate(searched):
-            # The last column stays: indices have one at least.
+            # The last column stays: indices need at least one.
             along = self.known.counts(indices, (indices.aval.ndim - 1, k)) if d in single and len(columns) > 1 else None
             if along is not None and along not in batch.values() and indices.aval.shape[along] == shape[d]:
                 batch[d] = along
@@ -82,7 +82,7 @@ class _Walk:
         return [*eqns, replace_eqn(eqn, invars=[eqn.invars[0], rest, *eqn.invars[2:]], params=params)]
 
     def columns(self, indices: Atom, wanted: Sequence[int], source: SourceInfo) -> tuple[list[JaxprEqn], Atom]:
-        """The wanted columns of the indices, side by side."""
+        """The wanted columns of the indices as one array, after the equations that slice and join them."""
         *lead, count = indices.aval.shape
         made_by = self.known.maker.get(indices)
         eqns, parts = [], []
@@ -107,9 +107,9 @@ _GATHER = ("start_index_map", "collapsed_slice_dims", "operand_batching_dims", "
 _SCATTER = (
     "scatter_dims_to_operand_dims", "inserted_window_dims", "operand_batching_dims", "scatter_indices_batching_dims",
 )  # fmt: skip
-"""What JAX calls the same four things of both: dims that are searched, of which one element is taken, batching dims."""
+"""JAX's names for the same four fields of gather and scatter: dims indexed, dims of size 1 dropped, batching dims of both."""
 
 
 def _column_var(indices: Atom, count: int) -> Var:
-    """A variable for some columns of the indices."""
+    """A variable for `count` columns of the indices."""
     return new_var(shaped(jax.ShapeDtypeStruct((*indices.aval.shape[:-1], count), indices.aval.dtype)))

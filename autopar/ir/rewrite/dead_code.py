@@ -1,10 +1,10 @@
-"""Dead code: drop what no output and no effect needs, inside loops and branches too.
+"""Removes dead code, inside loops and branches too.
 
 In:     a flat jaxpr.
 Out:    the same program without equations, loop carries, scanned inputs, stacked outputs and barrier operands that
-        nothing reads. Results that nothing reads of an equation that stays become `DropVar`.
-Method: one walk backwards per body; what crosses a region's boundary is alive if its result is, or if a body needs it for
-        something that is (fixed point).
+        nothing reads. Unread results of an equation that stays become `DropVar`.
+Method: one walk backwards per body; a region's binding is alive if its result is, or if a body needs it for a live
+        binding (fixed point).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.ir.region import Binding, is_region, region_of
 
 
 def remove_dead_code(jaxpr: Jaxpr, keep_inputs: int | None = None) -> Jaxpr:
-    """A flat program without what nothing needs, over the same variables.
+    """Remove what no result and no effect needs; the variables stay.
 
     `keep_inputs`: how many of the first invars stay even if nothing reads them; None: all.
     """
@@ -29,14 +29,14 @@ def remove_dead_code(jaxpr: Jaxpr, keep_inputs: int | None = None) -> Jaxpr:
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> Jaxpr:
-    """The program with these equations, without what nothing needs any more; itself, if they are its own."""
+    """Replace the program's equations and remove dead code; the same object if the equations are its own."""
     if len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
 def _trim(jaxpr: Jaxpr, wanted: Iterable[Atom]) -> tuple[list[JaxprEqn], set[Var]]:
-    """Equations needed for the wanted outputs, and all variables that these need."""
+    """The equations needed for the wanted outputs, and all live variables."""
     alive = {atom for atom in wanted if isinstance(atom, Var)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):

@@ -1,14 +1,14 @@
-"""Products read and write large arrays in the layout that these have: in grouped attention no array of scores is transposed.
+"""Reorders the dims of batched matrix products to the layout of their largest array, so that this one is not transposed.
 
 In:     a flat program.
-Out:    the same function. Its products with several dims in one group, such as query and head of `bhgqk`, have operands,
-        batch and summed dims in another order, with transposes of what is small around them.
-Method: compilers hand a product to a library as matrices `batch, rows, columns`, and bring several dims that become one
-        next to each other first. That copies what lies in another order, once for each product and beside what others
-        read: 8.6 GB each in Llama-8B's attention of 8 samples. An array lies as the product that makes it writes it;
-        elementwise work leaves it so, and a transpose moves nothing until a product reads it. Of the three arrays
-        of a product the largest, if it is larger than both others, is taken as it lies; one that it makes, as the arrays
-        lie that it meets first.
+Out:    the same function. Products with several dims in one group, such as the query and head of `bhgqk` in grouped
+        attention, have their operands, batch dims and summed dims in another order, with transposes of small arrays.
+Method: compilers hand a product to a library as matrices `batch, rows, columns`, and first make the dims of one group
+        adjacent. That copies an array whose layout differs, once per product and beside the original that others
+        read: 8.6 GB each in Llama-8B's attention of 8 samples. The layout of an array is the one in which its product
+        writes it; elementwise work keeps it, and a transpose moves nothing until a product reads it. The largest of a
+        product's three arrays, if larger than both others together, keeps its layout; if it is the result, it takes the
+        layout of the first array of known layout that it is combined with.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from autopar.ir.work import num_elements_of
 Order = tuple[int, ...]
 """The dims of an array, major to minor, in its layout."""
 Index = tuple[str, int]
-"""A loop index of a product: `("batch", 0)`, `("sum", 1)`, or of one operand's own `("left", 2)`, `("right", 0)`."""
+"""A loop index of a product: `("batch", 0)`, `("sum", 1)`, or a free dim of one operand, `("left", 2)`, `("right", 0)`."""
 _OWN = ("left", "right")
 
 
 def products_in_order(jaxpr: Jaxpr) -> Jaxpr:
-    """The program whose products take and make large arrays without a change of layout; over the same inputs and results."""
+    """Reorder products so that large arrays keep their layout; over the same inputs and results."""
     eqns = [in_bodies(eqn, products_in_order) for eqn in jaxpr.eqns]
     if any(map(_joins_dims, eqns)):
         eqns = _Walk(readers_of(eqns)).through(eqns)
@@ -44,7 +44,7 @@ def products_in_order(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _joins_dims(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product of batches in which several dims of the largest array become one."""
+    """Whether an equation is a batched product that joins several dims of its largest array into one."""
     is_product = eqn.primitive is primitives.dot_general_p and eqn.params["dimension_numbers"][1][0]
     return bool(is_product) and _Product.of(eqn).largest is not None
 
@@ -72,7 +72,7 @@ class _Product:
 
     @property
     def largest(self) -> int | None:
-        """Which array is larger than both others, if some of its dims become one in a product of batches: 2, the result."""
+        """The array larger than both others together, if a batched product joins some of its dims: 0, 1; 2, the result."""
         sizes = [num_elements_of(atom) for atom in (*self.eqn.invars, *self.eqn.outvars)]
         number = max(range(3), key=sizes.__getitem__)
         names = [name for name, _ in self.terms[number]]
@@ -81,25 +81,25 @@ class _Product:
         return number if joins and is_plain and 2 * sizes[number] > sum(sizes) else None
 
     def in_order(self, number: int, order: Order) -> list[JaxprEqn]:
-        """The equations of the product with that array in that order; as it is where its groups of dims are apart."""
+        """The product with array `number` in that order of dims; unchanged if the dims of a group are not adjacent in it."""
         wanted = [self.terms[number][d] for d in order]
         groups = [name for k, (name, _) in enumerate(wanted) if not k or wanted[k - 1][0] != name]
         if groups[0] != "batch" or len(set(groups)) < len(groups):
             return [self.eqn]
-        # The library's own order: batch, own, summed of the left operand; batch, summed, own of the right one.
+        # The library's own order: batch, free, summed of the left operand; batch, summed, free of the right one.
         first = groups[1] == "right" if number == 2 else (groups[1] == "sum") != bool(number)
         sides = (1, 0) if first else (0, 1)
         return self._written(sides, number, wanted)
 
     def _written(self, sides: Sequence[int], number: int, wanted: Sequence[Index]) -> list[JaxprEqn]:
-        """The product of these operands, one array in the wanted order, and its result as it was."""
+        """The product of the operands in the order `sides`, array `number` in the wanted order; the result transposed back."""
         eqn, made = self.eqn, Equations()
         operands, terms = [], []
         for side in sides:
             operand, term = eqn.invars[side], list(self.terms[side])
             if side == number:
                 order = [term.index(index) for index in wanted]
-            elif number == 2:  # what it has of the result in that order
+            elif number == 2:  # its free dims in the order of the result
                 place = {index: k for k, index in enumerate(wanted)}
                 own = iter(sorted((index for index in term if index[0] in _OWN), key=place.__getitem__))
                 order = [term.index(next(own) if index[0] in _OWN else index) for index in term]
@@ -129,14 +129,14 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Who reads each value of a body, how those lie that are made by now, and the rules of its equations."""
+    """One body: the readers of each value, the layouts of the values defined so far, and the rules of its equations."""
 
     readers: Mapping[Var, list[JaxprEqn]]
     order: dict[Var, Order] = field(default_factory=dict)
     rules: EqualRules = field(default_factory=EqualRules)
 
     def through(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        """The equations, with products in order."""
+        """The equations with products reordered."""
         found: list[JaxprEqn] = []
         for eqn in eqns:
             written = self._product(_Product.of(eqn)) if _joins_dims(eqn) else [eqn]
@@ -153,7 +153,7 @@ class _Walk:
         return product.in_order(number, order or tuple(range(atom.aval.ndim)))
 
     def _follow(self, eqn: JaxprEqn) -> None:
-        """The layout of an equation's result, if an operand of known layout determines it."""
+        """Note the layout of an equation's result, if an operand of known layout determines it."""
         if eqn.primitive is primitives.dot_general_p:
             self.order[eqn.outvars[0]] = tuple(range(eqn.outvars[0].aval.ndim))
         known = [(k, self.order[a]) for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.order]
@@ -167,7 +167,7 @@ class _Walk:
                 return
 
     def _wanted(self, made: Var) -> Order | None:
-        """The order in which what a product makes meets an array that is there already; None: it meets none."""
+        """The layout for a product's result: that of the first known one it is combined with; None: there is none."""
         dims_of, waiting = {made: tuple(range(made.aval.ndim))}, [made]
         for var in waiting:
             for eqn in filter(_keeps_order, self.readers.get(var, ())):
@@ -184,5 +184,5 @@ class _Walk:
 
 
 def _keeps_order(eqn: JaxprEqn) -> bool:
-    """Whether the result has the layout of the operands: elementwise work, sums, and transposes until something reads them."""
+    """Whether the result keeps the layout of the operands: elementwise work, sums, and transposes (which are views)."""
     return family_of(eqn.primitive) in ("elementwise", "movement", "reductions") and len(eqn.outvars) == 1

@@ -1,15 +1,15 @@
-"""Fission of conditions: one condition for each group of results that share no work, and a cut behind gradients.
+"""Splits a `cond` into several: one per group of results that share no array work, and two around a gradient.
 
-In:     a flat program. A `cond` is one piece: all that its branches read and make is in one place, on one pipeline stage, and
-        in one phase of the step.
-Out:    the same function. `cut_behind_gradients`: a branch that takes a gradient and uses it is two, up to the gradients and
-        from there on, so that microbatches add up gradients in the first and run the second once. `fission`: then a
-        condition around an update (`optax.apply_if_finite`, a loss scale that was too large) is one for each parameter and
-        its moments, and a step counter's.
-Method: results belong together if equations on arrays serve both. What they share besides are numbers (a norm, a bias
-        correction): such a number that is cheap to have is made always, in front; so is one that is made of arrays, which
-        then may lie apart. Where a condition is cut, other branches
-        hand over zeros for what only one of them makes. Loops are left as they are: what they carry is their own.
+In:     a flat program. A `cond` is indivisible: all its operands and results are on one pipeline stage and in one phase of
+        the step.
+Out:    the same function. `cut_behind_gradients`: a `cond` whose branch takes a gradient and uses it becomes two, up to the
+        gradients and after them, so that microbatches accumulate gradients in the first and run the second once.
+        `fission`: then a `cond` around an update (`optax.apply_if_finite`, a loss scale that was too large) becomes one per
+        parameter and its moments, and one for the step counter.
+Method: two results are of one group if some equation on arrays is an ancestor of both. Scalars that groups share (a norm, a
+        bias correction) are hoisted before the conditions if cheap, and so are scalars reduced from arrays, so that the
+        arrays need not be together. Where a `cond` is cut, a branch passes zeros for values that only another branch makes.
+        Loops are not split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.tuning import TUNING
 
 
 def fission(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with its conditions behind gradients and for results apart, over the same inputs and results."""
+    """Cut conditions behind gradients, then split them by results; over the same inputs and results."""
     work = Work()
     jaxpr = cut_behind_gradients(jaxpr)
     pieces = [_results_apart(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns]
@@ -39,7 +39,7 @@ def fission(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def cut_behind_gradients(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with conditions cut behind the gradients that they take; over the same inputs and results."""
+    """Cut conditions behind the gradients that they take; over the same inputs and results."""
     pieces = [_in_two(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns]
     return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
 
@@ -48,7 +48,7 @@ def _is_pure_cond(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) == "cond" and not eqn.effects
 
 
-# Behind gradients.
+# The cut behind gradients.
 
 
 def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -76,22 +76,22 @@ def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 
 def _halves(branch: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Equations up to the gradients, and those that read them for something else."""
+    """The branch's equations up to its gradients, and those that follow them."""
     behind = behind_gradients(branch)
     return list(compress(branch.eqns, (not is_behind for is_behind in behind))), list(compress(branch.eqns, behind))
 
 
 def _read_of(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxpr) -> list[Var]:
-    """What the first half makes for the second, and for the branch's results."""
+    """The values of the first half that the second half or the branch's results read."""
     made = makers(first)
     return [var for var in read_by(second, branch.outvars) if var in made]
 
 
-# Results apart.
+# One condition per group of results.
 
 
 def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
-    """A condition for each group of results that belong together; before them, the numbers that several groups read."""
+    """One condition per group of results, after the hoisted scalars."""
     region = region_of(eqn)
     branches = [_Branch(body, work) for body in region.bodies]
     groups = _groups(region, branches)
@@ -121,10 +121,10 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
 
 
 class _Branch:
-    """One branch: which equations make what, and which numbers of it are cheap.
+    """One branch: the equation of each value, and which scalars are cheap.
 
     Attributes:
-        given: Values that are made in front.
+        given: Values hoisted before the conditions.
     """
 
     def __init__(self, body: Jaxpr, work: Work):
@@ -135,23 +135,23 @@ class _Branch:
         self.numbers = {var for var in single if num_elements_of(var) <= 1 and var not in dear}
 
     def behind(self, results: Iterable[Atom]) -> tuple[dict[JaxprEqn, None], dict[Var, None]]:
-        """Equations that results need, up to cheap numbers; and those numbers."""
+        """The equations that results need, back to cheap scalars; and those scalars."""
         made_of = {var: inputs_of(eqn) for var, eqn in self.made_by.items() if var not in self.numbers}
         found = ancestors(variables(results), lambda var: made_of.get(var, ()))
         eqns = dict.fromkeys(self.made_by[var] for var in found if var in made_of)
         return eqns, {var: None for var in found if var in self.numbers}
 
     def is_of_arrays(self, number: Var) -> bool:
-        """Whether a number is made of arrays, which would all be where it is read."""
+        """Whether a scalar is computed from arrays."""
         return any(num_elements_of(a) > 1 for eqn in needed(self.body.eqns, [number]) for a in eqn.invars)
 
     def rest(self) -> list[JaxprEqn]:
-        """Equations but those that make what is given."""
+        """The equations without those that were hoisted."""
         return [eqn for eqn in self.body.eqns if not any(var in self.given for var in eqn.outvars)]
 
 
 def _groups(region: Region, branches: Sequence[_Branch]) -> list[list[int]]:
-    """Results that belong together, by their places: those that share equations on arrays; and all cheap numbers."""
+    """Group the results, by position: those that share equations on arrays; and one group of all cheap scalars."""
     group_of = list(range(len(region.eqn.outvars)))
     first: dict[object, int] = {}
     for branch in branches:
@@ -177,13 +177,14 @@ def _is_cheap(eqn: JaxprEqn, work: Work) -> bool:
     return work.of(eqn) <= TUNING.fission_operations * elements
 
 
-# Together again.
+# Merging.
 
 
 def merge_conditions(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Equations in order, in which small conditions on one index that can be done at once are one.
+    """Merge conditions on the same index that do not depend on each other, as long as the merged one's results are small.
 
-    What a condition makes is there beside what it reads: together they make little more than the largest of them alone.
+    A condition's results are live beside its operands, so merged results are held to `fission_room` times the bytes of the
+    largest condition's.
     """
     place = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
     conditions = [eqn for eqn in eqns if _is_pure_cond(eqn)]
@@ -208,6 +209,6 @@ def _made_bytes(eqn: JaxprEqn) -> int:
 
 
 def _merged(one: Region, other: Region) -> JaxprEqn:
-    """Both conditions as one; an operand of both enters once."""
+    """Merge two conditions on the same index."""
     equations = [[*a.eqns, *b.eqns] for a, b in zip(one.bodies, other.bodies, strict=True)]
     return rebuilt_apart(one, [*one.bindings, *(b for b in other.bindings if b.role != "test")], equations)

@@ -1,11 +1,11 @@
-"""Moves casts to 16 bits out of loops and branches, so that sums over samples are narrowed when they are complete.
+"""Sinks casts of gradients to 16 bits out of loops and branches, so that only complete sums over samples are narrowed.
 
 In:     a flat program in which the gradient of a 16-bit parameter is computed in 32 bits and cast down inside a `scan` or a
         branch, as `jax.grad` writes it.
-Out:    the same function, with the cast behind the loop; a sum over the trips of a loop is kept in 32 bits until then.
-Method: a microbatch makes a part of a gradient, and a part must not be narrowed (`rules/linearity.py`). The cast is looked
-        for behind what merely moves and adds up values, which is done in 32 bits instead. Only in what is differentiated:
-        activations that are stacked in 16 bits stay so.
+Out:    the same function, with the cast after the loop; a sum over the trips of a loop is carried in 32 bits until then.
+Method: a microbatch computes a partial sum of a gradient, and a partial sum must not be narrowed (`rules/linearity.py`). The
+        cast is found behind operations that only move or add values, which then run in 32 bits. Only in backward passes:
+        activations that a forward loop stacks in 16 bits stay so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.ir.rules.registry import has_rule
 
 
 def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with casts of gradients to 16 bits behind its loops and branches; over the same inputs and results."""
+    """Sink casts of gradients to 16 bits out of loops and branches; over the same inputs and results."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         eqns += _region(region_of(eqn)) if kind_of(eqn) in ("scan", "cond") else [eqn]
@@ -39,7 +39,7 @@ def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _region(region: Region) -> list[JaxprEqn]:
-    """Its sums over trips, and if it is part of a backward pass its stacks and results, in the dtype they are computed in."""
+    """Widen a region's sums over trips, and in a backward pass its stacks and results, to the dtype they are computed in."""
     eqn, bodies = region.eqn, [narrow_late(body) for body in region.bodies]
     inside = [_Wide(body) for body in bodies]
     bindings: list[Binding] = []
@@ -70,7 +70,7 @@ def _of_dtype(var: Var, dtype: np.dtype) -> Aval:
 
 
 class _Wide:
-    """A body in which values are made again in a wider dtype, behind the equations that are there."""
+    """A body to whose equations wider versions of its values are appended."""
 
     def __init__(self, body: Jaxpr):
         self.eqns = Equations(body.eqns)
@@ -78,7 +78,7 @@ class _Wide:
         self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
 
     def dtype_behind(self, atom: Atom | None) -> np.dtype | None:
-        """The widest dtype of which a 16-bit float is a cast, behind moves and additions; None: it is none."""
+        """The widest dtype that a 16-bit value was cast from, looking through moves and additions; None: there is no cast."""
         if not isinstance(atom, Var) or atom not in self.made_by:
             return None
         eqn = self.made_by[atom]
@@ -88,7 +88,7 @@ class _Wide:
         return max((d for d in found if d is not None), key=lambda d: d.itemsize, default=None)
 
     def passes_on(self, eqn: JaxprEqn) -> bool:
-        """Whether it only moves or adds up its operands, for one reader."""
+        """Whether an equation only moves or adds its operands, in one dtype, and at most one equation reads its result."""
         var, *others = eqn.outvars
         alike = all(a.aval.dtype == var.aval.dtype for a in eqn.invars)
         if others or not alike or self.num_readers[var] > 1 or is_region(eqn) or "new_dtype" in eqn.params:
@@ -96,7 +96,7 @@ class _Wide:
         return has_rule(eqn.primitive) and tuple(range(len(eqn.invars))) in rule_for(eqn).linear
 
     def is_sum_of(self, var: Var, atom: Atom | None) -> bool:
-        """Whether `atom` is `var` with something added, and `var` stands nowhere else."""
+        """Whether `atom` is `var` plus something, and nothing else reads `var`."""
         if self.num_readers[var] != 1 or isinstance(atom, Literal):
             return False
         while atom in self.made_by:
@@ -109,13 +109,14 @@ class _Wide:
         return False
 
     def leads_to(self, var: Var, atom: Atom) -> bool:
+        """Whether `atom` is computed from `var` by moves and additions."""
         eqn = self.made_by.get(atom)
         return atom is var or (
             eqn is not None and self.passes_on(eqn) and any(self.leads_to(var, a) for a in variables(eqn.invars))
         )
 
     def widened(self, atom: Atom, dtype: np.dtype, wide: Mapping[Var, Var]) -> Atom:
-        """`atom` in a wider dtype, where `wide` are some values in it."""
+        """`atom` in a wider dtype; `wide`: variables that hold the body's inputs in it."""
         if not isinstance(atom, Literal):
             if atom in wide:
                 return wide[atom]
@@ -131,7 +132,7 @@ class _Wide:
 
 
 def _narrows(eqn: JaxprEqn) -> bool:
-    """Whether it casts floats to 16-bit floats in which their sums do not survive."""
+    """Whether an equation casts floats to 16-bit floats in which their partial sums would lose bits."""
     if eqn.primitive.name != "convert_element_type":
         return False
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype

@@ -1,12 +1,12 @@
-"""Which operations work on longer dims: matrix products over a length that does not divide, and what stands between them.
+"""Chooses which operations are padded: matrix products over a length that does not divide, and operations between them.
 
-In:     a flat program, and for some lengths of its products' factors what these are to become.
-Out:    for each equation its rule and those of its factors that become longer.
-Method: from the products along factors, forward and backward, as far as each operation can do with garbage in the tail: it
-        works on each index by itself, or adds up or compares what a mask leaves. Then what does not pay is left out: an
-        operation stays as the user wrote it if only what it reads is to become longer (a cast of weights, norms before
-        the first product), or if it reads state and leads to no product (the optimizer). What is made of nothing (positions,
-        random bits, zeros) follows those who read it.
+In:     a flat program, and for some lengths of its products' factors the padded lengths.
+Out:    for each equation its rule and the factors that are padded.
+Method: propagate from the products along factors, to operands and readers, through every operation that tolerates garbage in
+        the tail: it works on each index by itself, or reduces what a mask leaves. Then leave out what does not pay: an
+        operation keeps the user's length if only its readers are padded (a cast of weights, norms before the first
+        product), or if it reads state and leads to no product (the optimizer). An operation without operands (positions,
+        random bits, zeros) follows its readers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autopar.ir.rules.registry import family_of, rule_for
 from autopar.ir.rules.rule import Factor, ShardingRule, Term
 
 _FAMILIES = ("elementwise", "indexing", "movement", "reductions", "reshape", "scatter")
-"""Files of rules whose operations work on arrays of any length."""
+"""Rule files whose operations work on arrays of any length."""
 _PLACED = ("sharding_constraint", "layout_constraint", "device_put", "dynamic_update_slice")
-"""Those of them that do not, or that speak of the user's own shape."""
+"""Primitives of those files that do not, or that refer to the user's own shape."""
 _Kind = Choice["longer", "as it is", "either"]
 _Node = tuple[int, Factor]
 """A factor of an equation, by its number."""
@@ -33,22 +33,22 @@ _Node = tuple[int, Factor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Longer:
-    """Of one equation: its rule, None if it has none here, and the factors that become longer."""
+    """One equation's rule, None if the equation cannot be padded, and its padded factors with their tails."""
 
     rule: ShardingRule | None
     tails: Mapping[Factor, Tail]
 
 
 def is_product(eqn: JaxprEqn) -> bool:
-    """Whether it is a matrix product: what is worth a longer dim."""
+    """Whether an equation is a matrix product, the work that padding is for."""
     return eqn.primitive.name == "dot_general"
 
 
 def find_longer(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> list[Longer]:
-    """For each equation of one body, what becomes longer.
+    """For each equation of one body, the factors that are padded.
 
-    `jaxpr`: flat program; bodies of loops and branches are looked at by themselves.
-    `lengths`: of a factor of products -> what it is to become.
+    `jaxpr`: flat program; its inner bodies are not looked at.
+    `lengths`: length of a product's factor -> padded length.
     """
     reach = _Reach(jaxpr)
     for k, eqn in enumerate(jaxpr.eqns):
@@ -64,7 +64,13 @@ def find_longer(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> list[Longer]:
 
 @dataclass(slots=True)
 class _Reach:
-    """What could become longer together, from where it was begun."""
+    """The factors that can be padded, propagated from those of the products.
+
+    Attributes:
+        found: For each equation, its factors that can be padded.
+        places: For each variable, its dims that can be padded.
+        waiting: Worklist of (variable, dim) to propagate.
+    """
 
     jaxpr: Jaxpr
     rules: list[ShardingRule | None] = field(init=False)
@@ -85,14 +91,14 @@ class _Reach:
                 self.readers.setdefault(var, []).append(k)
 
     def add(self, k: int, factor: Factor, tail: Tail) -> None:
-        """A factor of an equation may be longer, and with it the dims in which it stands."""
+        """Pad a factor of an equation, if it can be, and the dims in which the factor occurs."""
         rule = self.rules[k]
         if rule is None or factor in self.found[k] or not _can_be_longer(self.jaxpr.eqns[k], rule, factor, tail):
             return
         eqn = self.jaxpr.eqns[k]
         stands = [*_stands_in(eqn.invars, rule.operands, factor), *_stands_in(eqn.outvars, rule.results, factor)]
         if any(other in dim for _, _, dim in stands for other in self.found[k]):
-            return  # one longer factor in a dim is enough to keep apart
+            return  # a dim has at most one padded factor
         self.found[k][factor] = tail
         for var, place, dim in stands:
             known = self.places.setdefault(var, {})
@@ -101,7 +107,7 @@ class _Reach:
                 self.waiting.append((var, place))
 
     def spread(self) -> None:
-        """To whoever makes or reads what may be longer."""
+        """Propagate to the equation that defines each padded dim and to its readers, until nothing changes."""
         while self.waiting:
             var, place = self.waiting.pop()
             tail = self.places[var][place]
@@ -124,7 +130,7 @@ class _Reach:
         return {} if rule is None else rule.sizes
 
     def chosen(self) -> list[Longer]:
-        """Of each equation, the factors that do become longer: of what could, that which pays."""
+        """For each equation, the factors that are padded: of those that can be, the ones that pay."""
         eqns, (sources, readers) = self.jaxpr.eqns, self._links()
         leads: dict[_Node, bool] = {}
         for node in reversed(sources):
@@ -148,9 +154,9 @@ class _Reach:
         ]
 
     def _links(self) -> tuple[dict[_Node, list[_Node | None]], dict[_Node, list[_Node]]]:
-        """Of each factor that could be longer, those that make and that read the dims in which it stands.
+        """For each factor that can be padded, the factors of the equations that define and that read its dims.
 
-        None: something that stays as it is makes one.
+        None among the sources: such a dim comes from an equation that is not padded.
         """
         made_as: dict[tuple[Var, int], _Node] = {}
         sources: dict[_Node, list[_Node | None]] = {}
@@ -180,7 +186,7 @@ def _rule_here(eqn: JaxprEqn) -> ShardingRule | None:
 def _stands_in(
     atoms: Sequence[Atom], terms: Sequence[Term], factor: Factor
 ) -> Iterator[tuple[Var, int, tuple[Factor, ...]]]:
-    """The dims of variables in which a factor stands."""
+    """The variables, positions and factors of the dims in which a factor occurs."""
     for atom, term in zip(atoms, terms, strict=True):
         for place, dim in enumerate(term):
             if factor in dim and isinstance(atom, Var):
@@ -193,7 +199,7 @@ def is_searched(eqn: JaxprEqn, rule: ShardingRule, factor: Factor) -> bool:
 
 
 def _can_be_longer(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, tail: Tail) -> bool:
-    """Whether what stands in the tail stays there, or a mask keeps it out."""
+    """Whether garbage in a factor's tail stays in tails, or a mask can keep it out of a reduction."""
     if factor in rule.whole or factor in rule.joined:
         return False
     if is_searched(eqn, rule, factor):

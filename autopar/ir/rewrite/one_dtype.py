@@ -1,12 +1,12 @@
-"""Products of two types of numbers multiply numbers of one, as they do when they run.
+"""Converts the operands of mixed-dtype matrix products to one dtype, as compilers do.
 
-In:     a flat program. A product of bfloat16 with float32 is one equation of JAX, and most compilers have none of that kind.
-Out:    the same function, in which both operands of such a product are first converted to the type of its result.
-Method: what JAX's lowering does for CPUs and GPUs (`lax._handle_dot_precision`), done where the planner sees it: the operand
-        that is wider then takes memory, and what is communicated of it may be the narrow one. A value is converted once in a
-        body, as XLA finds that out: from the forward pass to the backward pass it waits converted. TPUs multiply the same
-        numbers, and put conversions into the product. Left alone are 8-bit floats, which have products of two types, and
-        products that name their algorithm, which says what is converted.
+In:     a flat program. A product of bfloat16 with float32 is one equation of JAX, and most compilers have no such kernel.
+Out:    the same function, in which both operands of such a product are first converted to the dtype of its result.
+Method: what JAX's lowering does for CPUs and GPUs (`lax._handle_dot_precision`), made visible to the planner: the converted
+        operand takes memory, and collectives may move the narrow one. A value is converted once per body, as XLA's CSE
+        would do, so the converted value is the residual for the backward pass. TPUs compute the same numbers and fuse
+        conversions into the product. Left alone: 8-bit floats, whose mixed products exist, and products that name their
+        algorithm, which determines the conversions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.ir.rewrite.dead_code import with_equations
 
 
 def products_of_one_dtype(jaxpr: Jaxpr) -> Jaxpr:
-    """The program whose products have operands of one type; over the same inputs and results."""
+    """Convert the operands of mixed products to one dtype; over the same inputs and results."""
     eqns, known = Equations(), dict[tuple[Atom, Any], Atom]()
     for eqn in jaxpr.eqns:
         if is_region(eqn):

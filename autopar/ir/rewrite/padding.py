@@ -1,12 +1,11 @@
-"""Makes dims longer that do not divide: the 50257 tokens of a vocabulary become 50264, which eight devices split.
+"""Pads dims whose length does not divide: a vocabulary of 50257 tokens becomes 50264, which eight devices split.
 
-In:     a flat program, and for some lengths of its products' factors what these are to become.
-Out:    the same function of the same arguments: products and what lies between them (`longer.py`) on longer dims.
-Method: an operation on longer operands is its local program for a shard that is longer than the whole, as a device's is
-        for one that is shorter. What it makes in the tail is garbage. Before a sum or a maximum over the longer dim a mask
-        puts in the number that changes nothing, unless zeros of ours stand there; an index never leads into the tail; and
-        what anyone else reads is cut to the user's length. What splits, and what it costs, the planner finds as of any
-        other program.
+In:     a flat program, and for some lengths of its products' factors the padded lengths.
+Out:    the same function of the same arguments: products and operations between them (`longer.py`) on padded dims.
+Method: an operation on padded operands is its rule's local program for a shard longer than the whole. Its result is garbage
+        in the tail. Before a sum or a maximum over a padded dim a mask fills the tail with the identity of the reduction,
+        unless it is known to be zeros; indices are kept out of the tail; and all other readers get the value cut to the
+        user's length. The planner then shards and prices the program like any other.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term
 
 
 def pad_dims(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
-    """The program with longer dims where its products have these lengths; over the same inputs.
+    """Pad dims along the factors of products that have these lengths; over the same inputs.
 
-    `lengths`: of a factor of products -> what it becomes.
+    `lengths`: length of a product's factor -> padded length.
     """
     return remove_dead_code(_pad_body(jaxpr, lengths))
 
@@ -53,7 +52,7 @@ def _pad_body(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
 
 @dataclass(frozen=True, slots=True)
 class _Long(Shard):
-    """A shard that has all of every factor, and of some a tail behind it."""
+    """A shard with all of every factor, and a tail behind some: `lengths`, the padded ones."""
 
     lengths: Mapping[Factor, int] = field(default_factory=dict)
 
@@ -63,7 +62,7 @@ class _Long(Shard):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A value with longer dims: what holds it, which dims these are, and in the tails of which there are zeros."""
+    """A padded value: its variable, the tails of its padded dims, and the dims whose tails are zeros."""
 
     atom: Atom
     tails: Tails
@@ -72,7 +71,14 @@ class _Form:
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """Equations behind each other, and the forms in which each value of the user's program is at hand."""
+    """The padded program under construction, and the forms that exist of each value of the user's program.
+
+    Attributes:
+        made: The form in which each value was computed.
+        forms: Other forms that were needed: by the value and the tails.
+        filled: Masked operands: by the value, the dims and the fill.
+        source_of: The source location of each computed value.
+    """
 
     eqns: Equations = field(default_factory=Equations)
     made: dict[Atom, _Form] = field(default_factory=dict)
@@ -81,14 +87,14 @@ class _Writer:
     source_of: dict[Atom, SourceInfo] = field(default_factory=dict)
 
     def as_it_is(self, eqn: JaxprEqn, lengths: Mapping[int, int]) -> None:
-        """An equation on the user's shapes; what is in its bodies may be longer there."""
+        """Write an equation on the user's shapes; its bodies are padded by themselves."""
         operands = [self.form(atom, {}, eqn.source_info).atom for atom in eqn.invars]
         eqn = in_bodies(eqn, lambda body: _pad_body(body, lengths))
         same = all(a is b for a, b in zip(operands, eqn.invars, strict=True))
         self.eqns.append(eqn if same else replace_eqn(eqn, invars=operands))
 
     def longer(self, eqn: JaxprEqn, longer: Longer) -> None:
-        """An equation on longer operands."""
+        """Write an equation on padded operands."""
         rule, tails = longer.rule, longer.tails
         assert rule is not None, "without a rule nothing is longer"
         wanted = [_of_term(term, rule, tails) for term in rule.operands]
@@ -109,7 +115,7 @@ class _Writer:
     def run(
         self, eqn: JaxprEqn, rule: ShardingRule, tails: Mapping[Factor, Tail], operands: Sequence[Atom]
     ) -> list[Atom]:
-        """What the operation makes of longer operands."""
+        """Write the operation on padded operands; its results."""
         shard = _Long({}, {}, rule.sizes, {factor: tail.length for factor, tail in tails.items()})
         searched = {f: tail for f, tail in tails.items() if is_searched(eqn, rule, f)}
 
@@ -122,7 +128,7 @@ class _Writer:
         return self.eqns.call(program, operands, eqn.source_info)
 
     def masked(self, form: _Form, term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail], eqn: JaxprEqn) -> Atom:
-        """An operand whose tails have no part in what the operation adds up or compares."""
+        """An operand with its tails filled with the identity of the operation's reduction over them."""
         atom = form.atom
         for kind, factors in (("sum", rule.summed), *((kind, (f,)) for f, kind in rule.reduced.items())):
             gone = [f for f in factors if f in tails and not is_searched(eqn, rule, f)]
@@ -141,7 +147,7 @@ class _Writer:
         return atom
 
     def form(self, atom: Atom, wanted: Tails, source: SourceInfo | None) -> _Form:
-        """A value, longer in these dims and no others."""
+        """A value padded in these dims and no others: cut, and extended with zeros, where the form at hand differs."""
         if isinstance(atom, Literal):
             return _Form(atom, {})
         made = self.made.get(atom) or _Form(atom, {})
@@ -166,7 +172,7 @@ class _Writer:
 
 
 def _of_term(term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail]) -> dict[int, Tail]:
-    """Which dims are longer if these factors are: in each dim there is one of them at most."""
+    """The padded dims of a term whose factors have these tails; a dim holds at most one padded factor."""
     return {
         d: tails[factor].of_dim(dim, factor, rule.sizes)
         for d, dim in enumerate(term)
@@ -176,7 +182,7 @@ def _of_term(term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail]) -> di
 
 
 def _zeros_behind(given: Sequence[_Form], rule: ShardingRule, result: Term) -> frozenset[int]:
-    """Dims of a result in whose tails there are zeros: those that were moved there."""
+    """Dims of a result whose tails are zeros: the operation only moves elements, and the operand's tails were zeros."""
     if not rule.moves or len(given) != 1:
         return frozenset()
     known = {f for d, dim in enumerate(rule.operands[0]) if d in given[0].zeros for f in dim}
@@ -184,7 +190,7 @@ def _zeros_behind(given: Sequence[_Form], rule: ShardingRule, result: Term) -> f
 
 
 def _kept_out(eqn: JaxprEqn, indices: jax.Array, columns: Tails) -> jax.Array:
-    """Indices of a gather that lead into no tail: what is out of range stays so, or is clamped as the mode wants it."""
+    """A gather's indices, kept out of the tails: those out of the user's range stay out of range, or are clamped to it."""
     fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     indices = signed(indices)
     if indices.dtype.itemsize < 4:

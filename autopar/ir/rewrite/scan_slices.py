@@ -1,11 +1,10 @@
-"""Turns `layers[i]`, read in trip i of a loop, into a stack that the loop scans over.
+"""Turns `layers[i]`, read in trip i of a loop, into a scanned stack (`xs`), and its gradient into stacked results (`ys`).
 
 In:     a flat program.
-Out:    the same program, in which a `scan` over n trips that reads row i of a stack of n rows in trip i has the stack
-        among what it is scanned over; and a sum to whose row i trip i adds something, as the gradient of such a stack is,
-        is a stack of what the trips make.
-Method: what counts the trips is an `iota` that is scanned, or a carry from 0 in steps of 1; a stack of such numbers is an
-        `iota` again, by which the backward pass reads and writes.
+Out:    the same program. A `scan` of n trips that reads row i of a constant stack of n rows in trip i scans over the stack;
+        a carry to whose row i trip i adds something, as the gradient of such a stack, becomes a stack of the addends.
+Method: the trip's number is a row of a scanned `iota`, or a carry from 0 in steps of 1. A stack of such numbers is an
+        `iota` too; the backward pass reads and writes by it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from autopar.ir.rewrite.dead_code import remove_dead_code
 
 
 def scan_slices(jaxpr: Jaxpr) -> Jaxpr:
-    """Scan over what loops read and write by the number of the trip."""
+    """Turn reads and sums by trip number into scanned and stacked rows."""
     if not any(is_region(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     return remove_dead_code(_body(jaxpr, KnownValues(jaxpr)))
@@ -50,10 +49,10 @@ class _Scan:
     """One scan.
 
     Attributes:
-        scan: As it was.
-        known: What counts, and what is zeros.
-        rows: For each constant that is read row by row, the variable of the row.
-        passed: Results that are stacks of such rows, and the constants.
+        scan: The original.
+        known: Tells which values count trips, and which are zeros.
+        rows: For each constant of the body that is read row by row, the variable of the row.
+        passed: For each result that is no longer the scan's, the value that replaces it outside.
     """
 
     scan: Region
@@ -62,12 +61,12 @@ class _Scan:
     passed: dict[Var, Atom] = field(default_factory=dict)
 
     def rewritten(self) -> list[JaxprEqn]:
-        """The scan, and behind it what adds its stacks to what its sums began with."""
+        """The new scan, and after it the additions of stacks to the initial values of the carries they replace."""
         body = self.with_rows(self.scan.bodies[0])
         return self.write(body, self.sums_of_rows(body))
 
     def with_rows(self, body: Jaxpr) -> Jaxpr:
-        """The body, with variables for the rows that it reads by number."""
+        """The body with each slice by trip number replaced by a row variable."""
         stacks = {b.var: b.var for b in self.scan.consts}
         wide: dict[Var, Var] = {}
         same: dict[Var, Atom] = {}
@@ -91,16 +90,16 @@ class _Scan:
         return make_jaxpr(body.invars, [known_as(a, same) for a in body.outvars], eqns)
 
     def is_row(self, stack: Atom, index: Atom, taken: Sequence[int]) -> bool:
-        """Whether so much of a stack, from this index on, is the row of the trip."""
+        """Whether a slice of a stack at `index`, of the sizes `taken`, is the row of this trip."""
         length, *rest = stack.aval.shape
         return length == self.scan.trips and list(taken) == [1, *rest] and self.known.is_trip(index, self.scan)
 
     def are_zeros(self, atom: Atom) -> bool:
-        """Whether a value is zeros."""
+        """Whether all elements of a value are known to be 0."""
         return self.known.constant(atom) == 0
 
     def sums_of_rows(self, body: Jaxpr) -> dict[int, Atom]:
-        """For each carry to whose row of the trip something is added and nothing else is done, what that is."""
+        """For each carry whose only use is an addition to this trip's row, by number: the addend."""
         made_by = makers(body.eqns)
         times_read = Counter(a for eqn in body.eqns for a in variables(eqn.invars)) + Counter(variables(body.outvars))
         found: dict[int, Atom] = {}
@@ -119,6 +118,7 @@ class _Scan:
         return found
 
     def write(self, body: Jaxpr, sums: Mapping[int, Atom]) -> list[JaxprEqn]:
+        """The scan over rows, with `sums` as stacked results instead of carries."""
         scan, source, eqns = self.scan, self.scan.eqn.source_info, Equations(body.eqns)
         bindings: list[Binding] = list(scan.consts)
         after = Equations()

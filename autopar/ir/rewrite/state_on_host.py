@@ -1,10 +1,11 @@
-"""Keeps state in the host's memory while a step computes gradients.
+"""Offloads state to host memory: it is copied to the device for the update, and its new value back.
 
-In:     a flat program; which of its inputs lie there, and the results that are their new values.
-Out:    the same program: these inputs and results are values of the host. Each is copied to the device before its first
-        reader, and its new value back behind its maker.
-Method: what gradients wait for stays as it is; what comes behind is done parameter by parameter, so that state of few of
-        them is on the device at once. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", ATC 2021.
+In:     a flat program; which of its inputs are in host memory, and the results that are their new values.
+Out:    the same program, in which these inputs and results have host memory space. Each input is copied to the device
+        before its first reader, and its new value back after the equation that computes it.
+Method: equations that gradients depend on keep their order; the rest are ordered parameter by parameter, so that the state
+        of few parameters is on the device at once. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
+        ATC 2021.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from autopar.ir.rewrite.dead_code import remove_dead_code
 
 
 def only_for_update(jaxpr: Jaxpr) -> list[bool]:
-    """For each input, whether something reads it, and no gradient waits for that; of a program without gradients, none."""
+    """For each input, whether it is read, but by nothing that gradients depend on; False for all without a gradient."""
     head = feeds_backward(jaxpr)
     early = {a for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits for a in inputs_of(eqn)}
     late = {a for eqn, waits in zip(jaxpr.eqns, head, strict=True) if not waits for a in inputs_of(eqn)}
@@ -40,9 +41,9 @@ def only_for_update(jaxpr: Jaxpr) -> list[bool]:
 
 
 def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int]) -> Jaxpr:
-    """The program with some of its state in the host's memory.
+    """The program with some of its state in host memory.
 
-    `inputs`: which of its inputs lie there. `aliases`: result -> input whose new value it is.
+    `inputs`: which of its inputs are offloaded. `aliases`: result -> input whose new value it is.
     """
     there = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
     leaving = {k: jaxpr.outvars[k] for k, at in aliases.items() if jaxpr.invars[at] in there}
@@ -65,11 +66,11 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
 
 
 def returned_there(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
-    """The program of a step that puts new values of state into the host's memory: the old ones are there, too."""
+    """Offload the state whose new value the step itself puts into host memory: then the old value is there too."""
     there = [k for k in aliases if on_host(jaxpr.outvars[k].aval)]
     if not there:
         return jaxpr
-    # The steps' own copies stand where it pleased; they are written again, each behind what it copies.
+    # Drop the step's own copies, wherever the user put them; `state_on_host` writes them right after their operand.
     copied = {
         v: a for eqn in jaxpr.eqns if copies_to_or_from_host(eqn) for a, v in zip(eqn.invars, eqn.outvars, strict=True)
     }
@@ -79,13 +80,13 @@ def returned_there(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
 
 
 def _copy(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:
-    """A copy to a memory, told of as `near` what it is for."""
+    """A copy of `atom` to a memory space, with the source location of `near`."""
     source = None if near is None else near.source_info
     return Equations().define(made, lambda x: jax.device_put(x, space), [atom], source)
 
 
 def _by_parameter(jaxpr: Jaxpr, results: Iterable[Atom]) -> list[JaxprEqn]:
-    """The equations, what no gradient waits for behind all others, in the order in which results need it."""
+    """The equations that gradients depend on, then the others in the order in which the results need them."""
     head = feeds_backward(jaxpr)
     tail = [eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if not waits]
     if not any(head) or any(eqn.effects for eqn in tail):

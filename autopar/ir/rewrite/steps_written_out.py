@@ -1,12 +1,12 @@
-"""Loops of training steps, written out: each turn stands in the program by itself.
+"""Unrolls loops of training steps.
 
-In:     a flat program, and how many turns are written out at most.
-Out:    the same function. A scan whose turns take gradients and go on with what these have moved is its turns, one after the
-        other, and so are such scans in its turns (epochs of minibatches). One that adds up gradients stays: its turns are
-        microbatches of the user's.
-Method: a turn reads its rows of what the scan goes over, and what the turn before carries; rows that turns make are stacked
-        behind the last one. Stages then go through their microbatches once for each turn (`split/stage_phases.py`). Loops
-        whose turns are more than that, or are not known, stay.
+In:     a flat program, and the most trips to unroll.
+Out:    the same function. A scan whose trips take gradients at parameters that earlier trips have updated is unrolled, with
+        such scans in its body (epochs of minibatches). A scan that accumulates gradients stays: its trips are the user's
+        own microbatches.
+Method: each trip reads its rows of the scanned stacks, and the carries of the trip before; rows that trips make are stacked
+        after the last one. Pipeline stages then run their microbatches once per trip (`split/rounds/stage_phases.py`).
+        Loops with more trips, or an unknown number of them, stay.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from autopar.ir.split.rounds.turns import holds_steps
 
 
 def write_out_steps(jaxpr: Jaxpr, most: int) -> Jaxpr:
-    """The program with its loops of training steps written out, if all of them are `most` turns or fewer; or itself."""
+    """Unroll the loops of training steps, if they have `most` trips or fewer in all; otherwise the program itself."""
     turns = _num_turns(jaxpr)
     return _written_out(jaxpr) if 0 < turns <= most else jaxpr
 
 
 def _num_turns(jaxpr: Jaxpr) -> int:
-    """Of all loops of training steps, those of their turns counted each time."""
+    """Trips of all loops of training steps; those of an inner loop count once per trip of the outer."""
     return sum(
         trip_count(eqn) * max(1, _num_turns(region_of(eqn).bodies[0])) for eqn in jaxpr.eqns if _is_loop_of_steps(eqn)
     )
@@ -46,10 +46,10 @@ def _is_loop_of_steps(eqn: JaxprEqn) -> bool:
 
 
 def _goes_on_with_gradients(scan: Region) -> bool:
-    """Whether a turn takes gradients where those of turns before have led: a sum of gradients leads to none."""
+    """Whether a trip takes gradients that depend on those of earlier trips; with a mere sum of gradients it does not."""
     (body,), carried = scan.bodies, list(scan.of_role("carry"))
     moved: dict[Var, None] = {}
-    while True:  # what is carried may move another that is carried
+    while True:  # a carry may depend on gradients through another carry
         behind = descendants(body.eqns, _takes_gradients, moved)
         more = [b.inner[0] for b in carried if b.inside[0] in behind]
         if len(more) == len(moved):
@@ -80,7 +80,7 @@ def _written_out(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _turns(eqns: Equations, scan: Region) -> list[Atom]:
-    """Write the turns of a scan; its results."""
+    """Append the trips of a scan; its results."""
     (body,), source = scan.bodies, scan.eqn.source_info
     body = _written_out(body)
     consts, carried, stacks = (_outer(scan, role) for role in ("const", "carry", "xs"))

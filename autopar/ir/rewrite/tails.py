@@ -1,9 +1,9 @@
-"""Tails: what stands behind the elements of a dim that was made longer than the user's.
+"""Tails: the elements that padding adds to a dim.
 
-In:     an array, and of some of its dims how they are longer.
-Out:    the array longer, cut back, or with a number in its tails that has no part in a sum or a maximum.
-Method: a dim may be made of several (`(b t)`, `(h d)`), of which one is longer: it is `outer` runs of `padded` groups of
-        `inner` elements, of which the first `valid` groups of each run are the user's.
+In:     an array, and the tails of some of its dims.
+Out:    the array padded, cut back, or with its tails filled with a number.
+Method: a dim may be a product of several factors (`(b t)`, `(h d)`), of which one is padded: it is `outer` runs of `padded`
+        groups of `inner` elements, of which the first `valid` groups of each run are the user's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.ir.rules.rule import Dim, Factor
 
 @dataclass(frozen=True, slots=True, order=True)
 class Tail:
-    """How a dim, or a factor of one, is longer; see the top of this file."""
+    """How a dim, or a factor of one, is padded; see the top of this file."""
 
     outer: int
     valid: int
@@ -31,16 +31,16 @@ class Tail:
 
     @property
     def length(self) -> int:
-        """Of the longer dim."""
+        """Length of the padded dim."""
         return self.outer * self.padded * self.inner
 
     def of_dim(self, dim: Dim, factor: Factor, sizes: Mapping[Factor, int]) -> Tail:
-        """How a dim is longer of which this is one factor."""
+        """The tail of a dim, from this one of its `factor`."""
         before, behind = _around(dim, factor, sizes)
         return Tail(before * self.outer, self.valid, self.padded, self.inner * behind)
 
     def of_factor(self, dim: Dim, factor: Factor, sizes: Mapping[Factor, int]) -> Tail | None:
-        """How one factor of this dim is longer; None: it is not, or not it alone."""
+        """The tail of one factor, from this one of its dim; None: that factor is not padded, or not it alone."""
         before, behind = _around(dim, factor, sizes)
         outer, inner = self.outer // before, self.inner // behind
         fits = self.outer % before == 0 == self.inner % behind and outer * self.valid * inner == sizes[factor]
@@ -48,7 +48,7 @@ class Tail:
 
 
 Tails = Mapping[int, Tail]
-"""Of an array, the dims that are longer."""
+"""The padded dims of an array, each with its tail."""
 
 
 def _around(dim: Dim, factor: Factor, sizes: Mapping[Factor, int]) -> tuple[int, int]:
@@ -57,21 +57,21 @@ def _around(dim: Dim, factor: Factor, sizes: Mapping[Factor, int]) -> tuple[int,
 
 
 def lengthen(array: jax.Array, dim: int, tail: Tail) -> jax.Array:
-    """The array with zeros in the tail of one dim."""
+    """Pad one dim with zeros."""
     apart, at = _apart(array, dim, tail, tail.valid)
     config = [(0, tail.padded - tail.valid if d == at else 0, 0) for d in range(apart.ndim)]
     return _joined(lax.pad(apart, jnp.zeros((), array.dtype), config), dim, tail, array.ndim)
 
 
 def cut(array: jax.Array, dim: int, tail: Tail) -> jax.Array:
-    """The array without the tail of one dim."""
+    """Cut the tail off one dim."""
     apart, at = _apart(array, dim, tail, tail.padded)
     limits = [tail.valid if d == at else size for d, size in enumerate(apart.shape)]
     return _joined(lax.slice(apart, [0] * apart.ndim, limits), dim, tail, array.ndim)
 
 
 def _apart(array: jax.Array, dim: int, tail: Tail, length: int) -> tuple[jax.Array, int]:
-    """The array with the longer part of a dim by itself, and where."""
+    """The array reshaped so that the padded factor is a dim of its own, and the number of that dim."""
     if tail.outer == 1 == tail.inner:
         return array, dim
     shape = (*array.shape[:dim], tail.outer, length, tail.inner, *array.shape[dim + 1 :])
@@ -86,7 +86,7 @@ def _joined(apart: jax.Array, dim: int, tail: Tail, ndim: int) -> jax.Array:
 
 
 def fill_tails(array: jax.Array, tails: Tails, value: bool | int | float) -> jax.Array:
-    """The array with a number in the tails of its dims."""
+    """Fill the tails of the array's dims with a number."""
     for dim, tail in tails.items():
         place = lax.iota(np.int32, tail.length)
         if tail.inner > 1:

@@ -1,7 +1,7 @@
-"""Arguments in another shape: the same bytes, so that whoever reads them can make them anew and nothing is held twice.
+"""Finds values that readers can recompute for free, and so are never stored: views of arguments, and constant arrays.
 
 In:     a flat program.
-Out:    the equations that only reshape arguments, by what they make; those that make arrays of numbers alone.
+Out:    by result, the equations that only reshape arguments, and those that fill an array with one number or a count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _RESHAPING = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
 
 def views_of_arguments(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
-    """Equations that make another shape of an argument, or of such a one."""
+    """The equations that reshape an argument, or a view of one, by result."""
     found: dict[Var, JaxprEqn] = {}
     arguments = set(jaxpr.invars)
     for eqn in jaxpr.eqns:
@@ -26,6 +26,6 @@ def views_of_arguments(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
 
 
 def arrays_of_numbers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
-    """Equations that make an array of one number or of counts, by what they make."""
+    """The equations that fill an array with one number or an `iota`, by result."""
     names = ("broadcast_in_dim", "iota")
     return {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name in names and not inputs_of(eqn)}

@@ -1,9 +1,10 @@
-"""Finds out while tracing which of several writes to a place was the last, where all places are different.
+"""Folds the test which of several writes to an index won, in the gradient of a scatter whose indices are a permutation.
 
-In:     a flat program. `y.at[order].set(x)` is differentiated by writing a number for each element of x to its place and
-        looking which are found there again: of several writes to one place one counts.
-Out:    the same program, in which they are found if `order` is a permutation of all rows, as `argsort` makes it.
-Method: the equations that compare (`eq`), and what made their operands; the numbers are then written for nobody.
+In:     a flat program. To differentiate `y.at[order].set(x)`, JAX scatters the number of each element of x, gathers the
+        numbers back and compares: of several writes to one index only one counts.
+Out:    the same program, in which these comparisons are constants where `order` is a permutation of all rows, as `argsort`
+        makes it.
+Method: match each comparison (`eq`) by the equations that define its operands; dead code then removes the scatter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autopar.ir.rewrite.dead_code import with_equations
 
 
 def find_written_once(jaxpr: Jaxpr) -> Jaxpr:
-    """The program in which comparisons of what was written with what is found have their answer, where it is known."""
+    """Replace comparisons of scattered with gathered numbers by constants, where the answer is known."""
     known = KnownValues(jaxpr)
     if not any(eqn.primitive.name == "scatter" for eqn in known.maker.values()):
         return jaxpr
@@ -41,7 +42,7 @@ def _answered(jaxpr: Jaxpr, known: KnownValues) -> Jaxpr:
 
 
 def _answer(eqn: JaxprEqn, known: KnownValues) -> bool | None:
-    """What a comparison gives for all elements; None: it is not known."""
+    """The answer of a comparison, for all elements; None: it is not known."""
     for one, other in (eqn.invars, eqn.invars[::-1]):
         _, looks = known.made(one)
         if looks is None:
@@ -60,7 +61,7 @@ def _same(one: Atom, other: Atom, known: KnownValues) -> bool:
 
 
 def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
-    """Whether each row is written once: the indices are a permutation of all of them."""
+    """Whether a scatter writes each row once: its indices are a permutation of all rows."""
     table, indices, updates = scatter.invars
     numbers = scatter.params["dimension_numbers"]
     dims = tuple(numbers.scatter_dims_to_operand_dims)
@@ -79,7 +80,7 @@ def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
 
 
 def _is_numbered(updates: Atom, known: KnownValues) -> bool:
-    """Whether the numbers that are written are 1, 2, ..., none of them 0."""
+    """Whether the scattered numbers are 1, 2, ..., without overflow, so that none is 0."""
     _, add = known.made(updates)
     if add is None or add.primitive.name != "add" or not jnp.issubdtype(add.outvars[0].aval.dtype, jnp.unsignedinteger):
         return False
@@ -90,7 +91,7 @@ def _is_numbered(updates: Atom, known: KnownValues) -> bool:
 
 
 def _is_counted(atom: Atom, known: KnownValues) -> bool:
-    """Whether a value is that of an `iota`, in whichever shape."""
+    """Whether a value is an `iota`, reshaped or broadcast."""
     _, eqn = known.made(atom)
     while eqn is not None and eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze", "expand_dims"):
         _, eqn = known.made(eqn.invars[0])
@@ -98,7 +99,7 @@ def _is_counted(atom: Atom, known: KnownValues) -> bool:
 
 
 def _looks_there(gather: JaxprEqn, scatter: JaxprEqn, known: KnownValues) -> bool:
-    """Whether a gather reads each element where it was written."""
+    """Whether a gather reads each element at the index at which the scatter wrote it."""
     reads, writes = gather.params["dimension_numbers"], scatter.params["dimension_numbers"]
     (dim,) = writes.scatter_dims_to_operand_dims
     window = tuple(1 if d == dim else size for d, size in enumerate(scatter.invars[0].aval.shape))

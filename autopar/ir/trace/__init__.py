@@ -1,1 +1,1 @@
-"""From the user's function to one flat program."""
+"""Traces the user's function to one flat program."""

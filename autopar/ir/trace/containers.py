@@ -1,9 +1,9 @@
-"""What is known of each array, in the containers that the user keeps the arrays in.
+"""Puts one value per array (a `PartitionSpec`, a sharding) into the user's own containers.
 
-In:     a tree of arrays, and one value per leaf that is no array: a `PartitionSpec`, a sharding.
-Out:    the same containers around the values; an ordered dict, by the keys of the paths, where a class takes nothing but
-        arrays. Leaves stay in their order.
-Method: classes are tried from the outside in: one that raises, or that does not hold what it was given, becomes such a dict.
+In:     a tree of arrays, and one value per leaf that is no array.
+Out:    the same containers around the values; where a class takes nothing but arrays, an ordered dict by the keys of the
+        paths. Leaves keep their order.
+Method: classes are tried from the outside in: one that raises, or does not return the leaves it was given, becomes a dict.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def in_containers(tree: PyTreeDef, values: Sequence[object], keys: Sequence[KeyP
 
 
 def accepts(tree: PyTreeDef, values: Sequence[object]) -> bool:
-    """Whether all classes in `tree` take these values for the arrays they usually hold."""
+    """Whether all classes in `tree` take these values in place of their arrays."""
     return _unflattened(tree, values) is not None
 
 
 class _Anything:
-    """No array, and no `object()` either, which some classes know as JAX's own placeholder."""
+    """A leaf that is no array, and no `object()` either, which some classes accept as JAX's own placeholder."""
 
 
 def plain_containers(value: object) -> PyTreeDef:
-    """The structure of a tree, with containers of ours for those of its classes that do not take anything."""
+    """The structure of a tree, with dicts in place of classes that do not take arbitrary leaves."""
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
     return jax.tree.structure(in_containers(tree, [_Anything() for _ in paths], [keys for keys, _ in paths]))
 
@@ -58,7 +58,7 @@ def _filled(tree: PyTreeDef, values: list[object], keys: list[KeyPath], depth: i
     made = _unflattened(tree, values)
     if made is not None:
         return made[0]
-    assert not jax.tree_util.treedef_is_leaf(tree), "a leaf is what it is"
+    assert not jax.tree_util.treedef_is_leaf(tree), "a leaf refused its value"
     children, names, start = [], [], 0
     for number, child in enumerate(tree.children()):
         span = slice(start, start + child.num_leaves)
@@ -71,7 +71,7 @@ def _filled(tree: PyTreeDef, values: list[object], keys: list[KeyPath], depth: i
 
 
 def _unflattened(tree: PyTreeDef, values: Sequence[object]) -> tuple[object] | None:
-    """The tree of these values, in a tuple; None: one of its classes refuses them, or makes something else of them."""
+    """The tree of these values, in a tuple; None: one of its classes refuses or changes them."""
     try:
         made = jax.tree.unflatten(tree, values)
         held = tree.flatten_up_to(made)

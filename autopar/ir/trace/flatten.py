@@ -1,4 +1,4 @@
-"""Flattening: one program without calls, without typed random keys, every variable its own.
+"""Flattens a jaxpr: no calls, no typed random keys, every variable defined once.
 
 In:     a jaxpr as JAX traces it, and the values of its constants.
 Out:    a flat jaxpr (invars, then one invar per constant) and those constants.
@@ -22,12 +22,12 @@ from autopar.ir.trace.inline_calls import Block, Walk, append_flat, fresh
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A program under way from what JAX traced to a flat one.
+    """The form that the trace passes work on.
 
     Attributes:
         jaxpr: The program.
-        constants: Values of its constvars; when calls are inlined, of its last invars.
-        num_inputs: How many invars stay, whether anything reads them or not.
+        constants: Values of its constvars; once calls are inlined, of its last invars.
+        num_inputs: How many of the first invars stay, read or not.
     """
 
     jaxpr: Jaxpr
@@ -35,7 +35,7 @@ class Traced:
     num_inputs: int
 
     def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Self:
-        """The same with another program, over the same inputs."""
+        """Apply a rewrite that keeps the inputs."""
         return replace(self, jaxpr=rewrite(self.jaxpr))
 
 
@@ -80,6 +80,6 @@ FLATTEN: tuple[Pass[Traced], ...] = (
         "indices that only count become batch dims",
         lambda program: program.by(partial(batch_indices, constants=program.constants)),
     ),
-    Pass("dead_code", "what nothing reads goes, constants too", _remove_dead_code),
+    Pass("dead_code", "what nothing reads is removed, constants too", _remove_dead_code),
 )
-"""From any jaxpr to a flat program."""
+"""The passes from any jaxpr to a flat program."""

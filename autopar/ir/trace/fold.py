@@ -1,7 +1,7 @@
-"""What needs no operation: scalars known while tracing (`64.0 - float32(0)` is a literal), and what is its operand.
+"""Folds constant scalars (`64.0 - float32(0)` is a literal) and operations that are the identity.
 
 In:     an equation and its operands, some of them scalar literals.
-Out:    the literal or operand that its result is, or None.
+Out:    the literal or operand that equals its result, or None.
 Method: only operations whose result is exact or correctly rounded everywhere (IEEE 754), so that folding changes no
         bit, on scalars only; and `select_n` with a known predicate, which library code leaves behind
         (`jnp.var` divides by N - ddof and selects NaN if that is not positive).
@@ -18,7 +18,7 @@ from autopar.ir.rules.index_map import OPERATIONS
 
 _EXACT = frozenset("add sub mul neg and or not eq ne lt le gt ge".split())
 _EXACT_ON_INTEGERS = frozenset("clamp max min".split())
-"""The sign of a zero is not defined alike."""
+"""Not on floats: implementations differ in the sign of a zero."""
 _EXACT_DTYPES = ("bool", "int32", "int64", "uint32", "uint64", "float32", "float64")
 
 _MAYBE_IDENTITY = frozenset(
@@ -42,7 +42,7 @@ def is_identity(eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:
 
 
 def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
-    """What the result of `eqn` is known to be, given its operands; None: only running it will tell."""
+    """The literal or operand that equals the result of `eqn`; None: it has to be computed."""
     if len(eqn.outvars) != 1 or not operands or not isinstance(operands[0], Literal):
         return None  # a callback has no result
     name = eqn.primitive.name
@@ -78,7 +78,7 @@ def _converted(operand: Literal, out: Aval) -> Literal | None:
     if out.dtype.name not in _EXACT_DTYPES:
         return None
     if np.issubdtype(value.dtype, np.floating) and np.issubdtype(out.dtype, np.integer):
-        return None  # out of range is not defined alike
+        return None  # implementations differ out of range
     with np.errstate(all="ignore"):
         return _literal(value.astype(out.dtype), out)
 

@@ -1,12 +1,12 @@
-"""JAX's own kernels for products of rows in groups (megablox), found in a program that is traced.
+"""Recognizes calls of JAX's own kernels for grouped products (megablox) in a traced program.
 
-In:     a call, and which of its operands are known: parts of other calls that depend on nothing, as constants do.
-Out:    `grouped_product`: how it multiplies, as parameters of `grouped_product_p`; None: it is another function.
-Method: it is known by its program: its result must be made in the same way, operation by operation back to the operands, as
-        that of what JAX traces for the product, with the blocks of the kernel in it. So another function of that name, or
-        another release's, is no such product, and its kernel is one of the user's. Of a loop that is differentiated JAX takes
-        out what is the same in every turn: of the call in the loop the numbers that depend on nothing become operands, which a
-        call of the same name before the loop makes. Read back to there, it is the same product (`structure`).
+In:     a call, and how its operands that depend on no input are computed.
+Out:    `grouped_product`: parameters of `grouped_product_p`; None: the call is another function.
+Method: by the dataflow graph: the result must be computed by the same operations from the operands as in what JAX traces for
+        the product with the kernel's block sizes. So another function of that name, or another release's, is not taken for
+        one, and its kernel is treated as the user's. When a loop is differentiated, JAX hoists what is loop-invariant: values
+        in the call that depend on no input become operands, computed by a call of the same name before the loop. With those
+        substituted, the graph is the same (`structure`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ from autopar.ir.rules.grouped_product import COLUMNS_OF_GROUPS, GROUPS_OF_ROWS, 
 _NAMES = ("gmm", "tgmm")
 _CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
 Known = Mapping[Var, str]
-"""How values that depend on nothing are made."""
+"""Values that depend on no input -> a digest of how they are computed."""
 
 
 def grouped_product(call: JaxprEqn, known: Known) -> tuple[dict[str, Any], list[int]] | None:
-    """The parameters of `grouped_product_p` for a call, and which three of its operands it multiplies; None: it is another
-    function."""
+    """`grouped_product_p`'s parameters for a call, and the positions of its three operands; None: it is another function."""
     if not _may_be_one(call):
         return None
     given = [k for k, atom in enumerate(call.invars) if not isinstance(atom, Var) or atom not in known]
@@ -67,7 +66,7 @@ def grouped_product(call: JaxprEqn, known: Known) -> tuple[dict[str, Any], list[
 
 
 def known_results(call: JaxprEqn, known: Known) -> dict[Var, str]:
-    """How the results of a call are made that may be part of such a product and depends on nothing; empty: it is none."""
+    """Digests of the results of a call that may be the hoisted part of such a product; empty: it cannot be."""
     if not _may_be_one(call) or not all(isinstance(atom, Literal) or atom in known for atom in call.invars):
         return {}
     return dict(zip(call.outvars, structure(call.params["jaxpr"], _operands(call, known)), strict=True))
@@ -78,7 +77,7 @@ def _may_be_one(call: JaxprEqn) -> bool:
 
 
 def _operands(call: JaxprEqn, known: Known) -> tuple[str, ...]:
-    """How operands are made: those that are not known are counted."""
+    """A digest of each operand; unknown ones are numbered."""
     count = iter(range(len(call.invars)))
     return tuple(
         _of_literal(atom) if isinstance(atom, Literal) else known.get(atom) or f"operand {next(count)}"
@@ -87,14 +86,14 @@ def _operands(call: JaxprEqn, known: Known) -> tuple[str, ...]:
 
 
 def _numbers_of(ndims: Sequence[int]) -> Sequence[lax.RaggedDotDimensionNumbers]:
-    """What the call may multiply, by the number of dims of its three operands and its result."""
+    """The dimension numbers that a call may have, by the numbers of dims of its three operands and its result."""
     if ndims[2:] not in ([1, 2], [1, 3]):
         return ()
     return {(2, 3): (ROWS_OF_GROUPS, COLUMNS_OF_GROUPS), (2, 2): (GROUPS_OF_ROWS,)}.get((ndims[0], ndims[1]), ())
 
 
 def _tiles(kernel: JaxprEqn) -> tuple[int, int, int] | None:
-    """Lengths of the kernel's blocks: those of the first operand and of the result."""
+    """The kernel's block sizes: both of the first operand, and the last of the result."""
     shapes = [each.block_shape for each in kernel.params["grid_mapping"].block_mappings]
     if len(shapes) != 3 or len(shapes[0]) != 2:
         return None
@@ -104,7 +103,7 @@ def _tiles(kernel: JaxprEqn) -> tuple[int, int, int] | None:
 
 @functools.lru_cache(maxsize=256)
 def _structure_of(avals: Sequence[Aval], **params: Any) -> tuple[str, ...]:
-    """How what JAX traces for such a product makes its result."""
+    """`structure` of what JAX traces for such a product."""
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     try:
         traced = jax.make_jaxpr(functools.partial(multiply, **params))(*structs)
@@ -116,14 +115,11 @@ def _structure_of(avals: Sequence[Aval], **params: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def structure(program: Jaxpr | ClosedJaxpr, operands: Sequence[str]) -> tuple[str, ...]:
-    """For each result of a program, a digest of the operations that make it of its operands, in whatever order they stand.
+    """For each result of a program, a digest of its dataflow graph back to the operands, independent of equation order.
 
-    Calls are looked into, and loops turn by turn: what is the same in each may be made before them, and JAX writes short ones
-    out.
+    Calls count as inlined, and loops as unrolled: JAX hoists loop-invariant values and unrolls short loops.
 
-    Args:
-        program: Any.
-        operands: How each of its operands is made.
+    `operands`: a digest of each operand.
     """
     body, consts = open_jaxpr(program)
     made = dict(zip(body.invars, operands, strict=True))
@@ -151,7 +147,7 @@ def _results(eqn: JaxprEqn, operands: tuple[str, ...]) -> Sequence[str]:
 
 
 def _alone(eqn: JaxprEqn) -> str:
-    """The text of one operation, whatever its operands are."""
+    """The text of one operation, without the names of its operands."""
     invars, outvars = ([new_var(atom.aval) for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     return str(make_jaxpr(invars, outvars, [replace_eqn(eqn, invars=invars, outvars=outvars)]))
 

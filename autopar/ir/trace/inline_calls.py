@@ -1,13 +1,13 @@
-"""Calls inlined: what a jaxpr's equations flatten to, appended to a block of equations.
+"""Inlines calls: appends the flat equations of a jaxpr to a block.
 
-In:     any jaxpr, the values of its constants, what stands for its arguments.
-Out:    flat equations in a `Block`. Inlined: `jit`, custom derivatives (they are not differentiated any more), `remat`,
+In:     any jaxpr, the values of its constants, and its operands.
+Out:    flat equations in a `Block`. Inlined: `jit`, custom derivatives (nothing is differentiated after tracing), `remat`,
         `composite`, linear solves, random bits, primitives without a rule that JAX itself lowers as a program. Kept, with
         flat bodies and without constants inside: `scan`, `while`, `cond`.
         Kept whole: Pallas, FFI, callbacks, `shard_map`, and what `autopar.sharding_rule` made one operation.
 Method: one walk. A differentiated `remat` is inlined behind an `optimization_barrier` on its inputs, as JAX's own
-        lowering does, so that no compiler merges the recomputation with the first computation. Name stacks are joined
-        outside in, so that `transpose(jvp(...))` stands on every backward equation.
+        lowering does, so that no compiler merges the recomputation with the first computation. The call's name stack is
+        put before that of each inlined equation, so that every backward equation has its `transpose(jvp(...))`.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _JITS = ("jit", "pjit")
 
 @dataclass
 class Block:
-    """The equations of one body under construction, and the constants it uses, by identity."""
+    """The equations of one body under construction, and the constants it uses, by `id`."""
 
     eqns: list[JaxprEqn] = field(default_factory=list)
     captured: dict[int, Var] = field(default_factory=dict)
     values: dict[int, Constant] = field(default_factory=dict)
 
     def constant(self, value: Constant) -> Var:
-        """The variable of a constant that a jaxpr inside holds."""
+        """The variable of a constant that an inner jaxpr captures."""
         return self.capture(id(value), key_data(value) if is_key(shaped(value)) else value)
 
     def capture(self, identity: int, value: Constant) -> Var:
@@ -81,16 +81,15 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Where equations go, and what the calls above them add to their source.
+    """The context of inlining one jaxpr.
 
     Attributes:
-        block: Where to.
-        scope: Names of the calls above.
-        flatten: What makes a whole program flat, for those that random bits stand for.
-        place: Gives a traceback the place of the call.
-        shared: Such programs, once each.
-        known: How values that depend on nothing are made, where that may tell what a kernel is (`grouped_products.py`): by
-            the variables of the programs that are walked through.
+        block: Where equations are appended.
+        scope: Name stack of the enclosing calls.
+        flatten: Flattens the programs that implement random bits.
+        place: From an equation's traceback to the one to keep, which may be the call's.
+        shared: Cache of those flattened programs.
+        known: For `grouped_products.py`: variables of the jaxprs being walked -> how they are computed from no input.
     """
 
     block: Block
@@ -101,7 +100,7 @@ class Walk:
     known: dict[Var, str] = field(default_factory=dict)
 
     def hand_on(self, given: Sequence[Atom], to: Sequence[Atom]) -> None:
-        """What is known of values is known of the variables of a callee, or a caller, that stand for them."""
+        """Copy what is `known` of the values `given` to the variables `to` that they are bound to."""
         for source, target in zip(given, to, strict=True):
             if isinstance(target, Var):
                 self.known.pop(target, None)
@@ -109,7 +108,7 @@ class Walk:
                     self.known[target] = self.known[source]
 
     def into(self, block: Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> Walk:
-        """The walk through `callee`, called by `eqn` (already placed)."""
+        """The walk through `callee`, called by `eqn`, whose source location is final."""
         caller = eqn.source_info.traceback
         scope = eqn.source_info.name_stack
         if extra_scope is not None:
@@ -119,24 +118,24 @@ class Walk:
         return Walk(block, scope, self.flatten, place, self.shared, self.known)
 
     def instead_of(self, eqn: JaxprEqn) -> Walk:
-        """The walk through a program of ours that stands for `eqn` (already placed)."""
+        """The walk through a program that implements `eqn`, whose source location is final."""
         traceback = eqn.source_info.traceback
         return Walk(self.block, eqn.source_info.name_stack, self.flatten, lambda _: traceback, self.shared, self.known)
 
 
 def append_function(walk: Walk, function: Function, operands: Sequence[Atom]) -> list[Atom]:
-    """The same of a small function of ours."""
+    """As `append_flat`, for a Python function, which is traced at these operands."""
     jaxpr, consts = open_jaxpr(trace(function, *(a.aval for a in operands)))
     return append_flat(walk, jaxpr, consts, operands)
 
 
 def fresh(aval: Aval) -> Var:
-    """A new variable; of typed keys one of their integers."""
+    """A new variable; for typed keys, of their integers."""
     return new_var(physical_aval(aval) if is_key(aval) else aval)
 
 
 def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: Sequence[Atom]) -> list[Atom]:
-    """Append the flat equations of a program to the walk's block; what its results are."""
+    """Append the flat equations of a program to the walk's block; its results."""
     block = walk.block
     env: dict[Var, Atom] = dict(zip(jaxpr.constvars, map(block.constant, consts), strict=True))
     env.update(zip(jaxpr.invars, operands, strict=True))
@@ -156,7 +155,7 @@ def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: 
 
 
 def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    """Append what one equation flattens to; its own invars are only looked at, `operands` stand for them."""
+    """Append what one equation flattens to, over `operands`; its own invars give only types."""
     name = eqn.primitive.name
     if name in _HANDLERS:
         return _HANDLERS[name](walk, eqn, operands)
@@ -183,7 +182,7 @@ def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
 
 
 def _placed(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    """Each operand of a `device_put` by itself: copied to another memory, or as it is where it is in that memory already."""
+    """One copy per operand of a `device_put` that changes memory space; other operands pass through."""
     placed = list(operands)
     for at, (operand, var) in enumerate(zip(operands, eqn.outvars, strict=True)):
         if on_host(operand.aval) != on_host(var.aval):
@@ -198,7 +197,7 @@ def _placed(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 
 def _call(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     product = grouped_product(eqn, walk.known)
-    if product is not None:  # megablox: a kernel and all that it is told, as the product that it is
+    if product is not None:  # megablox: the kernel and its index arrays become one operation
         params, of = product
         outvars, read = [fresh(var.aval) for var in eqn.outvars], [operands[k] for k in of]
         walk.block.eqns.append(new_eqn(grouped_product_p, read, outvars, params, source_info=eqn.source_info))
@@ -224,7 +223,7 @@ def _high(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 
 
 def _of_mapped(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    """What `jax.vmap(..., axis_name=...)` leaves of a `psum` over its axis: over dims of its operands, which have no name."""
+    """A `psum` over dims by number, as `jax.vmap(..., axis_name=...)` leaves it: a plain reduction."""
     axes = eqn.params["axes"]
     if not all(isinstance(axis, int) for axis in axes):
         return _keep(walk, eqn, operands)
@@ -247,7 +246,7 @@ def _linear_solve(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]
 
 
 def _remat(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    """Inlined; in the backward pass behind one barrier on the inputs that are not to be shared with the forward."""
+    """Inline a `remat` body; in the backward pass behind one barrier on the inputs for which `prevent_cse` holds."""
     body, consts = open_jaxpr(eqn.params["jaxpr"])
     prevent_cse = eqn.params["prevent_cse"]
     behind = [prevent_cse] * len(operands) if isinstance(prevent_cse, bool) else list(prevent_cse)
@@ -276,7 +275,7 @@ def _keys(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 
 
 def _region(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    """A region with flat bodies; the constants that they hold become operands."""
+    """Append a region with flat bodies; constants that they capture become operands."""
     region = region_of(eqn)
     blocks = [Block() for _ in region.bodies]
     inputs = [[fresh(var.aval) for var in body.invars] for body in region.bodies]
@@ -303,9 +302,9 @@ def _region(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 
 
 def _while_of_each(walk: Walk, eqn: JaxprEqn) -> list[Atom]:
-    """A loop that ends for each sample in its own time (`vmap` of a `while`): what is done is kept as it is.
+    """Append the loop that a `vmap` of a `while` means: it runs until all samples are done, and keeps those that are.
 
-    As in JAX's lowering, but for what goes on, which is carried along instead of being computed in test and body both.
+    As in JAX's lowering, but the flags of running samples are carried instead of computed in both test and body.
     """
     region = region_of(eqn)
     (test, body), consts, carries = region.bodies, region.consts, region.carries
@@ -348,13 +347,13 @@ def _cond(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 
 
 def _only_branch(eqn: JaxprEqn, index: Atom) -> ClosedJaxpr | None:
-    """The branch that is always taken: of a known index, or where no machine of ours has a branch of its own."""
+    """The branch that is always taken: the index is a literal, or only unsupported platforms have branches of their own."""
     branches = eqn.params["branches"]
     if isinstance(index, Literal):
         return branches[min(max(int(index.val), 0), len(branches) - 1)]
     platforms = eqn.params.get("branches_platforms")
     if platforms and platforms[-1] is None and not any(_MACHINES & set(names) for names in platforms[:-1]):
-        return branches[-1]  # `jnp.diag` has one for Mosaic, which exists only inside of Pallas kernels
+        return branches[-1]  # such as `jnp.diag`'s branch for Mosaic, which exists only inside of Pallas kernels
     return None
 
 

@@ -1,10 +1,10 @@
-"""Restores the name scopes of equations that JAX moved out of a loop.
+"""Restores the name scopes of equations that JAX hoisted out of a loop.
 
-In:     a flat program. JAX computes once, in front of a `scan`, what is the same in each of its turns, and forgets the scope
-        that the scan stands in: of a loss that takes gradients of its own in a loop, "jvp()/transpose(jvp())" becomes
-        "transpose(jvp())", as if the backward pass had begun there.
-Out:    the same program, in which these equations stand in the scope of their scan again.
-Method: they stand directly in front of it, and only each other, the scan, and the loops of its backward pass read them.
+In:     a flat program. JAX hoists loop-invariant equations to before their `scan`, and drops the scope of the scan: for a
+        loss that takes gradients of its own in a loop, "jvp()/transpose(jvp())" becomes "transpose(jvp())", as if the
+        backward pass had begun there.
+Out:    the same program, with the scope of the scan on these equations.
+Method: hoisted equations directly precede the scan, and only each other, the scan, and its backward loops read them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ir.rewrite.dead_code import with_equations
 
 
 def restore_scopes(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with each forward loop's equations in the forward pass."""
+    """Give equations hoisted out of forward loops the scope of their loop."""
     if not any(is_backward(a) and not is_backward(b) for a, b in pairwise(jaxpr.eqns)):
         return jaxpr
     readers, results = readers_of(jaxpr.eqns), set(variables(jaxpr.outvars))
@@ -31,7 +31,7 @@ def restore_scopes(jaxpr: Jaxpr) -> Jaxpr:
         for k in range(at - 1, -1, -1):
             eqn = jaxpr.eqns[k]
             read_by = [reader for var in eqn.outvars for reader in readers.get(var, ())]
-            if not results.isdisjoint(eqn.outvars) or not all(_stays(reader, moved) for reader in read_by):
+            if not results.isdisjoint(eqn.outvars) or not all(_is_of_loop(reader, moved) for reader in read_by):
                 break
             moved.add(eqn)
             if is_backward(eqn):
@@ -45,5 +45,5 @@ def _is_forward_loop(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) == "scan" and not is_backward(eqn) and "jvp(" in str(eqn.source_info.name_stack)
 
 
-def _stays(reader: JaxprEqn, moved: set[JaxprEqn]) -> bool:
+def _is_of_loop(reader: JaxprEqn, moved: set[JaxprEqn]) -> bool:
     return reader in moved or (kind_of(reader) == "scan" and is_backward(reader))

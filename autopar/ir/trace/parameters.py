@@ -1,8 +1,8 @@
-"""Which argument a number or a name means, counted as in `jax.jit`.
+"""Resolves argument numbers and names to parameters, as `jax.jit` does.
 
 In:     the user's function; `static_argnums`, `static_argnames`, `batch_argnums`, `donate_argnums`; a call's arguments.
 Out:    `Parameters` of the function, `Static` of its parameters, `Split` of a call's arguments.
-Method: read off the signature, once. A parameter has one number and one name, whichever an argument for it is passed by.
+Method: from the signature, once. A parameter has one number and one name, whether it is passed by position or by name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from autopar.errors import AutoparError, BatchError, TraceError
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a function takes.
+    """The parameters of a function.
 
     Attributes:
-        names: Of its parameters, in order; those that can only be passed by name stand last, and after `*rest` have no
-            number.
-        rest: Name of `*rest`; None: it takes no more by position.
-        takes_any_name: Whether it has `**others`.
-        optional: Numbers of those with a default.
+        names: Names in order, keyword-only ones last; behind a `*rest` those have no number and are left out.
+        rest: Name of `*rest`; None: there is none.
+        takes_any_name: Whether the function has `**others`.
+        optional: Numbers of the parameters with a default.
     """
 
     names: tuple[str, ...]
@@ -34,11 +33,11 @@ class Parameters:
     optional: tuple[int, ...]
 
     def name_of(self, number: int) -> str:
-        """Name of the parameter of this number; those of `*rest` are numbered."""
+        """Name of a parameter; "rest/0" for the first of `*rest`."""
         return self.names[number] if number < len(self.names) else f"{self.rest}/{number - len(self.names)}"
 
     def number_of(self, name: str) -> int | None:
-        """Its number; None: it has none."""
+        """Number of a parameter; None: it has none."""
         return self.names.index(name) if name in self.names else None
 
     def numbers(self, argnums: object) -> tuple[int, ...]:
@@ -73,7 +72,7 @@ def integers(argnums: object) -> tuple[int, ...]:
 
 
 def parameters_of(fn: Callable[..., Any]) -> Parameters:
-    """What `fn` takes; a function without a signature takes anything."""
+    """The parameters of `fn`; a function without a signature takes anything."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -96,7 +95,7 @@ class Argument:
 
     Attributes:
         name: "batch"; "rest/0" is the first of `*rest`.
-        number: Of its parameter; None: it has none.
+        number: Number of its parameter; None: it has none.
     """
 
     name: str
@@ -105,14 +104,14 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The arguments of a call, static ones apart.
+    """The arguments of a call, separated into those with arrays and static ones.
 
     Attributes:
-        args: By position, without static ones.
-        kwargs: By name, without static ones.
-        arguments: What they are, in the order of the leaves of `(args, kwargs)`.
-        static: Name and value of each static one.
-        positions: Of the static ones passed by position.
+        args: Positional arguments, without static ones.
+        kwargs: Keyword arguments, without static ones.
+        arguments: One for each of `args` and `kwargs`, in the order of the leaves of `(args, kwargs)`.
+        static: Name and value of each static argument.
+        positions: Positions of the static arguments that were passed by position.
     """
 
     args: tuple[object, ...]
@@ -124,7 +123,7 @@ class Split:
     def joined(
         self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """The arguments of the whole call, with these for those that are not static."""
+        """The arguments of the whole call, with `args` and `kwargs` for those that are not static."""
         rest, values = iter(args), [value for _, value in self.static]
         at = dict(zip(self.positions, values, strict=False))
         by_position = tuple(at[n] if n in at else next(rest) for n in range(len(args) + len(at)))
@@ -133,12 +132,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """The parameters that are part of the program.
+    """The static parameters, whose values are part of the program.
 
     Attributes:
-        parameters: All of the function's.
-        numbers: Of those that are static; below zero, where there is no last parameter, counted from a call's end.
-        names: Of the same.
+        parameters: All parameters of the function.
+        numbers: Numbers of the static ones; a negative one, possible with `*rest`, counts from the end of a call.
+        names: Names of the static ones.
     """
 
     parameters: Parameters
@@ -146,7 +145,7 @@ class Static:
     names: tuple[str, ...]
 
     def split(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Split:
-        """A call's arguments, static ones apart."""
+        """Separate a call's static arguments from the others."""
         apart = self.positions(len(args))
         named = {name: value for name, value in kwargs.items() if name not in self.names}
         return Split(
@@ -164,18 +163,18 @@ class Static:
         )
 
     def positions(self, num_args: int) -> list[int]:
-        """Positions of the static ones of a call's arguments by position."""
+        """Positions of the static arguments among `num_args` positional ones."""
         counted = {n + num_args if n < 0 else n for n in self.numbers}
         return [n for n in range(num_args) if n in counted]
 
     def with_first(self) -> Static:
-        """The first parameter is static too."""
+        """The same with the first parameter static too."""
         names = self.parameters.names[:1]
         return Static(self.parameters, (0, *self.numbers), (*names, *self.names))
 
 
 def static_of(parameters: Parameters, argnums: object = (), argnames: Any = ()) -> Static:
-    """Which parameters are static; a number stands for its name and a name for its number.
+    """Resolve the static parameters; a number implies its name and a name its number.
 
     Raises:
         AutoparError: There is no such parameter.
@@ -185,7 +184,7 @@ def static_of(parameters: Parameters, argnums: object = (), argnames: Any = ()) 
     except (TypeError, IndexError) as error:
         raise _no_parameter("static_argnums", argnums, parameters, error) from None
     names = (argnames,) if isinstance(argnames, str) else () if argnames is None else tuple(argnames)
-    known = parameters.takes_any_name or parameters.rest is not None  # what stands after `*rest` is not among the names
+    known = parameters.takes_any_name or parameters.rest is not None  # those behind `*rest` are not in `names`
     unknown = [name for name in names if not isinstance(name, str) or not (known or name in parameters.names)]
     if unknown:
         raise _no_parameter("static_argnames", argnames, parameters, TypeError(repr(unknown[0])))
@@ -195,7 +194,7 @@ def static_of(parameters: Parameters, argnums: object = (), argnames: Any = ()) 
 
 
 def chosen(option: str, argnums: Any, static: Static) -> Any:
-    """`batch_argnums` or `donate_argnums` as numbers; `"auto"` stays.
+    """Resolve `batch_argnums` or `donate_argnums` to numbers; `"auto"` stays.
 
     Raises:
         BatchError: There is no such parameter, or it is static.
@@ -221,10 +220,10 @@ def chosen(option: str, argnums: Any, static: Static) -> Any:
 
 
 def check_hashable(static: Iterable[tuple[str, object]], name: str) -> None:
-    """Static arguments tell programs apart, so each must have a hash.
+    """Check that each static argument can be hashed, since programs are looked up by it.
 
     Raises:
-        TraceError: One has none; says which.
+        TraceError: One cannot; names it.
     """
     for argument, value in static:
         try:

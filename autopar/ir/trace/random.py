@@ -1,10 +1,10 @@
-"""Lowers operations on typed random keys to ones on integers: no typed key is left in a flat program.
+"""Lowers operations on typed random keys to operations on their integers: a flat program has no typed keys.
 
-In:     an equation on typed keys (`jax.random.key`): a random primitive, or an operation that moves keys about.
+In:     an equation on typed keys (`jax.random.key`): a random primitive, or an operation that moves keys.
 Out:    a closed jaxpr that does the same to the keys' integers: `key<fry>[s]` becomes `uint32[s, 2]`.
-Method: random primitives become what JAX itself lowers them to, which for threefry is counters (`iota_2x32_shape`)
-        through `threefry2x32`, elementwise: they shard like any other elementwise work and equal the single-device
-        numbers. Operations that move keys are mapped over the trailing dimension of the integers.
+Method: random primitives become what JAX itself lowers them to. For threefry that is `threefry2x32` over counters
+        (`iota_2x32_shape`), which is elementwise: it shards like any other elementwise work, and the numbers equal those of
+        one device. Operations that move keys are mapped over the trailing dimension of the integers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def touches_keys(eqn: JaxprEqn) -> bool:
 
 
 def raw_keys(jaxpr: Jaxpr) -> dict[Var, None]:
-    """Variables of a traced program, not flat yet, whose integers become one typed key: what `jax.random.PRNGKey` makes."""
+    """Variables of a traced program, before flattening, that are wrapped as one typed key: made by `jax.random.PRNGKey`."""
     found: dict[Var, None] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "random_wrap" and not eqn.outvars[0].aval.shape:
@@ -56,7 +56,7 @@ def raw_keys(jaxpr: Jaxpr) -> dict[Var, None]:
 
 
 def _called(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
-    """The programs inside of an equation whose inputs are its last operands, and these: all but the tests of loops."""
+    """The programs inside an equation, except tests of loops, with their operands: the last ones of the equation."""
     for name, value in eqn.params.items():
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, Jaxpr | ClosedJaxpr) and name != "cond_jaxpr":
@@ -66,13 +66,13 @@ def _called(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
 
 
 def physical_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The program that does to the integers of keys what `eqn` does to the keys.
+    """The program that `eqn` is on the integers of keys.
 
     `eqn`: an equation on keys that is neither a call nor a loop nor one of `ALIASES`.
 
     Returns:
         A closed jaxpr from the physical operands to the physical results. It may contain jits, and for
-        `random_gamma` typed keys: it is to be flattened in turn.
+        `random_gamma` typed keys: the caller flattens it.
     """
     with eqn_context(eqn):
         return trace(_physical_function(eqn), *(physical_aval(atom.aval) for atom in eqn.invars))

@@ -1,14 +1,14 @@
-"""Which arguments are state and which the batch, told from structure alone.
+"""Infers from structure which arguments are state and which are the batch.
 
 In:     the traced program: trees and types of arguments and outputs.
 Out:    for each output leaf the input leaf it replaces; which argument leaves are batch.
 Method: an argument is state if a subtree of the outputs has its structure, shapes and dtypes; arguments are matched in
-        order. One whose floating leaves come back in another dtype is state too, with a warning, but for an array by
-        itself. The batch is what is not state and whose leaves share their leading dim; of several such (frozen
-        weights may be one) it is the one that the step can be worked through row by row. An array by itself may also be
-        the batch of which the step returns a reconstruction: after other state it is taken for the batch if nothing else
-        can be, or if the batch has its leading dim. A random key, typed or of integers, has no samples, and what the
-        step does not read decides nothing. What the user names as the batch is not state.
+        order. A tree whose floating leaves come back in another dtype is state too, with a warning; a single array is not.
+        The batch is the arguments that are not state and whose leaves share their leading dim. Of several leading dims
+        (frozen weights may have one) it is the one along which the step can be computed row by row. A single array that
+        comes back after other state may be a batch of which the step returns a reconstruction: it is the batch if no other
+        argument can be, or if it has the batch's leading dim. A random key, typed or as integers, has no samples, and
+        arguments that the step does not read do not count. An argument that the user names as the batch is not state.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Roles:
 
     Attributes:
         aliases: Output leaf -> input leaf whose new value it is, of the same dtype.
-        state: Input leaves that come back.
+        state: Input leaves whose new value is returned.
         batch: Input leaves that hold samples along dim 0.
-        donated: Per input leaf.
+        donated: Whether each input leaf is donated.
     """
 
     aliases: dict[int, int]
@@ -47,7 +47,7 @@ class Roles:
 
     @property
     def may_hold_layers(self) -> tuple[int, ...]:
-        """Input leaves among which a scan over layers has its stacks: state; of a step that has none, all but the batch."""
+        """Input leaves that may be stacks of layers: the state; for a step without state, all but the batch."""
         return self.state or tuple(k for k in range(len(self.donated)) if k not in self.batch)
 
 
@@ -58,7 +58,7 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
     `donate_argnums`: `"auto"` (state is donated), or numbers of parameters.
 
     Raises:
-        BatchError: Which arguments are the batch cannot be told, or none has that number.
+        BatchError: The batch is ambiguous, or no argument has that number.
     """
     arguments = argument_slices(program)
     found: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
@@ -87,12 +87,12 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
 
 
 def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
-    """Positions (among the program's arguments) of those that share their leading dim and are not in `state`.
+    """Positions (among the program's arguments) of those outside `state` that share their leading dim.
 
-    Of several leading dims it is the one along which the step can be worked through row by row.
+    Of several leading dims it is the one along which the step can be computed row by row.
 
     Raises:
-        BatchError: Several leading dims are to choose from.
+        BatchError: That leaves no dim, or several.
     """
     arguments = argument_slices(program)
     candidates = _candidates(program, arguments, state)
@@ -115,7 +115,7 @@ def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
 def _find_batch(
     program: Program, arguments: Sequence[tuple[int, int]], found: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The batch, where `found` comes back: that is state, but for arrays that look like the batch."""
+    """The batch, given the arguments `found` among the outputs: those are state, but single arrays may be the batch."""
     sizes = set(_candidates(program, arguments, found).values())
     trees, after_state = _trees(program), list(found)[1:]
     alone = [n for n in after_state if jax.tree_util.treedef_is_leaf(trees[n])]
@@ -134,9 +134,10 @@ def _leaves_by_size(
 
 
 def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> dict[int, int]:
-    """Arguments outside of `state` whose leaves share their leading dim, and that dim.
+    """Arguments outside `state` whose leaves share their leading dim, and that dim.
 
-    One that the step does not read (a random key passed to a net without dropout) is among them only beside another.
+    An argument that the step does not read (a random key of a net without dropout) counts only if one that it reads has
+    the same leading dim.
     """
     found = {}
     read = _read_inputs(program)
@@ -167,12 +168,12 @@ def _returned(
     cast: bool = False,
     candidates: Collection[int] = (),
 ) -> dict[int, tuple[int, ...]]:
-    """For each argument that comes back, but for those that are known, the output leaves that are its next value.
+    """For each argument found among the outputs, the output leaves that are its new value.
 
     Args:
-        known: What was found before, the batch too.
-        cast: Floating leaves may come back in another dtype, but for an array by itself.
-        candidates: For the batch: the last of them does not come back so.
+        known: Arguments decided before, the batch too; they are left out.
+        cast: Whether floating leaves may come back in another dtype; never those of a single array.
+        candidates: Arguments that may be the batch: with `cast`, the last one remaining is not taken for state.
     """
     found: dict[int, tuple[int, ...]] = {}
     used = {leaf for span in known.values() for leaf in span}
@@ -190,7 +191,7 @@ def _returned(
 
 
 def _updated(program: Program, arguments: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Output leaves that are new arrays of objects, and the input leaves of the same paths."""
+    """Output leaves that are new arrays of objects -> the input leaves of the same paths."""
     found, start = {}, 0
     updated = objects_in(program.out_tree).updated
     for number, tree in zip(updated, program.out_tree.children()[: len(updated)], strict=True):
@@ -206,7 +207,7 @@ def _updated(program: Program, arguments: Sequence[tuple[int, int]]) -> dict[int
 def _place(
     program: Program, number: int, leaves: tuple[int, int], used: Collection[int], type_of: Callable[[Aval], object]
 ) -> tuple[int, ...] | None:
-    """The first output leaves, not used yet, that are together of an argument's structure and types."""
+    """The first unused subtree of the result with an argument's structure and types, as output leaves."""
     result_begins = num_updated(program.out_tree)
     wanted, structure = [type_of(a) for a in program.in_avals[slice(*leaves)]], _trees(program)[number]
     for tree, first, last in subtrees(program.out_tree):
@@ -230,7 +231,7 @@ def _warn_of_casts(program: Program, cast: Mapping[int, int]) -> None:
 
 
 def _chosen(program: Program, option: str, argnums: object) -> tuple[int, ...]:
-    """Positions among the program's arguments of those with the user's numbers."""
+    """Positions, among the program's arguments, of the user's argument numbers."""
     position = {argument.number: k for k, argument in enumerate(program.arguments)}
     numbers = [n for n in integers(argnums) if n not in program.left_out]
     missing = [n for n in numbers if n not in position]
@@ -250,7 +251,7 @@ def _label(argument: Argument) -> str:
 
 
 def argument_slices(program: Program) -> list[tuple[int, int]]:
-    """For each argument (positional, then by keyword) its range of input leaves."""
+    """The range of input leaves of each argument (positional, then by keyword)."""
     positional, by_keyword = program.in_tree.children()
     sizes = [child.num_leaves for child in (*positional.children(), *by_keyword.children())]
     return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
@@ -266,7 +267,7 @@ def _type(aval: Aval) -> tuple[object, ...]:
 
 
 def _cast_type(aval: Aval) -> tuple[object, ...]:
-    """Equal for leaves of which one may be the other in another dtype."""
+    """A key, equal for leaves of one shape that differ at most in their floating dtype."""
     return tuple(aval.shape), jnp.floating if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
 
 

@@ -1,4 +1,4 @@
-"""Tracing: the user's step, at abstract arguments, as one flat program.
+"""Traces the user's step at abstract arguments to one flat program.
 
 In:     the step, its arguments (arrays, numbers, `jax.ShapeDtypeStruct`), which of them are static.
 Out:    `Program`: a flat jaxpr (`flatten.py`) and how the user's pytrees, names and typed keys map to its variables.
@@ -45,23 +45,23 @@ TRACE: tuple[Pass[Traced], ...] = (
     *FLATTEN,
     Pass(
         "moved_out",
-        "what is computed once for a forward loop that takes gradients belongs to the forward pass",
+        "what JAX hoisted out of a forward loop that takes gradients belongs to the forward pass",
         lambda step: step.by(restore_scopes),
     ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
-    Pass("one_dtype", "products of two types convert their operands", lambda step: step.by(products_of_one_dtype)),
+    Pass("one_dtype", "products of two dtypes convert their operands", lambda step: step.by(products_of_one_dtype)),
     Pass(
         "dim_order",
-        "products read and write large arrays in the layout that these have",
+        "products keep the layout of large arrays",
         lambda step: step.by(products_in_order),
     ),
     Pass(
         "written_once",
-        "writes to places that are all different ask no more which was the last",
+        "gradients of a scatter by a permutation do not test which write won",
         lambda step: step.by(find_written_once),
     ),
 )
-"""What every step goes through."""
+"""The passes that every step goes through."""
 
 
 @without_collection()
@@ -76,11 +76,11 @@ def trace_step(
     Args:
         fn: The step. Its own exceptions pass through unchanged.
         args: Positional arguments: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`.
-        static: Which parameters are part of the program; None: none is.
+        static: The static parameters; None: none is.
 
     Raises:
-        TraceError: A leaf is no array, a static argument has no hash, an argument or a captured value belongs to another
-            trace, or `jax.disable_jit` is on.
+        TraceError: A leaf is no array, a static argument has no hash, an argument or a captured value is a tracer of
+            another trace, or `jax.disable_jit` is on.
     """
     kwargs = dict(kwargs or {})
     name = name_of(fn)
@@ -121,7 +121,7 @@ def trace_step(
 
 
 class _Typed(NamedTuple):
-    """The argument leaves of a call: their tree, and of each its path, in words and in JAX's keys, and its type."""
+    """The argument leaves of a call: their tree, and the path of each as text and as JAX's keys, and its type."""
 
     tree: PyTreeDef
     paths: tuple[str, ...]
@@ -130,7 +130,7 @@ class _Typed(NamedTuple):
 
 
 def _typed(call: Split, name: str) -> _Typed:
-    """The leaves of a call of the step of this name.
+    """The argument leaves of a call; `name`: the step's, for errors.
 
     Raises:
         TraceError: A leaf is no array, or is being traced.
@@ -143,14 +143,14 @@ def _typed(call: Split, name: str) -> _Typed:
 
 
 def _result_paths(call: Split, tree: PyTreeDef, avals: Sequence[Aval]) -> tuple[str, ...]:
-    """Paths of the leaves of a step's result, which have these types."""
+    """Readable paths of the leaves of a step's result; `avals`: their types."""
     names = [argument.name for argument in call.arguments]
     found = jax.tree_util.tree_flatten_with_path(in_containers(tree, [_type_of(aval) for aval in avals], ()))[0]
     return _shortened([(_result_path(path, tree, names), path[-1] if path else None) for path, _ in found])
 
 
 def _key_impls(avals: Sequence[Aval]) -> tuple[str | None, ...]:
-    """The generator of each array of random keys; None of other arrays."""
+    """The generator of each array of typed keys; None for other arrays."""
     return tuple(key_impl_name(aval) if is_key(aval) else None for aval in avals)
 
 
@@ -162,17 +162,17 @@ def _traced(
     static_positions: Sequence[int],
     static_names: Sequence[str],
 ) -> tuple[Traced, PyTreeDef]:
-    """What JAX makes of the step, and the structure of its results.
+    """The step as JAX traces it, and the structure of its results.
 
     Raises:
-        TraceError: It uses a value that belongs to another trace.
+        TraceError: The step uses a tracer of another trace.
     """
     name, types = name_of(fn), [_type_of(aval) for aval in in_avals]
     try:
         if accepts(in_tree, types):
             args, kwargs = call.joined(*jax.tree.unflatten(in_tree, types))
             closed, captured, out_tree = trace_function(fn, args, kwargs, static_positions, static_names)
-        else:  # a class takes nothing but arrays, and only while JAX traces there are any
+        else:  # a class takes nothing but arrays: it is built inside the trace, from tracers
             closed, captured, out_tree = trace_function(functools.partial(_call_flat, fn, call, in_tree), types, {})
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
@@ -194,7 +194,7 @@ def _call_flat(fn: Function, call: Split, tree: PyTreeDef, *leaves: object) -> o
 
 
 def _type_of(aval: Aval) -> jax.ShapeDtypeStruct:
-    """A type in the place of an array, so that the array's placement has no influence."""
+    """The type alone, so that the array's placement has no influence on the trace."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
@@ -213,7 +213,7 @@ def _argument_path(path: KeyPath, names: Sequence[str]) -> str:
 
 
 def _result_path(path: KeyPath, tree: PyTreeDef, names: Sequence[str]) -> str:
-    """Path of a leaf of the result; a new array of an object has that of the argument."""
+    """Path of a leaf of the result; a new array of an object has the path of the argument."""
     updated = objects_in(tree).updated
     if is_of_objects(tree):
         first, path = path[0], path[1:]
@@ -245,10 +245,10 @@ def _check_jit(name: str) -> None:
 
 
 def check_not_traced(leaf: object, path: str, name: str) -> None:
-    """Arguments are there, and not yet to be computed.
+    """Check that an argument is no tracer.
 
     Raises:
-        TraceError: One is being traced.
+        TraceError: It is one.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise TraceError(
@@ -264,7 +264,7 @@ def check_not_traced(leaf: object, path: str, name: str) -> None:
 def _aval_of(leaf: object, path: str, name: str) -> Aval:
     check_not_traced(leaf, path, name)
     try:
-        return on_device(shaped(leaf))  # where it is now decides nothing
+        return on_device(shaped(leaf))  # its present placement does not matter
     except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"argument `{path}` of `{name}` is not an array.",
@@ -279,7 +279,7 @@ def _aval_of(leaf: object, path: str, name: str) -> Aval:
 
 
 def _tracer_text(tracer: object) -> str:
-    """Not its numbers, which a tracer of `jax.grad` prints, all of them."""
+    """The class and type of a tracer; its own text may hold all the numbers."""
     return f"a {type(tracer).__name__} of {jax.typeof(tracer)}"
 
 

@@ -1,11 +1,11 @@
-"""Refuses a step that takes a gradient and returns no new value of anything that it is passed.
+"""Refuses a step that takes a gradient and returns no new value of any of its arguments.
 
 In:     the traced program, and which of its inputs hold samples.
-Out:    nothing, or `StateError` with the paths of what was forgotten.
-Method: the name stacks of `jax.grad` in the program as it was traced, for what nothing needs is dropped from it later. An
-        argument comes back if all of its floating arrays, or a subtree of it with several, are among the results, in
-        whatever containers and dtype. Of arguments that are one array only the first counts: others may be samples of which
-        the step returns a reconstruction, or a learning rate as scalar as the loss.
+Out:    nothing, or `StateError` with the paths of the forgotten state.
+Method: whether there is a gradient is known from the name stacks before dead code was removed. An argument is returned if all
+        of its floating arrays, or a subtree of it with several, are among the results, in any containers and dtype. Of
+        single-array arguments only the first counts: others may be samples of which the step returns a reconstruction, or
+        a learning rate, a scalar like the loss.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MAX_PATHS = 4
 
 
 def check_trains(program: Program, batch: Collection[int]) -> None:
-    """Raise if the step takes a gradient that changes nothing.
+    """Check that a step that takes a gradient returns some new state.
 
-    `batch`: input leaves that hold samples, as far as that is known.
+    `batch`: input leaves that hold samples, as far as is known.
 
     Raises:
-        StateError: No argument comes back.
+        StateError: It returns no new value of any argument.
     """
     if not program.gradient:
         return
@@ -37,7 +37,7 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
     spans = [(a, b) for a, b in spans if b - a > 1 or (a == spans[0][0] and program.in_avals[a].ndim)] or spans
     if not spans or any(_comes_back(program, span) for span in spans):
         return
-    if spans[0][0] not in batch:  # else it was taken for the batch because nothing comes back
+    if spans[0][0] not in batch:  # else it was taken for the batch only because nothing is returned
         spans = [span for span in spans if span[0] not in batch]
     paths = tuple(program.in_paths[k] for a, b in spans for k in range(a, b) if _is_floating(program.in_avals[k]))
     given, returned = listed(paths, MAX_PATHS), listed(program.out_paths, MAX_PATHS) or "nothing"
@@ -57,7 +57,7 @@ def _is_floating(aval: Aval) -> bool:
 
 
 def _comes_back(program: Program, span: tuple[int, int]) -> bool:
-    """Whether an argument, or a part of it, is among the results."""
+    """Whether an argument, or a subtree of it, is among the results."""
     wanted = _shapes(program.in_avals[slice(*span)])
     if not wanted - _shapes(program.out_avals):
         return True
