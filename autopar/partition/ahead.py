@@ -1,18 +1,20 @@
-"""Makes loops, and recomputation, wait for work that compilers would leave for later, and keep all that it reads.
+"""Orders work that frees memory before loops, recomputation and large arrays, where compilers would postpone it.
 
-In:     a sharded body, the place in it of a loop, or of the barrier or gate before what is recomputed.
-Out:    copies that are waited for there.
-Method: a scheduler that hides latency runs first what others wait for. The gradient of a model's head is needed by the
-        update alone, and may come behind the loop of the backward pass, which waits for the other product with the same
-        logits: these then live through the loop. So a loop waits for what it does not need, if that reads something large
-        which nobody needs afterwards, and makes less of it. What is recomputed, layer by layer, is like such a loop written
-        out: without waiting for the gradients of one layer's weights, the activations of all layers would be there at once.
-        A product that is only added to something is waited for when it is added, which is one kernel. And the backward pass
-        begins with numbers in which no array has a part: they wait for the loss, for which the logits would be kept.
-        What makes a large array waits, too, with the smallest that it reads: scores of attention are not made beside all
-        that gradients of weights are still made of. And what a loop carries out waits for the stacks that another loop
-        reads: compilers take the last trip off a loop that communicates, and would write its rows when that other one begins.
-        What two loops read that is made of numbers alone is made twice: once for both, it would be kept between them.
+In:     a sharded body, and positions in it: of a loop, or of the barrier or gate at which recomputation begins.
+Out:    the copies that are waited for there.
+Method: latency-hiding schedulers run work first that other work depends on. The gradient of a model's head is read by the
+        update alone, so they would postpone it past the loop of the backward pass, and keep the logits throughout. So:
+        - A loop waits for earlier work that it does not depend on, if that work reads a large array for the last time and
+          makes less of it.
+        - Recomputation, layer by layer, waits likewise: otherwise the activations of all layers would be alive until the
+          weight gradients are computed. A product that is only added to something is awaited after the addition, since
+          both are one kernel.
+        - The constants that the backward pass begins with wait for the loss: otherwise the logits would be kept for it.
+        - An operation that makes a large array (attention scores) waits, through its smallest operand, for pending work
+          that frees memory.
+        - Carries of a loop wait for its stacks that another loop reads: compilers peel the last trip off a loop that
+          communicates, and would write its rows only when that other loop begins.
+        - Values of constants alone that two loops read are computed twice: else they would be kept between the loops.
 """
 
 from __future__ import annotations
@@ -41,18 +43,18 @@ from autopar.tuning import TUNING
 
 
 def waits_at(instruction: Instruction) -> bool:
-    """Whether an instruction is the first of what is recomputed: a barrier or a gate."""
+    """Whether recomputation begins at an instruction: a barrier or a gate."""
     return isinstance(instruction, Gate) or (isinstance(instruction, Region) and kind_of(instruction.eqn) == "barrier")
 
 
 def is_seed(compute: Compute) -> bool:
-    """Whether an operation of the backward pass reads numbers alone, and not only zeros."""
+    """Whether an operation of the backward pass reads constants alone, not all zero: the seed of a gradient."""
     numbers = [atom.val for atom in compute.eqn.invars if isinstance(atom, Literal)]
     return not compute.reads and any(map(np.any, numbers)) and is_backward(compute.eqn)
 
 
 class Ahead:
-    """What is waited for in a body; `num_bytes` says how large copies are on one device."""
+    """Finds what is waited for in a body; `num_bytes`: bytes of a copy on one device."""
 
     def __init__(self, body: Body, num_bytes: Callable[[Copy], int]):
         self.body, self.num_bytes = body, num_bytes
@@ -70,7 +72,7 @@ class Ahead:
         self.of_large = dict(self._of_large())
 
     def _given(self) -> set[Copy]:
-        """What the body is given, also moved or in another form: a barrier for that alone waits for nothing."""
+        """The body's inputs, also moved or elementwise converted: a barrier over these alone waits for nothing."""
         given = set(self.body.inputs)
         for instruction in self.body.instructions:
             is_form = isinstance(instruction, Move | Fused) or (
@@ -81,11 +83,11 @@ class Ahead:
         return given
 
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
-        """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
+        """Copies that the loop at this position waits for, and the bytes on one device that each of them frees."""
         return self.done_before(position, 0, TUNING.late_bytes)
 
     def of_numbers(self, position: int) -> list[Copy]:
-        """Large copies that the loop at this place reads and in which no array has a part, such as a mask for all rows."""
+        """Large copies that the loop at this position reads and that depend on constants alone, such as a mask."""
         made: set[Copy] = set()
         for instruction in self.body.instructions[:position]:
             if isinstance(instruction, Compute) and made.issuperset(copies_read(instruction)):
@@ -94,7 +96,7 @@ class Ahead:
         return [copy for copy in read if copy in made and self.num_bytes(copy) >= TUNING.late_bytes]
 
     def behind_loop(self, position: int) -> list[Copy]:
-        """Stacks with large rows that the scan at this place makes and another loop reads."""
+        """Stacks with large rows that the scan at this position makes and another loop reads."""
         region = self.body.instructions[position]
         assert isinstance(region, Region)
         made, loop = copies_made(region), region_of(region.eqn)
@@ -107,10 +109,10 @@ class Ahead:
         return isinstance(instruction, Region) and kind_of(instruction.eqn) in ("scan", "while")
 
     def of_again(self, position: int) -> tuple[list[Copy], list[Copy]]:
-        """Copies that the recomputation beginning here reads and that are there before their time, and what they wait for.
+        """Operands of the recomputation that begins here which are to be delayed, and the copies that they wait for.
 
-        Those are what the body has made before; else of what it is given the layer's input, as large as the gradient of its
-        result. That is what comes last, and is waited for.
+        Delayed are operands that the body has made; if there are none, the inputs of the shape of the layer's output
+        gradient, which is the operand made last and the first that is waited for.
         """
         instruction = self.body.instructions[position]
         if isinstance(instruction, Gate):
@@ -129,11 +131,11 @@ class Ahead:
         return delayed, [latest, *(copy for copy, _ in first)]
 
     def _of_large(self) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
-        """Where one of the body's largest arrays is made, the small copy that is read there and what this waits for."""
+        """Positions where one of the body's largest arrays is made: its smallest operand, and what that waits for."""
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
         least = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0))
-        freeing: list[int] = []  # not waited for yet, and perhaps not needed either
-        behind: set[int] = set()  # what only makes that wider, or adds it to a result
+        freeing: list[int] = []  # positions of pending work that frees memory
+        behind: set[int] = set()  # positions that only widen its results, or add them to a result of the body
         for position, instruction in enumerate(self.body.instructions):
             if made[position] >= least and freeing and position not in behind:
                 idle = list(self._idle(position, freeing[0]))
@@ -156,7 +158,7 @@ class Ahead:
         return isinstance(instruction, Compute) and instruction.eqn.primitive.name == "convert_element_type"
 
     def _frees(self, position: int) -> bool:
-        """Whether an instruction reads something large that need not be kept for others, and makes much less of it."""
+        """Whether an instruction reads a large array that does not stay throughout the body, and makes much less of it."""
         instruction = self.body.instructions[position]
         if not isinstance(instruction, Compute | Region):
             return False
@@ -164,19 +166,19 @@ class Ahead:
         return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
 
     def _made_bytes(self, instruction: Instruction) -> int:
-        """The largest array that an operation makes; what only repeats numbers is made by those who read it."""
+        """Bytes of the largest array that an operation makes; 0 for a broadcast, which its readers fuse."""
         if not isinstance(instruction, Compute) or instruction.eqn.primitive.name == "broadcast_in_dim":
             return 0
         return max(map(self.num_bytes, copies_made(instruction)), default=0)
 
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
-        """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""
+        """Results of work since `begin` that `position` does not depend on and that frees arrays; and the bytes freed."""
         idle = list(self._idle(position, begin))
         freed = dict(self._freed(position, idle, least_bytes))
         return list(dict.fromkeys(zip(self._results(position, freed, idle), freed.values(), strict=True)))
 
     def _freed(self, position: int, idle: Sequence[int], least_bytes: int) -> Iterator[tuple[int, int]]:
-        """Of what stands idle before a place, what reads the last of something large and makes less of it, and how large."""
+        """Of the `idle` positions, those that read a large array for the last time and make less of it; and its bytes."""
         for at in reversed(idle):
             instruction = self.body.instructions[at]
             if isinstance(instruction, Compute | Region):
@@ -186,7 +188,7 @@ class Ahead:
                     yield at, freed
 
     def _results(self, position: int, places: Iterable[int], idle: Sequence[int]) -> Iterator[Copy]:
-        """What comes of the instructions at some places before another one."""
+        """The results of instructions at `places`, followed through elementwise work before `position`."""
         among = frozenset(idle)
         yield from (self._added(copies_made(self.body.instructions[at])[0], position, among) for at in places)
 
@@ -203,7 +205,7 @@ class Ahead:
         return copy in self.stay or self.readers[copy][-1] >= position
 
     def _added(self, copy: Copy, position: int, idle: AbstractSet[int]) -> Copy:
-        """What becomes of a copy before a place by elementwise operations that alone read it."""
+        """The last copy before `position` that elementwise work, as the only reader, makes of a copy."""
         for at, made in self._line(copy):
             if at >= position or at not in idle or isinstance(self.body.instructions[at], Move):
                 break
@@ -211,7 +213,8 @@ class Ahead:
         return copy
 
     def _line(self, copy: Copy) -> Iterator[tuple[int, Copy]]:
-        """Elementwise work and moves one behind the other that alone read what the one before made, and what each makes."""
+        """The chain of elementwise operations and moves from a copy, each the only reader of the one before: (position,
+        result)."""
         readers = self.readers.get(copy, [])
         while len(readers) == 1 and copy not in self.stay:
             reader, shape = self.body.instructions[readers[0]], copy[0].aval.shape

@@ -1,6 +1,6 @@
-"""Reshard steps and reductions as `jax.lax` collectives, inside a fully manual `shard_map`.
+"""Carries out reshard steps and reductions as `jax.lax` collectives, inside a fully manual `shard_map`.
 
-In:     a local array and the steps the planner chose (`cost/reshard.py`).
+In:     a local array and the steps that the planner chose (`cost/reshard.py`).
 Out:    the local array in its new sharding. One step emits exactly one collective, or none (`Slice`, `Mask`).
 """
 
@@ -21,7 +21,7 @@ from autopar.partition.owned import without_loss
 
 
 def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> jax.Array:
-    """Carry out one reshard step on this device's part of an array."""
+    """Carry out one reshard step on this device's shard of an array."""
     match step:
         case AllReduce(axes):
             return lax.psum(array, axes)
@@ -32,7 +32,7 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
         case AllToAll(axes, source_dim, target_dim):
             return lax.all_to_all(array, axes, split_axis=target_dim, concat_axis=source_dim, tiled=True)
         case Permute(source_axis=source_axis, axes=axes):
-            # Device (i, j) has part i and wants part j, which (j, i) has: the same in either order of the axes.
+            # Device (i, j) has shard i and wants shard j, which (j, i) has: the same in either order of the axes.
             size = axis_sizes[source_axis]
             pairs = [(i * size + j, j * size + i) for i in range(size) for j in range(size)]
             return lax.ppermute(array, axes, pairs)
@@ -46,11 +46,11 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
             assert_never(step)
 
 
-def as_it_lies(array: jax.Array, step: Step) -> jax.Array:
-    """What an all-gather is given, in the order in which it is there.
+def with_rows_major(array: jax.Array, step: Step) -> jax.Array:
+    """Pin the operand of an all-gather to its row-major layout.
 
-    XLA for GPUs wants the gathered dim to come first, and where a loop gathers the rows of a stack it would turn the whole
-    stack around before the loop, and keep both: here each row is turned when its turn comes.
+    XLA for GPUs wants the gathered dim to be the major one, and where a loop gathers the rows of a stack it would transpose
+    the whole stack before the loop, and keep both: this way each row is transposed in its own trip.
     """
     if not isinstance(step, AllGather) or not step.dim:
         return array
@@ -58,25 +58,25 @@ def as_it_lies(array: jax.Array, step: Step) -> jax.Array:
 
 
 def is_along_rows(step: Step) -> bool:
-    """Whether a step gathers or scatters a dim that is not the first.
+    """Whether a step gathers or scatters a dim other than the first.
 
-    XLA for CPUs copies such rows one after the other, and takes five times as long as for `apply_fused`, whose parts come
-    one behind the other and are turned around in one pass.
+    XLA for CPUs copies such rows one by one, which takes five times as long as `apply_fused`, whose pieces are contiguous
+    and are transposed in one pass.
     """
     return isinstance(step, AllGather | ReduceScatter) and step.dim > 0
 
 
 def _is_list_of_integers(array: jax.Array) -> bool:
-    """One element of such a slice, times a number, XLA's simplifier (jaxlib 0.10) takes for an element of the slice."""
+    """Whether a slice needs barriers: XLA's simplifier (jaxlib 0.10) mistakes one element of it, times a number, for an
+    element of the slice."""
     is_wide = jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize >= 4
     return bool(is_wide) and max(array.shape, default=1) == array.size
 
 
 def reduce_at_once(arrays: Sequence[jax.Array], kind: str, axes: tuple[str, ...]) -> list[jax.Array]:
-    """All-reduce the results of an operation that may not stay partial, over `axes`.
+    """All-reduce results that may not stay partial, over `axes`.
 
-    Booleans travel as int8, and floats of which the largest or smallest is wanted as integers; those of 16 bits as int32
-    (`reduced_itemsize`).
+    Booleans are sent as int8, floats under "max" and "min" as integers; 16-bit ones as int32 (`reduced_itemsize`).
     """
     return [_REDUCTIONS[kind](array, axes) for array in arrays]
 
@@ -94,34 +94,34 @@ def _any_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _extreme(array: jax.Array, reduce: Callable[[jax.Array], jax.Array], nan_is_last: bool) -> jax.Array:
-    """A largest or smallest number of all devices, NaN if one has NaN, which backends may lose (XLA:CPU, NCCL do).
+    """The maximum or minimum over devices; NaN if any is NaN, which backends may lose (XLA:CPU and NCCL do).
 
-    Floats travel as integers of their width in the same order: the bits, of negative numbers all but the sign turned
-    round. NaN becomes the last integer or the first, which turned back is NaN again.
+    Floats are sent as integers of their width and order: their bits, with all but the sign flipped for negative numbers.
+    NaN becomes the last or the first integer, which maps back to NaN.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return _in_32_bits(array, reduce)
     width = jnp.dtype(f"int{8 * array.dtype.itemsize}")
     limits = jnp.iinfo(width)
-    ordered = _turned(lax.bitcast_convert_type(array, width))
+    ordered = _flipped(lax.bitcast_convert_type(array, width))
     ordered = jnp.where(jnp.isnan(array), jnp.asarray(limits.max if nan_is_last else limits.min, width), ordered)
-    return lax.bitcast_convert_type(_turned(_in_32_bits(ordered, reduce)), array.dtype)
+    return lax.bitcast_convert_type(_flipped(_in_32_bits(ordered, reduce)), array.dtype)
 
 
 def _in_32_bits(array: jax.Array, reduce: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """What is reduced of integers; those of 16 bits are wider meanwhile, as backends would make them."""
+    """Reduce integers, widening 16-bit ones meanwhile, as backends would."""
     if array.dtype not in (jnp.int16, jnp.uint16):
         return reduce(array)
     return reduce(array.astype(jnp.dtype(f"{array.dtype.kind}4"))).astype(array.dtype)
 
 
-def _turned(bits: jax.Array) -> jax.Array:
-    """Negative integers with all bits but the sign turned round; its own inverse."""
+def _flipped(bits: jax.Array) -> jax.Array:
+    """Flip all bits but the sign of negative integers; its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.asarray(jnp.iinfo(bits.dtype).max, bits.dtype), bits)
 
 
 def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What one device has, and the others have zeros for."""
+    """The value of the one device that has it, where the others have zeros."""
     if array.dtype == bool:
         return lax.psum(array.astype(jnp.int8), axes).astype(bool)
     return without_loss(
@@ -157,7 +157,7 @@ def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Any], axis_sizes: M
             pieces = _unpack(scattered, [a.size // num_shards for a in parted])
             return [piece.reshape(a.shape[1:]) for piece, a in zip(pieces, parted, strict=True)]
         case _:
-            raise AssertionError(f"{first} is never sent together with others")
+            raise AssertionError(f"{first} is never fused with other steps")
 
 
 def _pack(arrays: Sequence[jax.Array]) -> jax.Array:

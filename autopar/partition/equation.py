@@ -1,7 +1,7 @@
-"""One equation on one device: local operands in the strategy's shardings, local results out.
+"""Runs one equation on one device: local operands in the strategy's shardings, local results out.
 
 In:     an equation, its rule, the chosen strategy.
-Out:    its results, reduced where the strategy says so at once; partial sums are left partial.
+Out:    its results, after the reductions of the strategy; partial sums are left partial.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def run_equation(
     operands: Sequence[jax.Array],
     platform: str = "",
 ) -> list[jax.Array]:
-    """The per-device program of `eqn` under `strategy`, for devices of that platform; call it inside `shard_map`."""
+    """Run `eqn` under `strategy` on this device; call it inside `shard_map`."""
     shard = Shard(strategy.axes_of, axis_sizes, rule.sizes, platform=platform)
     if strategy.travels and rule.travel is not None:
-        # Each product sends its rows itself, as it is planned: equal ones waiting for another operand are not taken for one.
+        # Each product sends its own rows, as planned: the added dependence keeps XLA from merging equal sends.
         first, second, *others = operands
         sent = [
             after(*pair) if k in rule.travel.travelling else pair[0]
@@ -51,7 +51,7 @@ def run_equation(
 def _run_once(
     eqn: JaxprEqn, rule: ShardingRule, shard: Shard, axis_sizes: Mapping[str, int], operands: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Run a call into the host on the first device only; elsewhere its results are zeros, so that their sum is right."""
+    """Run a call into the host on the first device only; the others return zeros, so that the sum is right."""
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
         return bind_eqn(eqn, *arrays) if rule.local is None else list(rule.local(eqn, shard, *arrays))

@@ -1,12 +1,12 @@
-"""Calls into the host that may raise: what they raise is kept, and the program runs to its end.
+"""Collects exceptions of host callbacks, so that the program runs to its end.
 
-In:     a sharded program, the number of the microbatch while it is traced.
-Out:    the same program, whose callbacks hand what they raise to a `Watch` and return zeros then.
-Method: one device calls the host for all (`equation.py`). An exception there would end that device's program, while the
-        others wait for it in a collective for ever; so none leaves the callback, and the runtime looks at the watch before
-        anything is overwritten. Prints are not watched: they are JAX's own and do not raise. Nor are callbacks inside an
-        opaque function (`sharding_rule`): what they raise comes out of the program as JAX wants it. In a program for
-        another process the functions are called by number (`shipped.py`).
+In:     a sharded program, the (traced) index of the microbatch.
+Out:    the same program, whose callbacks record exceptions in a `Watch` and then return zeros.
+Method: one device calls the host for all (`equation.py`). An exception there would end that device's program, and leave
+        the others waiting for it in a collective; so none leaves the callback, and the runtime checks the watch before it
+        overwrites anything. Not watched are prints, which are JAX's own and do not raise, and callbacks inside an opaque
+        function (`sharding_rule`), whose exceptions JAX raises. In a program for another process, functions are called by
+        index (`shipped.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from autopar.ir.rules.rule import Shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Raised:
-    """What a callback raised.
+    """An exception that a callback raised.
 
     Attributes:
-        program: In which program; in the order of its runs: `microbatch`.
-        microbatch: Of which; -1: of none.
-        operation: The callback and the user's line.
-        makes_nothing: Whether the callback has no results, so that the step's own are as they should be.
+        program: The program that it was raised in.
+        microbatch: Index of the microbatch; -1: the program runs once per step.
+        operation: The callback and the user's source line.
+        makes_nothing: Whether the callback has no results, so that those of the step are still right.
         error: The exception.
     """
 
@@ -46,31 +46,31 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watch:
-    """Where callbacks leave what they raise; emptied when it is looked at."""
+    """Collects exceptions of callbacks until they are taken."""
 
     raised: list[Raised] = field(default_factory=list)
 
     def take(self) -> list[Raised]:
-        """What was raised since it was last looked at."""
+        """Return and clear the exceptions collected since the last call."""
         taken = list(self.raised)
         self.raised.clear()
         return taken
 
 
 Bind = Callable[[JaxprEqn, Sequence[jax.Array], Mapping[str, Any]], Sequence[jax.Array]]
-"""Runs an equation that calls the host on operands, with these parameters."""
+"""Binds an equation that calls the host to operands, with these parameters."""
 
 
 def bind_here(eqn: JaxprEqn, operands: Sequence[jax.Array], params: Mapping[str, Any]) -> Sequence[jax.Array]:
-    """As it is, for a program that this process runs."""
+    """Bind an equation as it is, for a program that this process runs."""
     return bind_eqn(eqn, *operands, params=params)
 
 
 def watched(body: Body, watch: Watch, program: str, number: jax.Array | None, bind: Bind = bind_here) -> Body:
     """The program with every callback watched.
 
-    `number`: of the microbatch, traced; None: there is none.
-    `bind`: runs what calls the host, prints too: `Shipment.bind` for a program of another process.
+    `number`: the traced index of the microbatch; None: the program runs once per step.
+    `bind`: binds equations that call the host, prints included: `Shipment.bind` for a program of another process.
     """
 
     def call(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -92,7 +92,7 @@ def watched(body: Body, watch: Watch, program: str, number: jax.Array | None, bi
 
 
 class _Watched:
-    """A callback that does not raise; its first operand is the number of the microbatch."""
+    """A callback that does not raise; its first operand is the index of the microbatch."""
 
     def __init__(self, eqn: JaxprEqn, watch: Watch, program: str):
         self._callback, self._operation = eqn.params["callback"], describe(eqn)
@@ -108,7 +108,7 @@ class _Watched:
             return [np.zeros(shape, dtype) for shape, dtype in self._results]
 
     def _checked(self, made: Any) -> list[np.ndarray]:
-        """What JAX would check behind us, and raise where it may not be raised."""
+        """The results as arrays, after the checks that JAX would otherwise fail outside of the watch."""
         arrays = [np.asarray(array) for array in jax.tree.leaves(made)] if self._results else []
         for array, (shape, dtype) in zip(arrays, self._results, strict=True):
             if array.shape != shape or jax.dtypes.canonicalize_dtype(array.dtype) != dtype:

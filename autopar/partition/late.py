@@ -1,12 +1,12 @@
-"""Delays work that needs nothing new until it is read: compilers would begin it at once, and hold what it makes till then.
+"""Delays elementwise work whose operands are ready early until just before it is read.
 
 In:     a sharded body.
-Out:    for places in it a copy that is read there and one that it waits for.
-Method: a scheduler that hides latency fills the time of a collective with whatever could run. In a backward pass that is
-        what all layers make again of what they kept: probabilities of attention from their exponentials, the
-        activations from what enters them, and the operands of products turned as these want them. Here each waits for
-        the product, or what else is no elementwise work, from which its reader's other operands come; or, if these come from
-        a collective, for that from which the collective's operand comes: so it may still run beside that one.
+Out:    positions in it, each with an operand that is delayed there and the copy that it waits for.
+Method: a latency-hiding scheduler fills the time of a collective with whatever could run. In a backward pass that is the
+        elementwise recomputation of all layers (attention probabilities from exponentials, activations from their inputs,
+        transposed operands of products), whose results would all be alive until they are read. Here each piece of it waits
+        for the last heavy operation (not elementwise) that its reader's other operands depend on; if that is a collective,
+        for the one before, so that both may overlap.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from autopar.intra_op.traffic import VIEWS, is_fused
 from autopar.tuning import TUNING
 
 Waits = dict[int, tuple[Copy, Copy]]
-"""By place: a copy that is read there, and one that must be there before."""
+"""Position -> (a copy that is read there, the copy that it waits for)."""
 
 
 def find_waits(body: Body, num_bytes: Callable[[Copy], int]) -> Waits:
-    """Where what could run earlier begins, and what it waits for; `num_bytes` says how large copies are on one device."""
+    """Find where delayed work begins and what it waits for; `num_bytes`: bytes of a copy on one device."""
     return dict(_Walk(body, num_bytes).waits())
 
 
 class _Walk:
-    """A walk through a body; `depth` is the place of the last work on which a copy depends that is not elementwise."""
+    """A walk through a body; `depth`: the position of the last heavy instruction that a copy depends on."""
 
     def __init__(self, body: Body, num_bytes: Callable[[Copy], int]):
         self.body, self.num_bytes = body, num_bytes
         self.depth: dict[Copy, int] = dict.fromkeys(body.inputs, -1)
         self.maker: dict[Copy, int] = {}
-        self.deepest: list[int] = []  # of what each instruction reads, when it is reached
+        self.deepest: list[int] = []  # per instruction, the greatest depth of its operands
 
     def waits(self) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
         for place, instruction in enumerate(self.body.instructions):
@@ -51,13 +51,14 @@ class _Walk:
                 self.depth[copy], self.maker[copy] = deepest if is_light else place, place
 
     def _work_before(self, place: int) -> int:
-        """The work on which what is at this place depends: that itself, if it sends nothing; -1: there is none."""
+        """The nearest instruction at or before a position, along dependences, that sends nothing; -1: there is none."""
         while place >= 0 and _sends(self.body.instructions[place]):
             place = self.deepest[place]
         return place
 
     def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
-        """The wait of the first elementwise work that makes a copy; of `reader`, which turns it, where nothing makes it."""
+        """The wait of the first elementwise instruction that leads to a copy; for an input, of a `reader` that transposes
+        it."""
         awaited = copies_made(self.body.instructions[before])[0]
         place, seen = self.maker.get(copy, -1), {copy}
         line = [place] if place > before else []
@@ -74,25 +75,25 @@ class _Walk:
 
 
 def _is_light(instruction: Instruction) -> bool:
-    """Whether an instruction is elementwise work, which could be part of any kernel."""
+    """Whether an instruction is elementwise work, which can be fused into other kernels."""
     if isinstance(instruction, Compute):
         return is_fused(instruction) and not instruction.strategy.reductions
     return isinstance(instruction, Gate)
 
 
 def _sends(instruction: Instruction) -> bool:
-    """Whether it moves something between devices, or to or from their hosts."""
+    """Whether an instruction moves data between devices, or to or from their hosts."""
     is_copy = isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn)
     return is_copy or isinstance(instruction, Move | Fused)
 
 
 def _is_view(instruction: Instruction) -> bool:
-    """Whether it moves nothing; or makes numbers of nothing, which waits for nothing."""
+    """Whether an instruction moves no data, or has no operand that could wait."""
     return not isinstance(instruction, Compute) or not instruction.reads or instruction.eqn.primitive.name in VIEWS
 
 
 def _is_turned(instruction: Compute, operand: int) -> bool:
-    """Whether a product of batches reads an operand in which these are not the leading dims: it is turned before."""
+    """Whether a batched product transposes an operand before, because its batch dims are not the leading ones."""
     eqn = instruction.eqn
     if eqn.primitive.name != "dot_general" or any(isinstance(atom, Literal) for atom in eqn.invars):
         return False

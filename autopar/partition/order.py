@@ -1,11 +1,11 @@
-"""Keep the order of the program where the backend does not: of collectives, and of what is recomputed.
+"""Enforces program order where the backend would not: of collectives, and of recomputation.
 
-In:     the results and operands of instructions, as the per-device program is traced.
-Out:    the same operands, each made to depend on what comes before it.
-Method: XLA:CPU tells collectives apart by the order in which devices reach them, and a loop that communicates may run
-        beside a collective outside of it, in another order on another device (seen with jaxlib 0.10: wrong partners, then a
-        crash). Compilers for CPU and GPU drop optimization barriers before they schedule, so the dependence is real: a
-        select whose predicate is never true, which the compiler cannot know.
+In:     operands of instructions and earlier results, as the per-device program is traced.
+Out:    the same operands, made to depend on the earlier results.
+Method: XLA:CPU matches collectives by the order in which devices reach them, and may run a loop that communicates beside
+        a collective outside of it, in different orders on different devices (seen with jaxlib 0.10: wrong partners, then a
+        crash). Compilers for CPU and GPU drop optimization barriers before they schedule, so the dependence has to be real:
+        a select whose predicate is never true, which the compiler cannot know.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Mo
 
 
 def communicates(instruction: Instruction) -> bool:
-    """Whether an instruction, or anything inside it, is a collective."""
+    """Whether an instruction is or contains a collective."""
     match instruction:
         case Move(step=step):
             return step_kind(step) is not None
@@ -37,27 +37,27 @@ def communicates(instruction: Instruction) -> bool:
 
 
 def needs_order(body: Body) -> bool:
-    """Whether a body holds a loop or branch that communicates beside other communication."""
-    loud = [instruction for instruction in body.instructions if communicates(instruction)]
-    return len(loud) > 1 and any(isinstance(instruction, Region) for instruction in loud)
+    """Whether a body has a loop or branch that communicates beside other communication."""
+    found = [instruction for instruction in body.instructions if communicates(instruction)]
+    return len(found) > 1 and any(isinstance(instruction, Region) for instruction in found)
 
 
 def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
-    """`operand`, which now waits for all that is `earlier`; in the memory of hosts nothing computes, and nothing waits."""
+    """Make `operand` depend on all `earlier` arrays; no-op for arrays in host memory, where nothing is computed."""
     awaited = [array for array in earlier if array is not None and array.size and not on_host(jax.typeof(array))]
     if not awaited or operand.size == 0 or on_host(jax.typeof(operand)):
         return operand
-    # A number of its own: kernels that look into an array to know that it is there hold it until they run. And of several it
-    # is made of arrays that are there: XLA would make an element of a sum again for it, and leave the sum for later.
+    # A scalar of its own: a kernel that reads an earlier array would keep that alive until it runs. Several arrays go
+    # through barriers first: XLA would recompute a single element of a sum, and postpone the sum.
     signs = map(never, map(lax.optimization_barrier, awaited) if len(awaited) > 1 else awaited)
     sign = lax.optimization_barrier(functools.reduce(jnp.logical_or, signs))
-    # The other is made of the operand itself: zeros of its shape XLA for GPUs would make in one kernel with those to which
-    # something far behind adds, and hold them until then.
+    # The alternative is computed from the operand: XLA for GPUs would merge zeros of its shape with zeros that a much later
+    # addition reads, and keep them until then.
     return jnp.where(sign, ~operand if operand.dtype == bool else -operand, operand)
 
 
 def never(earlier: jax.Array) -> jax.Array:
-    """A boolean that is never true, which compilers do not know before the array is there."""
+    """A boolean that is always false, which compilers cannot know before the array is computed."""
     witness = lax.squeeze(lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim), range(earlier.ndim))
     if jnp.iscomplexobj(witness):
         witness = witness.real

@@ -1,13 +1,12 @@
-"""Options with which XLA compiles a program for GPUs, so that collectives run beside kernels as the plan assumes.
+"""Chooses XLA's compiler options for GPUs, so that collectives overlap with kernels as the plan assumes.
 
 In:     the sharded program and its mesh.
-Out:    compiler options of this one compilation: nothing global is set.
-Method: XLA's scheduler for GPUs starts collectives early and waits for them late; within a loop it can only do that for a
-        collective which the compiler moves into the trip before or behind. Small collectives are sent as one up to a
-        threshold: that of a kind is what one trip of a loop sends of it, such as the gathers of a layer, so that a layer's
-        become one and two layers' do not, for what is one message hides behind nothing. What the user sets with
-        `XLA_FLAGS` is left alone. Names: `xla.proto` (DebugOptions); NVIDIA, "Tips for High-Performance LLMs with JAX and
-        XLA".
+Out:    options of this one compilation; nothing global is set.
+Method: XLA's scheduler for GPUs starts collectives early and waits for them late; within a loop, only for collectives that
+        are pipelined into the trip before or after. Small collectives are combined up to a threshold: for each kind the
+        bytes that one trip of a loop sends, so that the gathers of one layer are combined, but not those of two, which
+        would overlap with nothing. Flags that the user sets in `XLA_FLAGS` are left alone. Names: `xla.proto`
+        (DebugOptions); NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _KINDS = {
 
 
 def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
-    """What XLA is told about a program, if it is compiled for GPUs; {} where it does not communicate."""
+    """XLA's options for a program on GPUs; {} if it does not communicate."""
     if not any(True for _ in collectives_of(body, mesh)):
         return {}
     found: dict[str, bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
@@ -46,7 +45,7 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
             found[threshold] = per_trip
             found[pipelined] = True
     if any(name.endswith("threshold_bytes") for name in found):
-        # Weights are gathered along whatever dim they are split along: that is no reason to send them apart.
+        # Combine gathers along different dims, too: weights are gathered along whatever dim they are split along.
         found["xla_gpu_enable_all_gather_combine_by_dim"] = False
         found["xla_gpu_enable_reduce_scatter_combine_by_dim"] = False
     return found
@@ -55,9 +54,9 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
 def compile_lowered(
     lowered: jax.stages.Lowered, options: Options, platform: str, given: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compile with these options where the platform is a GPU's; one that this XLA does not know is left out.
+    """Compile with `options` on GPUs, dropping those that this XLA does not know.
 
-    `platform`: of its devices, as JAX names it. `given`: options that hold wherever it is compiled.
+    `platform`: JAX's name of the devices' platform. `given`: options for every platform.
     """
     flags = xla_flags()
     chosen = {name: value for name, value in options.items() if platform in GPU_PLATFORMS and name not in flags}
@@ -72,7 +71,7 @@ def compile_lowered(
 
 
 def _trips(body: Body) -> Iterator[Body]:
-    """The bodies of loops, the outer ones too."""
+    """The bodies of all loops, nested ones included."""
     for instruction in body.instructions:
         if isinstance(instruction, Region):
             for inner in instruction.bodies:
@@ -82,6 +81,6 @@ def _trips(body: Body) -> Iterator[Body]:
 
 
 def _bytes_of(body: Body, mesh: LogicalMesh, kind: str) -> int:
-    """What one trip sends of a kind, loops within it left out: they have trips of their own."""
+    """Bytes that one trip sends with collectives of a kind, outside of nested loops."""
     straight = Body(body.inputs, tuple(i for i in body.instructions if not isinstance(i, Region)), body.outputs)
     return sum(c.bytes for c in collectives_of(straight, mesh) if c.kind == kind)

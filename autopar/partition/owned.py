@@ -1,10 +1,10 @@
-"""Partial sums of which each element is one device's, and zero on the others: they are moved, not added.
+"""Reduces owned sums exactly: partial sums each element of which is nonzero on one device only, its owner.
 
 In:     the instructions of a body, in order.
-Out:    which copies are such sums; a way to add them up that gives every bit of what was moved.
-Method: what is looked up in a split table, and what one device holds for all, is such a sum, and stays one where elements
-        are only moved. Floats would lose the sign of zero: -0.0 + 0.0 is 0.0, and some backends begin a sum with 0.0.
-        So their bits are added, as integers; numbers of 16 bits two at a time, for backends widen such integers.
+Out:    the copies that are owned sums; a reduction of them that preserves every bit.
+Method: lookups in a split table, and values masked to one device, are owned sums, and remain so under operations that only
+        move elements. Float addition would lose the sign of zero: -0.0 + 0.0 is 0.0, and some backends begin a sum with
+        0.0. So their bits are added, as integers; 16-bit numbers in pairs, since backends widen 16-bit integers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.intra_op.sharded import Compute, Copy, Fused, Gate, Instruction, Mo
 
 
 def owned_copies(instruction: Instruction, known: Container[Copy]) -> Iterator[Copy]:
-    """Those copies that an instruction makes of which each element is one device's, if the `known` ones are such."""
+    """The owned sums among an instruction's results, given those `known` among its operands."""
     match instruction:
         case Move() | Fused():
             for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
@@ -51,7 +51,7 @@ def without_loss(
     axis_sizes: Mapping[str, int],
     carry_out: Callable[[Sequence[jax.Array]], list[jax.Array]],
 ) -> list[jax.Array]:
-    """What `carry_out` makes of owned sums by one step each: where it adds up, the value of the owner, to the last bit."""
+    """Apply `carry_out`, one step per array, to owned sums; reductions return the owner's value to the last bit."""
     bits = [_bits(array, step, axis_sizes) for array, step in zip(arrays, steps, strict=True)]
     known = [array for array in bits if array is not None]
     if len(known) < len(bits):
@@ -60,7 +60,7 @@ def without_loss(
 
 
 def _bits(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> jax.Array | None:
-    """As unsigned integers; None: it is no floats that are added up, or an odd number of 16 bits each."""
+    """The bits of an array as unsigned integers; None: no floats are added, or 16-bit ones do not form pairs."""
     if not isinstance(step, AllReduce | ReduceScatter) or not jnp.issubdtype(array.dtype, jnp.floating):
         return None
     if array.dtype.itemsize > 2:

@@ -1,9 +1,8 @@
-"""The per-device program: the sharded program as JAX code under one fully manual `shard_map`.
+"""Traces the per-device program: interprets a sharded body as JAX code under one fully manual `shard_map`.
 
-In:     the flat program and its `Body` (`intra_op/sharded.py`).
-Out:    its local results, as JAX traces them: exactly the collectives that the body lists.
-Method: an interpreter over copies `(var, sharding) -> local array`; loops and branches recurse. Copies are dropped at
-        their last use, so that tracing a large step does not hold them.
+In:     a `Body` (`intra_op/sharded.py`), local arrays.
+Out:    local results; the traced program has exactly the collectives that the body lists.
+Method: an interpreter over copies `(var, sharding) -> local array`; loops and branches recurse.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instructi
 from autopar.ir.region import kind_of, region_of
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead, is_seed, waits_at
-from autopar.partition.collectives import apply_fused, apply_step, as_it_lies, is_along_rows
+from autopar.partition.collectives import apply_fused, apply_step, is_along_rows, with_rows_major
 from autopar.partition.equation import run_equation
 from autopar.partition.late import find_waits
 from autopar.partition.order import after, communicates, needs_order
@@ -37,24 +36,24 @@ Copies = dict[Copy, jax.Array]
 def run_body(
     body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], platform: str = ""
 ) -> list[jax.Array]:
-    """What one device makes of its part of the arguments; call it inside `shard_map`.
+    """Run a sharded program on one device's shards of the arguments; call it inside `shard_map`.
 
     Args:
         body: The sharded program.
-        arguments: Local arrays, one for each input of the program.
+        arguments: Local arrays, one per input of the program.
         axis_sizes: Sizes of the mesh axes.
-        platform: Of the devices: where the backend would mix up collectives these wait for each other (`order.py`), and where
-            it would turn stacks around for them it is kept from that (`collectives.py`).
+        platform: Platform of the devices, for workarounds: CPUs may reorder collectives (`order.py`), GPUs transpose stacks
+            (`collectives.py`).
     """
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
     owned: dict[Copy, None] = {}
-    waits = platform == "cpu" and needs_order(body)
+    keeps_order = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
     late = find_waits(body, ahead.num_bytes)
     results, losses = {atom for atom, _ in body.outputs if isinstance(atom, Var)}, list[jax.Array]()
     for position, instruction in enumerate(body.instructions):
-        loud = waits and communicates(instruction)
+        is_ordered = keeps_order and communicates(instruction)
         if waits_at(instruction):
             delayed, awaited = ahead.of_again(position)
             copies.update(
@@ -67,26 +66,28 @@ def run_body(
             waiting, awaited = ahead.of_large[position]
             copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
         first = _done_before(ahead, position, copies)
-        anew = _made_anew(ahead, position, copies)
-        begun = {copy: copies[copy] for copy in anew}
-        copies.update(anew)
+        constants = _delayed_constants(ahead, position, copies)
+        undelayed = {copy: copies[copy] for copy in constants}
+        copies.update(constants)
         if position in late:
             waiting, work = late[position]
-            begun[waiting] = copies[waiting]
+            undelayed[waiting] = copies[waiting]
             copies[waiting] = after(copies[waiting], copies[work])
-        made = _run_instruction(instruction, copies, axis_sizes, platform, earlier if loud else None, owned, first)
+        made = _run_instruction(
+            instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
+        )
         if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
             if is_seed(instruction):
                 made = {copy: after(array, *losses) for copy, array in made.items()}
             losses += [array for (var, _), array in made.items() if var in results and not array.ndim]
-        copies.update(begun)
+        copies.update(undelayed)
         copies.update(made)
-        copies.update(_carried_behind(ahead, position, copies))
+        copies.update(_delayed_carries(ahead, position, copies))
         still = list(owned_copies(instruction, owned))
         for copy in made:
             owned.pop(copy, None)
         owned.update(dict.fromkeys(still))
-        if loud:
+        if is_ordered:
             earlier = next(iter(made.values()), earlier)
     return [_read(copies, atom, sharding, axis_sizes) for atom, sharding in body.outputs]
 
@@ -100,9 +101,9 @@ def _run_instruction(
     owned: Container[Copy],
     first: Sequence[tuple[jax.Array, int]],
 ) -> Copies:
-    """The copies that an instruction makes.
+    """Run an instruction and return the copies that it makes.
 
-    Its operands wait for `earlier`, if it is a loop for what is `first`; `owned` are copies as of `owned.py`.
+    Its operands wait for `earlier`, those of a loop also for `first`; `owned`: the owned sums (`owned.py`).
     """
     match instruction:
         case Move() | Fused():
@@ -111,7 +112,7 @@ def _run_instruction(
             arrays[0] = after(arrays[0], earlier)
             arrays = [a if m.narrow is None else a.astype(m.narrow) for m, a in zip(moves, arrays, strict=True)]
             if isinstance(instruction, Move) and platform in GPU_PLATFORMS:
-                arrays = [as_it_lies(arrays[0], instruction.step)]
+                arrays = [with_rows_major(arrays[0], instruction.step)]
             exact = all((move.var, move.source) in owned for move in moves)
             results = _move(arrays, [move.step for move in moves], axis_sizes, platform, exact)
             return {
@@ -128,7 +129,7 @@ def _run_instruction(
             made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case Gate():
-            return {}  # its copies wait already
+            return {}  # `run_body` has delayed its copies
         case _:
             assert_never(instruction)
 
@@ -149,7 +150,7 @@ def _first_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> li
 
 
 def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> list[jax.Array]:
-    """A loop begins when all of its operands are there, so that the small ones, which cost no memory, suffice."""
+    """Make the small operands of a loop wait: it begins once all are ready, and delaying large ones would cost memory."""
     if earlier is None:
         return list(operands)
     limit = max(sum(array.size for array in operands) // 64, min((array.size for array in operands), default=0))
@@ -157,15 +158,15 @@ def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> lis
 
 
 def _done_before(ahead: Ahead, position: int, copies: Copies) -> list[tuple[jax.Array, int]]:
-    """What a loop waits for, and what is free then (`ahead.py`); nothing, of what is no loop."""
+    """The arrays that a loop waits for, with the bytes that each frees (`ahead.py`); [] if it is no loop."""
     instruction = ahead.body.instructions[position]
     if not isinstance(instruction, Region) or kind_of(instruction.eqn) not in ("scan", "while"):
         return []
     return [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
 
 
-def _made_anew(ahead: Ahead, position: int, copies: Copies) -> Copies:
-    """What a loop reads that is made of numbers alone (`ahead.py`), which waits for the largest that it carries."""
+def _delayed_constants(ahead: Ahead, position: int, copies: Copies) -> Copies:
+    """A loop's large operands that depend on constants alone (`ahead.py`), made to wait for its largest carry."""
     region = ahead.body.instructions[position]
     if not isinstance(region, Region) or kind_of(region.eqn) not in ("scan", "while"):
         return {}
@@ -176,8 +177,8 @@ def _made_anew(ahead: Ahead, position: int, copies: Copies) -> Copies:
     return {copy: after(copies[copy], first) for copy in ahead.of_numbers(position)}
 
 
-def _carried_behind(ahead: Ahead, position: int, copies: Copies) -> Copies:
-    """What a loop that communicates carries out, which waits for rows that it has written (`ahead.py`)."""
+def _delayed_carries(ahead: Ahead, position: int, copies: Copies) -> Copies:
+    """The carries of a loop that communicates, made to wait for its stacks (`ahead.py`)."""
     region = ahead.body.instructions[position]
     if not isinstance(region, Region) or kind_of(region.eqn) != "scan" or not communicates(region):
         return {}
@@ -188,7 +189,7 @@ def _carried_behind(ahead: Ahead, position: int, copies: Copies) -> Copies:
 def _begin_after(
     region: Region, operands: Sequence[jax.Array], first: Sequence[tuple[jax.Array, int]]
 ) -> list[jax.Array]:
-    """Of a loop, what it carries from trip to trip waits, unless that is large; of the others the smallest."""
+    """Make a loop's small carries, and its smallest operand, wait for `first`."""
     arrays = list(operands)
     if not arrays or not first:
         return arrays
@@ -220,7 +221,7 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
 
 
 def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct | None]:
-    """Of a region's results on one device; None: it lies in the host's memory."""
+    """Local types of a region's results; None: in host memory."""
     made = zip(region.eqn.outvars, region.results, strict=True)
     return [None if on_host(var.aval) else _local_type(var, sharding, axis_sizes) for var, sharding in made]
 

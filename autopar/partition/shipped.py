@@ -1,9 +1,9 @@
-"""Calls into the host, in a program that another process compiles and runs.
+"""Ships host callbacks in a program that another process compiles and runs.
 
-In:     equations that call the host, while the program is traced here; there, what they call.
-Out:    calls by number, which `jax.export` can write down; the program, compiled together with its functions.
-Method: JAX compiles a program with a list of host functions, and the program calls them by their place in it. Here the list
-        is taken from JAX and kept (`Shipment`); there it is given back (`with_callbacks`).
+In:     in this process, equations that call the host, while the program is traced; in the other, the functions they call.
+Out:    calls by index, which `jax.export` can serialize; in the other process, the program compiled with these functions.
+Method: JAX compiles a program with a list of host functions, which the program calls by index. The list is taken from JAX
+        in this process (`Shipment`), and given back to it in the other (`with_callbacks`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Shipment:
     """The calls into the host of one program.
 
     Attributes:
-        platform: Of its devices.
-        callbacks: What is called, with the user's line; the program calls it by its place here.
+        platform: Platform of its devices.
+        callbacks: The functions called, by index, each with the user's source line.
     """
 
     platform: str
     callbacks: list[tuple[str, Callable[..., Any]]] = field(default_factory=list)
 
     def bind(self, eqn: JaxprEqn, operands: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
-        """An equation that calls the host, as it will be there."""
+        """Record the function that an equation calls, and bind a call to it by index."""
         (callback,) = host_callbacks(lambda *arrays: bind_eqn(eqn, *arrays, params=params), operands)
         number = np.uint64(len(self.callbacks))
         self.callbacks.append((describe(eqn), callback))
@@ -43,12 +43,12 @@ class Shipment:
 
 
 def with_callbacks(call: Callable[..., Any], callbacks: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """A function whose compiled program has these functions of the host, and no others, to call by number."""
+    """A function whose compiled program calls these host functions, and no others, by index."""
     return lambda *arrays: with_callbacks_p.bind(*arrays, calls=_WithCallbacks(call, tuple(callbacks)))
 
 
 class _WithCallbacks:
-    """Equal to itself alone: functions of the user's may not be hashable."""
+    """Compares by identity: the user's functions may not be hashable."""
 
     def __init__(self, call: Callable[..., Any], callbacks: tuple[Callable[..., Any], ...]):
         self.call, self.callbacks = call, callbacks

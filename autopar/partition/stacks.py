@@ -1,11 +1,11 @@
-"""Makes the zeros in which a scan stacks its results no earlier than the scan begins.
+"""Delays the allocation of a scan's stacks until the scan begins.
 
-In:     what `jax.lax.scan` takes.
-Out:    what it returns.
-Method: `lax.scan` writes its rows into stacks that begin as zeros. These wait for nothing, and XLA:CPU makes them when the
-        program begins: the stacks of the backward loop are then there all through the forward loop. Here the zeros wait
-        for what the loop carries. XLA's schedulers for GPUs make zeros late by themselves, and know the stacks of a plain
-        scan when they move collectives into other trips: there it stays as it is.
+In:     the arguments of `jax.lax.scan`.
+Out:    its results.
+Method: `lax.scan` writes rows into stacks of zeros. These depend on nothing, so that XLA:CPU makes them when the program
+        begins, and the stacks of the backward loop are alive throughout the forward loop. Here the zeros depend on a
+        carry. For GPUs a plain scan is used: XLA makes zeros late there, and relies on the stacks of a plain scan when it
+        pipelines collectives over trips.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def scan_into_late_stacks(
     reverse: bool,
     unroll: Any,
 ) -> tuple[_Arrays, _Arrays]:
-    """`lax.scan(step, carries, xs, ...)`, which returns stacks of these `types`; None: one that the device does not hold."""
+    """`lax.scan(step, carries, xs, ...)`, given the `types` of its stacks; None: a stack in host memory, made as usual."""
     first = max(carries, key=lambda array: array.size, default=None)
     if first is None or first.size == 0 or not any(types) or not length:
         return lax.scan(step, carries, xs, length=length, reverse=reverse, unroll=unroll)

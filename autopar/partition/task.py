@@ -1,10 +1,10 @@
-"""A task as one JAX program per mesh: what enters and leaves it laid out for arrays that outlive a program.
+"""Makes a task one JAX program over global arrays.
 
 In:     `TaskPlan`, the mesh.
-Out:    `DeviceProgram`: a function of global arrays, and the type of each of its operands and results.
-Method: a number's partial sum enters and leaves as a vector (`mesh/array_type.py`). A piece is cut from the stack of all
-        microbatches, and rows are written into theirs, locally. A program that calls the host has one result more, a
-        number that tells that it has ended.
+Out:    `DeviceProgram`: a function of global arrays, and the types of its operands and results.
+Method: a partial sum of scalars enters and leaves as a vector (`mesh/array_type.py`). Pieces are sliced locally from the
+        stack of all microbatches, and rows written locally into theirs. A program that calls the host has an additional
+        scalar result, which tells that it has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.partition.program import run_body
 Code = TypeVar("Code")
 Function: TypeAlias = Callable[..., list[jax.Array]]
 Places: TypeAlias = jax.sharding.Mesh | AbstractMesh
-"""A mesh of devices; or one without any, to compile for devices of another process."""
+"""A mesh of devices; or an abstract one, to compile for devices of another process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,13 +38,13 @@ class DeviceProgram(Generic[Code]):
     """A program of global arrays.
 
     Attributes:
-        name: As in the streams.
-        code: What it does: a `Function`, or bytes that `jax.export` made of one.
-        inputs: Types of the operands; stacks that rows are written into come behind those of the task.
+        name: Name in the streams.
+        code: A `Function`, or the bytes that `jax.export` made of one.
+        inputs: Types of the operands: the task's, then stacks that rows are written into, then the microbatch index.
         outputs: Types of the results.
-        donated: For each operand, whether its memory is taken over by a result.
-        calls_host: It has callbacks that may raise: its last result, which no buffer holds, tells that it has ended.
-        options: For XLA, where the devices are GPUs.
+        donated: Per operand, whether a result reuses its memory.
+        calls_host: Whether it has callbacks that may raise; its last result, kept in no buffer, then tells that it ended.
+        options: XLA's options on GPUs.
     """
 
     name: str
@@ -57,7 +57,7 @@ class DeviceProgram(Generic[Code]):
 
     @property
     def title(self) -> str:
-        """Its name as profilers show it."""
+        """Its name in profilers."""
         return self.name.replace("/", "_")
 
 
@@ -76,10 +76,10 @@ def device_program(
         plan: The task on its mesh.
         mesh: The mesh.
         places: Its devices.
-        overwritten: Positions of the operands whose memory results take.
-        watch: Where callbacks leave what they raise; None: they raise it.
-        platform: Of the devices; None: `places` has them.
-        bind: As of `watched`.
+        overwritten: Positions of the operands whose memory results reuse.
+        watch: Collects exceptions of callbacks; None: they are raised.
+        platform: Platform of the devices; None: that of `places`.
+        bind: As in `watched`.
     """
     inputs = [value.type.array for value in (*plan.inputs, *plan.written_rows)]
     outputs = [value.type.array for value in plan.outputs]
@@ -114,9 +114,9 @@ def _on_device(
     platform: str,
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """What one device does of a task: of its parts of the operands its parts of the results.
+    """Run a task on one device, from its shards of the operands to its shards of the results.
 
-    `body`: what the task is, given the number of the microbatch, or None where it has none.
+    `body`: the task's body, given the index of the microbatch, or None if the task has none.
     """
     number_at = next((k for k, value in enumerate(plan.inputs) if value.kind == "number"), None)
     number = arrays[-1] if plan.needs_number else arrays[number_at] if number_at is not None else None
@@ -141,17 +141,17 @@ def _on_device(
 
 
 def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
-    """A mesh as JAX has it before there are devices."""
+    """The mesh as a JAX mesh without devices."""
     return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
 
 
 def structs(kinds: Sequence[ArrayType], places: Places) -> list[jax.ShapeDtypeStruct]:
-    """Arrays over these devices, as JAX wants them for lowering."""
+    """Abstract arrays over these devices, for lowering."""
     return [kind.struct(places) for kind in kinds]
 
 
 def jitted(program: DeviceProgram[Function], places: Places, **how: Any) -> Any:
-    """A program under `jax.jit`, each operand and result in its place."""
+    """The program under `jax.jit`, with the shardings of its operands and results."""
 
     def step(*arrays: jax.Array) -> list[jax.Array]:
         return program.code(*arrays)
