@@ -1,1 +1,1 @@
-"""What each mesh does in one step: instructions, the schedules that order them, checked and put on a clock."""
+"""Instruction streams: what each mesh does in one step, ordered by a schedule, checked and simulated."""

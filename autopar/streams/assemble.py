@@ -1,9 +1,9 @@
-"""A step whose stages are sharded, put together: streams, checked and on the clock.
+"""Assembles sharded stages into a planned step: emits the streams, checks and simulates them.
 
 In:     a step cut into stages, each on its mesh, and the schedule; or a step that is one program.
-Out:    `StepPlan`: everything that `Plan` reads off and the runtimes carry out; of several stages a `PipelinePlan`.
-Method: instruction streams, checker, simulator. Another level of recomputation needs nothing but that again. A step on one
-        mesh is one stage, whose stream runs one program.
+Out:    `StepPlan`: everything that `Plan` shows and the runtimes execute; of several stages a `PipelinePlan`.
+Method: emit instruction streams, check, simulate; the same again for another level of recomputation. A step on one mesh is
+        one stage, whose stream runs one program.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from autopar.streams.simulate import Interval, Simulation
 from autopar.streams.streams import Buffer, Streams
 
 ONE_PROGRAM = "none"
-"""What stands for the schedule of a step that is one program."""
+"""The schedule's name for a step that is one program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """A step that is planned.
+    """A planned step.
 
     Attributes:
-        program: What is carried out: the step, its scans over layers in parts, or its microbatches in a loop.
-        roles: Its roles.
-        stacks: What the arguments and results of the user's step have become in it.
-        num_microbatches: How many.
-        home: Stage at which each argument lives.
-        stages: Each on its mesh.
-        first_device: Of each stage.
-        streams: What each mesh does.
-        simulation: On the clock.
+        program: The program that runs: the step, with its scans over layers split or its microbatches in a loop.
+        roles: Roles of the program's inputs.
+        stacks: How the arguments and results of the user's step map to those of the program.
+        num_microbatches: Number of microbatches.
+        home: For each argument, the stage that holds it.
+        stages: The stages, each on its mesh.
+        first_device: First device of each stage.
+        streams: The instructions of each mesh.
+        simulation: The simulated step.
     """
 
     program: Program
@@ -77,7 +77,7 @@ class StepPlan:
         return self.num_microbatches if task.task.is_in_loop else 1
 
     def devices_of_stages(self, devices: Sequence[Any]) -> list[list[Any]]:
-        """Of all devices, those of each stage; a single stage takes all."""
+        """The devices of each stage; a single stage has all."""
         if len(self.stages) == 1:
             return [list(devices)]
         spans = zip(self.first_device, self.stages, strict=True)
@@ -85,18 +85,18 @@ class StepPlan:
 
     @property
     def interval_seconds(self) -> float:
-        """Predicted time from one step to the next where no step waits for another's results: of the busiest mesh."""
+        """Predicted time between steps that do not wait for each other's results: the busy time of the busiest mesh."""
         return max(self.simulation.busy_seconds.values())
 
     def arguments_at_home(self) -> list[tuple[ArrayType, int]]:
-        """Each argument in the sharding in which it lives, and at which stage; what nothing reads is whole."""
+        """The type and sharding in which each argument is held, and its stage; an unread argument is replicated."""
         read: dict[int, list[Buffer]] = {}
         for k, at in self.streams.arguments:
             read.setdefault(k, []).append(self.streams.buffers[at])
         found = []
         for k, var in enumerate(self.program.jaxpr.invars):
             home, shape = self.home.get(var, 0), tuple(var.aval.shape)
-            # Rather as it is than in microbatches, and rather where it lives than where it is read, too.
+            # Prefer the whole argument to its microbatches, and its home stage to other readers.
             best = min(read.get(k, ()), key=lambda b: (b.value.kind == "piece", b.stage != home), default=None)
             if best is None:
                 whole = Sharding.replicated(len(shape))
@@ -106,27 +106,27 @@ class StepPlan:
         return found
 
     def seconds_for(self, goal: Goal) -> float:
-        """The seconds that are to be least under a goal."""
+        """The seconds that a goal minimizes."""
         return self.seconds if goal == "step" else self.interval_seconds
 
     @property
     def schedule_name(self) -> str:
-        """Of the order in which stages work."""
+        """Name of the schedule."""
         return ONE_PROGRAM
 
     @property
     def layers(self) -> tuple[range, ...]:
-        """Of each stage: a step that is one program is one layer."""
+        """The layers of each stage; a step that is one program is one layer."""
         return (range(1),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelinePlan(StepPlan):
-    """A step that is planned, cut into stages.
+    """A planned step that is cut into stages.
 
     Attributes:
-        tasks: The step cut into stages.
-        schedule: In which order they work.
+        tasks: The tasks of each stage.
+        schedule: The order in which stages run them.
     """
 
     tasks: Tasks
@@ -134,7 +134,7 @@ class PipelinePlan(StepPlan):
 
     @property
     def cut(self) -> CutStep:
-        """What was cut."""
+        """The step as a chain of segments, which the stages are cut from."""
         return self.tasks.cut
 
     @property
@@ -144,25 +144,25 @@ class PipelinePlan(StepPlan):
 
     @property
     def schedule_name(self) -> str:
-        """Of the order in which stages work."""
+        """Name of the schedule."""
         return self.schedule.name
 
     @property
     def layers(self) -> tuple[range, ...]:
-        """Segments of each stage."""
+        """The segments of each stage."""
         ends = (*self.borders[1:], self.cut.chain.num_segments)
         return tuple(range(*span) for span in zip(self.borders, ends, strict=True))
 
     @property
     def waiting_share(self) -> float:
-        """Part of the step that a device waits, on average over the devices."""
+        """Fraction of the step that a device idles, averaged over devices."""
         busy = self.simulation.busy_seconds
         devices = {mesh: self.stages[mesh].mesh.num_devices for mesh in busy}
         return 1 - sum(busy[m] * devices[m] for m in busy) / (self.seconds * sum(devices.values()))
 
     @property
     def memory_binds(self) -> bool:
-        """Whether more memory would have let a stage run less again, or be sharded otherwise."""
+        """Whether memory made a stage recompute more, or constrained its sharding."""
         return any(level > CHEAP for level in self.tasks.levels) or any(s.sharded.problem.rows for s in self.stages)
 
     @property
@@ -172,13 +172,13 @@ class PipelinePlan(StepPlan):
 
 
 def assemble_step(program: Program, roles: Roles, num_microbatches: int, sharded: Sharded) -> StepPlan:
-    """A step on one mesh, its microbatches in a loop: one stage, whose stream runs one program."""
+    """Plan a step on one mesh, its microbatches in a loop: one stage, whose stream runs one program."""
     stage = fused_stage(fused_program(program, roles), sharded)
     streams = emit_step(stage)
     check_streams(streams, 1)
     (run,) = streams.instructions[0]
     assert isinstance(run, Run)
-    # Within one program memory is as its liveness says, and not as its operands and results do.
+    # The peak comes from the program's liveness: operands and results alone would not tell it.
     seconds = sharded.step_seconds
     simulation = Simulation(seconds, (Interval(0, 0.0, seconds, run),), {0: sharded.liveness.peak_bytes}, {0: seconds})
     stacks, home = whole_stacks(program.jaxpr), dict.fromkeys(program.jaxpr.invars, 0)
@@ -186,7 +186,7 @@ def assemble_step(program: Program, roles: Roles, num_microbatches: int, sharded
 
 
 def assemble(tasks: Tasks, stages: Sequence[StagePlan], cluster: Cluster, schedule: Schedule) -> PipelinePlan:
-    """Streams, checked and simulated, of stages that are planned."""
+    """Plan a pipeline of planned stages: emit its streams, check and simulate them."""
     cut = tasks.cut
     _check_homes(tasks)
     order = steps_in_order(cut, len(stages) // num_chunks(schedule), schedule)
@@ -214,13 +214,13 @@ def assemble(tasks: Tasks, stages: Sequence[StagePlan], cluster: Cluster, schedu
 
 
 def steps_in_order(cut: CutStep, num_meshes: int, schedule: Schedule) -> list[list[Step]]:
-    """Steps per mesh, as the schedule orders them, round by round; forward ones first, if backward passes wait for all."""
+    """Each mesh's steps, in the schedule's order, round by round; all forward steps first in rounds where a join needs them."""
     waiting = {number // 2 for number in cut.behind.values() if number % 2 == 0}
     return in_rounds(schedule.order(num_meshes, cut.split.count), cut.chain.num_rounds, waiting)
 
 
 def _check_homes(tasks: Tasks) -> None:
-    """New state is found where the old lives: otherwise every step would begin by moving it."""
+    """Assert that new state is at the stage of the old: otherwise every step would begin by moving it."""
     update = tasks.update
     for result, argument in tasks.cut.roles.aliases.items():
         home = update.home[tasks.jaxpr.invars[argument]]
@@ -228,11 +228,11 @@ def _check_homes(tasks: Tasks) -> None:
 
 
 def at_levels(planned: PipelinePlan, levels: Mapping[int, float], cluster: Cluster) -> PipelinePlan:
-    """The same pipeline, sharded alike, with some stages running more or less again."""
+    """The same pipeline and shardings, with other levels of recomputation for some stages."""
     tasks, stages = planned.tasks, list(planned.stages)
     for number, level in levels.items():
         tasks = tasks.at_level(number, level)
-    made: dict[tuple[int, float], StagePlan] = {}  # equal stages share what was solved
+    made: dict[tuple[int, float], StagePlan] = {}  # equal stages share one solution
     for number, level in levels.items():
         own, key = stages[number], (id(stages[number].sharded), level)
         if key in made:
@@ -245,7 +245,7 @@ def at_levels(planned: PipelinePlan, levels: Mapping[int, float], cluster: Clust
 
 
 def all_lowered(planned: PipelinePlan, cluster: Cluster) -> PipelinePlan:
-    """The same pipeline, ready to run: what its stages took over from equal ones is in their own values."""
+    """The same pipeline, ready to run: stages whose plan was copied from an equal stage are lowered over their own values."""
     if not any(stage.borrowed for stage in planned.stages):
         return planned
     stages = [lowered(stage, cluster.device) for stage in planned.stages]

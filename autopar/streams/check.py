@@ -1,11 +1,10 @@
-"""The checker: proves of instruction streams that nothing is missing, nothing is used too early or too late, and nothing
-waits for ever.
+"""Checks instruction streams: nothing is missing, used before it is written or after it is freed, and nothing deadlocks.
 
 In:     `Streams`.
 Out:    nothing, or `StreamError` that names mesh, instruction and buffer.
-Method: every message is sent once and received once by its addressee, with as many buffers; a buffer is written once,
-        by its mesh, before it is read and not after it was let go of; the right program gets the right buffers in the
-        right order; each result is there at the end; and there is an order of all (`order.py`).
+Method: every message is sent once, and received once by its addressee, with the same values; a buffer is written once, by
+        its mesh, before it is read, and freed after; each program gets the operands it declares, in order; each result is
+        alive at the end; and the streams have a common order (`order.py`), so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from autopar.streams.streams import Streams
 
 
 def check_streams(streams: Streams, num_microbatches: int) -> dict[MeshId, int]:
-    """Hold the instructions to what programs and buffers are, which say by themselves what must be done.
+    """Check the instructions against the programs and buffers that they name.
 
     Returns:
-        Per mesh, the most bytes of buffers that are there at once, of messages from when they are received.
+        Per mesh, the peak bytes of its buffers; a received buffer counts from its `Recv` on.
 
     Raises:
-        StreamError: They would go wrong; names the mesh and the instruction.
+        StreamError: They are wrong; names the mesh and the instruction.
     """
     _check_messages(streams)
     _check_runs(streams, num_microbatches)
@@ -104,16 +103,16 @@ def _check_operands(mesh: MeshId, run: Run, streams: Streams) -> None:
 def _check_buffers(mesh: MeshId, streams: Streams) -> int:
     num_bytes = [b.value.num_bytes for b in streams.buffers]
     results, given = [at for at in streams.results if at is not None], streams.given[mesh]
-    there = dict.fromkeys(given)
-    written = dict(there)
-    gone: dict[BufferId, None] = {}
+    alive = dict.fromkeys(given)
+    written = dict(alive)
+    freed: dict[BufferId, None] = {}
     newest: dict[tuple[str, object], BufferId] = {}
-    now = peak = sum(num_bytes[b] for b in there)
+    now = peak = sum(num_bytes[b] for b in alive)
     for instruction in streams.instructions[mesh]:
         for buffer in reads(instruction):
-            if buffer in gone:
+            if buffer in freed:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} was let go of before.")
-            if buffer not in there:
+            if buffer not in alive:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not there yet.")
             kind, key, _ = streams.names[buffer]
             if kind in IN_PLACE and newest.get((kind, key), buffer) != buffer:
@@ -125,7 +124,7 @@ def _check_buffers(mesh: MeshId, streams: Streams) -> int:
                 raise StreamError(
                     f"mesh {mesh}: {instruction}: b{buffer} belongs to mesh {streams.buffers[buffer].mesh}."
                 )
-            written[buffer] = there[buffer] = None
+            written[buffer] = alive[buffer] = None
             now += num_bytes[buffer]
             kind, key, _ = streams.names[buffer]
             if kind in IN_PLACE:
@@ -133,15 +132,15 @@ def _check_buffers(mesh: MeshId, streams: Streams) -> int:
         peak = max(peak, now)
         if isinstance(instruction, Free):
             for buffer in instruction.buffers:
-                if buffer not in there:
+                if buffer not in alive:
                     raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not there to be let go of.")
-                del there[buffer]
-                gone[buffer] = None
+                del alive[buffer]
+                freed[buffer] = None
                 now -= num_bytes[buffer]
-    leaked = [b for b in there if b not in results and b not in given]
+    leaked = [b for b in alive if b not in results and b not in given]
     if leaked:
         raise StreamError(f"mesh {mesh}: b{leaked[0]} is never let go of.")
-    missing = [b for b in results if streams.buffers[b].mesh == mesh and b not in there]
+    missing = [b for b in results if streams.buffers[b].mesh == mesh and b not in alive]
     if missing:
         raise StreamError(f"b{missing[0]}, a result of the step, is not on mesh {mesh} at the end.")
     return peak

@@ -1,7 +1,7 @@
-"""A pipeline on the clock: the simulator fed with the cost model, or with measured times; and what streams must keep.
+"""Simulates a pipeline with the seconds of the cost model, or with measured ones, and checks the order of a schedule.
 
 In:     streams, stages, the cluster.
-Out:    `Simulation`, `Timeline`, `Contract`; `check_order` judges a schedule before streams are written.
+Out:    `Simulation`, `Timeline`; `check_order` refuses a schedule before streams are emitted.
 Method: `simulate.py`.
 """
 
@@ -25,10 +25,10 @@ from autopar.streams.timeline import Event, EventKind, Timeline
 
 
 def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Tasks, num_stages: int) -> None:
-    """A schedule must do every step of every stage once, in an order in which no stage waits for ever.
+    """Check that a schedule does every step of every stage once, in an order without deadlock.
 
     Raises:
-        PipelineError: It does not; names the first step that is missing, done twice, or waited for in a circle.
+        PipelineError: It does not; names the first step that is missing or done twice, or the steps that deadlock.
     """
     num_meshes, count = len(order), tasks.split.count
     wanted = {
@@ -82,10 +82,10 @@ def simulate_streams(
     working_bytes: Mapping[str, int] | None = None,
     buffer_bytes: Sequence[int] | None = None,
 ) -> Simulation:
-    """The streams on the clock of the cost model; `watched` as of `simulate`.
+    """Simulate the streams with the seconds of the cost model.
 
-    `working_bytes` are of each program, where they are known better than as predicted; `buffer_bytes` of each buffer, where
-    another memory is looked at than that of the devices.
+    `watched`: as in `simulate`. `working_bytes`: of each program; None: as predicted. `buffer_bytes`: of each buffer, in
+    another memory than the devices'; None: device bytes.
     """
     works_with = working_bytes or {name: plan.working_bytes for name, plan in streams.programs.items()}
 
@@ -93,7 +93,7 @@ def simulate_streams(
         link = cluster.link_at(level_between(first_device, stages, mesh, send.peer, cluster))
         total = sum(streams.buffers[b].value.type.num_bytes for b in send.buffers)
         sent = transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
-        # Each array is copied as by a program, into memory of its own.
+        # Each array costs a copy into new memory, as a program's result does.
         receiving = total / stages[send.peer].mesh.num_devices
         return sent + len(send.buffers) * achieved.program_seconds(receiving / max(1, len(send.buffers)))
 
@@ -117,7 +117,7 @@ def simulate_streams(
 def most_host_bytes(
     streams: Streams, stages: Sequence[StagePlan], first_device: Sequence[int], cluster: Cluster
 ) -> int:
-    """Most bytes that one device has in its host's memory at once."""
+    """Peak bytes that one device has in its host's memory."""
     buffers = [b.value.host_bytes for b in streams.buffers]
     inside = {t.task.name: host_peak_bytes(t.body, stage.mesh) for stage in stages for t in stage.tasks}
     if not any(buffers):
@@ -129,7 +129,7 @@ def most_host_bytes(
 def sharing(
     stages: Sequence[StagePlan], first_device: Sequence[int], cluster: Cluster
 ) -> Callable[[Collection[int]], Mapping[int, float]] | None:
-    """How fast meshes are that run at once, where the devices of a host share its cores; None: they do not."""
+    """A function from the meshes that run at once to the speed of each, if devices share their host's cores; else None."""
     if not cluster.device.achieved.host_cores:
         return None
     per_host = cluster.devices_per_host
@@ -146,7 +146,7 @@ def sharing(
 
 
 def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
-    """The streams on the clock of measured times: of each instruction, by (mesh, position), run alone."""
+    """Simulate the streams with measured seconds: of each instruction run alone, by (mesh, position)."""
     taken = {
         i: seconds[mesh, at]
         for mesh, stream in streams.instructions.items()
@@ -166,10 +166,9 @@ def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tup
 def recorded(
     streams: Streams, runs: Mapping[tuple[int, int], tuple[float, float]], messages: Mapping[int, tuple[float, float]]
 ) -> Timeline:
-    """A step as it was, by any clock, the same for all.
+    """The timeline of a step as it was recorded, on one clock for all meshes, whatever its zero.
 
-    `runs` are when programs began and ended, by (mesh, position in its stream); `messages` when they were sent and had
-    come.
+    `runs`: start and end of each program, by (mesh, position in its stream); `messages`: when each was sent and had arrived.
     """
     first = min((begin for begin, _ in (*runs.values(), *messages.values())), default=0.0)
     events = []
@@ -201,11 +200,11 @@ def timeline_of(streams: Streams, simulation: Simulation) -> Timeline:
 
 
 def _events(streams: Streams, mesh: int, instruction: Instruction, start: float, end: float) -> list[Event]:
-    """An instruction's bar; of one that takes no time, none."""
+    """The event of an instruction; none for one that takes no time."""
     match instruction:
         case Run(program, stage, microbatch):
             kind = kind_of(streams, stage, streams.programs[program].task.kind)
-            # A program that is the whole step is no part of a timetable.
+            # A program that is the whole step is not drawn.
             return [] if kind is None else [Event(program, kind, stage, microbatch, mesh, start, end)]
         case Send(buffers, peer):
             first = streams.buffers[buffers[0]] if buffers else None
@@ -215,9 +214,9 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
 
 
 def kind_of(streams: Streams, stage: int, kind: TaskKind) -> EventKind | None:
-    """What a task is to people: where a stage hands nothing back, its weights' gradients are its whole backward pass.
+    """The kind under which a task is drawn; None: it is the whole step.
 
-    None: it is the whole step.
+    W is drawn as B at a stage that has no B: the weights' gradients are then its whole backward pass.
     """
     if kind == "step":
         return None

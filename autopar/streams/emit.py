@@ -1,10 +1,9 @@
-"""From stages and a schedule to instruction streams.
+"""Emits instruction streams from stages and a schedule.
 
 In:     the stages' tasks on their meshes, the order of their steps.
-Out:    `Streams` (`streams.py`): per mesh its instructions, and what every buffer is.
-Method: each mesh runs its tasks in the schedule's order. After a task everything that another mesh reads of it is sent
-        there in one message, which the reader receives before its first task that reads any of it. What follows is a
-        list: `EMIT`.
+Out:    `Streams` (`streams.py`): the instructions of each mesh, and the value in each buffer.
+Method: each mesh runs its tasks in the schedule's order. After a task, all its results that another stage reads are sent in
+        one message, which the reader receives before its first task that reads any of them. Then the other passes of `EMIT`.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from autopar.streams.streams import Buffer, Streams
 
 
 def emit_instructions(given: Emission) -> Streams:
-    """Write the streams."""
+    """Emit the streams, by the passes of `EMIT`."""
     return run_passes(EMIT, given, check_emission).streams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Emission:
-    """Streams on their way.
+    """The form that the passes of `EMIT` work on.
 
     Attributes:
         tasks: The step cut into stages.
         stages: Each on its mesh; stage s is on mesh s modulo the number of meshes.
         order: Steps per mesh; chunk c of mesh i is stage c times the number of meshes plus i.
-        state: Arguments that come back: they live at one stage, which sends them to the others that read them.
+        state: Arguments that the step returns anew: each is held by one stage, which sends it to the others that read it.
         donated: Arguments whose memory new values may take.
-        streams: As far as they are.
+        streams: The streams so far.
     """
 
     tasks: Tasks
@@ -54,12 +53,12 @@ class Emission:
     streams: Streams = Streams({}, (), (), (), (), {}, {})
 
     def to(self, streams: Streams) -> Emission:
-        """The same with other streams."""
+        """The form with other streams."""
         return dataclasses.replace(self, streams=streams)
 
 
 def check_emission(emission: Emission) -> None:
-    """Assert that the streams keep their contract; before buffers are let go of, as they do once that is done."""
+    """Check the streams; before the pass that frees buffers, as they will be after it."""
     streams = emission.streams
     if not any(isinstance(i, Free) for stream in streams.instructions.values() for i in stream):
         streams = free(streams)
@@ -69,23 +68,21 @@ def check_emission(emission: Emission) -> None:
 EMIT: tuple[Pass[Emission], ...] = (
     Pass(
         "emit",
-        "each mesh runs its tasks in the schedule's order; messages come before who reads them first",
+        "each mesh runs its tasks in the schedule's order; messages arrive before their first reader",
         lambda e: e.to(_Emitter(e).emit()),
     ),
     Pass(
         "overwrite",
-        "results take the memory of operands that end there",
+        "results take the memory of operands that nothing reads later",
         lambda e: e.to(overwrite(e.streams, e.donated)),
     ),
-    Pass("free", "every buffer is let go of behind its last reader", lambda e: e.to(free(e.streams))),
+    Pass("free", "every buffer is freed after its last reader", lambda e: e.to(free(e.streams))),
 )
-"""Of a step that is cut into stages; a step that is one program needs none of it."""
+"""The passes for a step that is cut into stages; a step that is one program needs none (`emit_step`)."""
 
 
 def emit_step(stage: StagePlan) -> Streams:
-    """The streams of a step whose only stage does everything in one task, which reads all arguments and makes all results in
-    order: one mesh runs it once.
-    """
+    """The streams of a step that is one stage with one task, from all arguments to all results in order."""
     (plan,), num_inputs = stage.tasks, len(stage.program.jaxpr.invars)
     buffers = tuple(Buffer(value, 0, 0, -1) for value in (*plan.inputs, *plan.outputs))
     inputs, outputs = tuple(range(num_inputs)), tuple(range(num_inputs, len(buffers)))
@@ -102,9 +99,9 @@ def emit_step(stage: StagePlan) -> Streams:
 
 
 _Event = tuple[TaskPlan, int]
-"""A run to be emitted: a task, and of which microbatch."""
+"""A run to be emitted: a task, and its microbatch (-1: none)."""
 _Channel = tuple[MeshId, int, int]
-"""Who sends (mesh and place among its runs) to which stage."""
+"""The sender, as its mesh and the position among that mesh's runs, and the receiving stage."""
 
 
 class _Emitter:
@@ -124,7 +121,7 @@ class _Emitter:
 
     def emit(self) -> Streams:
         events = [self.events(mesh) for mesh in range(self.num_meshes)]
-        # Who makes what, and who reads it: messages are known before anything is written.
+        # Writers and readers of each value: all messages are known before anything is emitted.
         maker: dict[tuple[str, Any, int], tuple[MeshId, int]] = {}
         own_values: list[set[tuple[str, Any, int]]] = [set() for _ in self.stages]
         for mesh, own in enumerate(events):
@@ -190,7 +187,7 @@ class _Emitter:
         return [*found, *between, *self.joining(own, "U")]
 
     def joining(self, own: Iterable[int], kind: TaskKind) -> list[_Event]:
-        """The runs of some stages' tasks that are done once, round by round."""
+        """The runs of the stages' tasks of a kind that is not per microbatch, round by round."""
         tasks = [t for stage in own for t in self.stages[stage].tasks if t.task.kind == kind]
         return [(t, -1) for t in sorted(tasks, key=lambda t: (t.task.behind, t.task.round))]
 
@@ -198,7 +195,7 @@ class _Emitter:
         return slot.kind, slot.key, microbatch if slot.kind in PER_MICROBATCH else -1
 
     def new(self, value: Placed, stage: int, microbatch: int) -> BufferId:
-        """A new buffer, which holds the value from now on."""
+        """A new buffer, in which readers find the value from now on."""
         self.buffers.append(Buffer(value, self.mesh_of(stage), stage, microbatch))
         at = len(self.buffers) - 1
         self.buffer_of[(stage, *self.name(value, microbatch))] = at
@@ -207,7 +204,7 @@ class _Emitter:
     def run(self, task: TaskPlan, microbatch: int, mesh: MeshId) -> None:
         stage = task.task.stage
         inputs = [self.operand(value, stage, microbatch) for value in task.inputs]
-        # Rows are written in place: the task reads them too.
+        # Rows are written in place, so the task reads them too.
         inputs += [self.buffer_of[(stage, *self.name(b, microbatch))] for b in task.written_rows]
         if task.needs_number:
             inputs.append(self.number(stage, microbatch))
@@ -239,7 +236,7 @@ class _Emitter:
         return self.buffer_of[key]
 
     def send_arguments(self, events: Sequence[Sequence[_Event]]) -> None:
-        """State that several stages read is sent from where it lives, one message for each reader."""
+        """Send state that other stages read from its home stage, in one message per reader."""
         home = self.tasks.update.home
         wanted: dict[tuple[int, int], dict[Var, Placed]] = {}
         for own in events:
@@ -260,13 +257,13 @@ class _Emitter:
             self.message += 1
 
     def untouched(self, slot: Slot, stage: int) -> Placed:
-        """A value that no equation reads: it is replicated."""
+        """A value that no equation reads, replicated."""
         aval = slot.key.aval
         sharding = Sharding.replicated(len(aval.shape))
         return placed(slot, sharding, aval.shape, aval.dtype, self.stages[stage].mesh)
 
     def value_at_home(self, var: Var, stage: int) -> Placed | None:
-        """The sharding of an argument at a stage; None: the stage does not know it."""
+        """An argument in its sharding at a stage; None: it is not among the stage's arguments."""
         plan = self.stages[stage]
         at = next((at for at, argument in plan.program.arguments.items() if argument is var), None)
         if at is None:
@@ -275,7 +272,7 @@ class _Emitter:
         return placed(Slot("argument", var, var), sharding, var.aval.shape, var.aval.dtype, plan.mesh)
 
     def unread_state(self) -> None:
-        """Old state that its stage does not read is there all the same, sharded as the new."""
+        """Add buffers for old state that its stage does not read, sharded as the new state."""
         for stage, plan in enumerate(self.stages):
             for at in plan.program.aliases.values():
                 var = plan.program.arguments[at]
@@ -284,6 +281,7 @@ class _Emitter:
                     self.arguments[var, stage] = self.new(value, stage, -1)
 
     def results(self) -> tuple[BufferId | None, ...]:
+        """The buffer of each result; None: it is a literal."""
         found: list[BufferId | None] = []
         update = self.tasks.update
         for k, atom in enumerate(self.tasks.jaxpr.outvars):
@@ -295,7 +293,7 @@ class _Emitter:
             if at is None:
                 at = self.arguments.get((atom, stage))
             if at is None and (stage, "argument", atom, -1) not in self.buffer_of:
-                # An argument that no one reads is handed back as it came.
+                # An argument that nothing reads is returned as it is.
                 at = self.new(self.untouched(Slot("argument", atom, atom), stage), stage, -1)
                 self.arguments[atom, stage] = at
             found.append(at)

@@ -1,6 +1,6 @@
-"""Frees each buffer behind its last reader, unless it is a result of the step.
+"""Frees each buffer after its last reader, unless it is a result of the step.
 
-In:     `Streams` whose buffers all stay.
+In:     `Streams` without `Free`.
 Out:    the same with `Free` instructions.
 """
 
@@ -14,7 +14,7 @@ from autopar.streams.streams import Streams
 
 
 def free(streams: Streams) -> Streams:
-    """The streams, with every buffer let go of behind its last reader."""
+    """The streams with a `Free` of each buffer after its last reader."""
     kept = {at for at in streams.results if at is not None}
     instructions = {mesh: tuple(_with_frees(stream, kept)) for mesh, stream in streams.instructions.items()}
     return dataclasses.replace(streams, instructions=instructions)

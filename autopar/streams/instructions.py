@@ -1,9 +1,9 @@
-"""What a mesh does in one step: a static stream of instructions over buffers.
+"""The instructions that a mesh executes in one step, over buffers.
 
-In:     (types only; `emit.py` makes them.)
+In:     (types only; `emit.py` emits them.)
 Out:    `Instruction = Run | Send | Recv | Free`.
-Method: a buffer is written once. A message is one or more buffers of one sender that one receiver gets together; `Send`
-        and `Recv` of it bear the same number. Sending does not wait; receiving does.
+Method: a buffer is written once. A message is one or more buffers from one mesh to another; its `Send` and its `Recv` have
+        the same number. `Send` does not block; `Recv` does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let go of `buffers`: nothing reads them any more."""
+    """Release `buffers`, which nothing reads any more."""
 
     buffers: tuple[BufferId, ...]
 
@@ -70,7 +70,7 @@ def _names(buffers: tuple[BufferId, ...]) -> str:
 
 
 def reads(instruction: Instruction) -> tuple[BufferId, ...]:
-    """Buffers that an instruction needs."""
+    """Buffers that an instruction reads."""
     match instruction:
         case Run(inputs=inputs):
             return inputs
@@ -80,7 +80,7 @@ def reads(instruction: Instruction) -> tuple[BufferId, ...]:
 
 
 def writes(instruction: Instruction) -> tuple[BufferId, ...]:
-    """Buffers that are there after an instruction."""
+    """Buffers that an instruction writes."""
     match instruction:
         case Run(outputs=outputs):
             return outputs

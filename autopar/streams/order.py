@@ -1,10 +1,10 @@
-"""One order of the instructions of all meshes: for one dispatching thread, and as the proof that there is one.
+"""Merges the streams of all meshes into one order: for a single dispatching thread, and as the proof of no deadlock.
 
 In:     the meshes' streams, and which programs are the updates.
-Out:    `merged`: (mesh, instruction), in the order in which they are started; or `StreamError`.
-Method: meshes take turns, a run each; a message is sent before it is received, so that nothing waits. With sends that do not
-        wait the order of turns does not matter: if one comes to the end, all do. Updates come last: what overwrites the state
-        is started when everything that can fail before it is.
+Out:    `merged`: (mesh, instruction), in the order of dispatch; or `StreamError`.
+Method: meshes take turns, one run each; a message is sent before it is received. Since sends do not block, the order of turns
+        does not matter: if one order completes, all do. Updates come last: programs that overwrite the state start after
+        everything that may fail.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from autopar.streams.instructions import Instruction, MeshId, Recv, Run, Send
 
 
 class StreamError(AssertionError):
-    """Streams that would go wrong: a mistake of ours, or of a hand that changed them."""
+    """Wrong streams: a bug of ours, or an edit by hand."""
 
 
 def merged(
     streams: Mapping[MeshId, Sequence[Instruction]], last: Collection[str] = ()
 ) -> list[tuple[MeshId, Instruction]]:
-    """One order of all instructions in which every message is sent before it is received: meshes take turns.
+    """One order of all instructions, in which every message is sent before it is received.
 
     Args:
-        streams: Of each mesh.
-        last: Programs that begin when no mesh has anything else to do before its first of them.
+        streams: The instructions of each mesh.
+        last: Programs that wait until every mesh has reached its first of them, or waits for one that has.
 
     Raises:
-        StreamError: The streams wait for each other.
+        StreamError: The streams deadlock.
     """
     at = dict.fromkeys(streams, 0)
     sent: set[int] = set()

@@ -1,10 +1,10 @@
-"""Reuses the memory of operands for results: sums and rows in place, new state where the old was.
+"""Donates operands to results of the same type: sums and rows in place, new state in the memory of the old.
 
-In:     `Streams`, whose programs make all results anew; arguments whose memory may be taken.
-Out:    the same, telling of each program which operands end in it.
-Method: a step that trains overwrites state in its updates alone: one that fails before leaves it as it was. Without gradients
-        every program takes what it is the last to read, state and what other programs of its stage have made, so that a
-        decoder's cache is there once.
+In:     `Streams` whose programs allocate all results; arguments that may be overwritten.
+Out:    the same, with the operands that each program overwrites.
+Method: a step that trains overwrites state in its updates alone, so that a failure before them leaves the state intact.
+        Without gradients every program overwrites operands that it is the last to read, both state and results of other
+        programs of its stage, so that a decoder's cache is in memory once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from autopar.streams.instructions import Run, reads, writes
 from autopar.streams.streams import Streams
 
 _MADE = ("const", "value", "loop", *IN_PLACE)
-"""Kinds of buffers that hold what a program has made."""
+"""Kinds of buffers that hold results of programs."""
 
 
 def overwrite(streams: Streams, donated: Collection[Var]) -> Streams:
-    """The streams, their programs taking the memory of what nobody reads later."""
+    """The streams with the operands that each program overwrites."""
     return dataclasses.replace(streams, overwritten=dict(_overwritten(streams, donated)))
 
 
 def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Operands whose memory a result of the same type takes."""
+    """Each program, with the positions of the operands whose memory a result of the same type takes."""
     trains = any(plan.task.kind in ("B", "W") for plan in streams.programs.values())
     kept = {at for at in streams.results if at is not None}
     of_user = {key for plan in streams.programs.values() for key in _passed_on(plan, donated)}
@@ -59,7 +59,7 @@ def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[s
 
 
 def _passed_on(plan: TaskPlan, donated: Collection[Var]) -> Iterator[Var]:
-    """Values that a program hands on as the user gave them, who keeps them."""
+    """Results of a program that are arguments passed through unchanged and not donated: the user keeps their memory."""
     given = {slot.var for slot in plan.task.inputs if slot.kind == "argument" and slot.key not in donated}
     for slot in plan.task.outputs:
         if slot.var is not None and slot.var in given:

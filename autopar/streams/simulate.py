@@ -1,14 +1,14 @@
-"""A simulator: the streams on a clock, and the bytes that each mesh holds at every moment.
+"""Simulates the streams: the time of each instruction, and the bytes that each mesh holds.
 
-In:     streams, seconds per program, seconds per message, bytes per buffer, bytes a program works with.
-Out:    `Simulation`: every run and message with start and end, the length of the step, the peak per mesh.
-Method: a queue of events, so that a step takes time as its instructions are many, however many meshes there are.
-        Each mesh does its instructions in order; a run takes its time, sending takes none of the mesh's, a message
-        arrives after its time and messages between two meshes go one after the other; receiving waits for the arrival.
-        Where meshes share the cores of a host, a run takes its time as fast as those that run beside it leave it, and so
-        does a message: these cores copy it, and its mesh does nothing else meanwhile.
-        A buffer is there from its run's start (or its message's sending) until it is let go of; one that is sent at
-        least until its message has arrived, however long that waits for those before it.
+In:     streams, seconds per program, seconds per message, bytes per buffer, working bytes per program.
+Out:    `Simulation`: start and end of every run and message, the length of the step, the peak memory of each mesh.
+Method: discrete events, in time that grows with the number of instructions and not with the number of meshes.
+        Each mesh executes its instructions in order. A send takes none of the mesh's time; messages between two meshes
+        are transmitted one after the other; a receive waits for the arrival.
+        Where meshes share the cores of a host, runs slow each other down, and so do messages: the cores copy them, and
+        the sending mesh does nothing else meanwhile.
+        A buffer is live from the start of its run (or of its message's send) until it is freed; a sent one at least until
+        its message has arrived, waiting for earlier messages included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Re
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A run, or a message (then `mesh` sends it), and when, in seconds from the beginning of the step."""
+    """A run, or a message that `mesh` sends; times in seconds from the start of the step."""
 
     mesh: MeshId
     start: float
@@ -33,14 +33,14 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """A step on the clock.
+    """A simulated step.
 
     Attributes:
-        seconds: Its length.
+        seconds: Length of the step.
         intervals: Runs and messages, by start.
-        peak_bytes: Per mesh, most bytes on one device.
+        peak_bytes: Per mesh, peak bytes on one device.
         busy_seconds: Per mesh, time spent in runs.
-        watch: Per mesh, its memory over the step, where it was watched.
+        watch: Per mesh, its memory over the step, if it was watched.
     """
 
     seconds: float
@@ -52,10 +52,13 @@ class Simulation:
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """The memory of a mesh while a step goes on.
+    """The memory of a mesh during a step.
 
-    `levels` are (time, bytes of buffers from then on), `runs` (start, end, bytes at most); at the peak the `fullest`
-    buffers are alive, and a run works with so many bytes besides.
+    Attributes:
+        levels: (time, bytes of live buffers from then on).
+        runs: (start, end, peak bytes) of each run.
+        fullest: The buffers live at the peak.
+        working_bytes: Bytes that a run needs at the peak, beyond `fullest`.
     """
 
     levels: list[tuple[float, int]] = field(default_factory=list)
@@ -75,28 +78,28 @@ def simulate(
     watched: bool = False,
     speeds: Callable[[Collection[MeshId]], Mapping[MeshId, float]] | None = None,
 ) -> Simulation:
-    """Run the streams on a clock.
+    """Simulate the streams.
 
     Args:
-        streams: Per mesh.
+        streams: The instructions of each mesh.
         run_seconds: Length of a run.
-        message_seconds: Length of a message of a mesh.
+        message_seconds: Length of a message, by its sender.
         buffer_bytes: Bytes of each buffer on one device.
-        working_bytes: Bytes that a run needs at most, its operands left out and what is written over them.
-        resident: Per mesh, buffers that are there when the step begins.
+        working_bytes: Peak bytes that a run needs, without its operands and the results that overwrite them.
+        resident: Per mesh, buffers that are live when the step begins.
         overwritten: Operands of a run whose memory its results take.
-        watched: Whether memory is written down over the whole step, and what it holds at its peak.
-        speeds: Of meshes that run at once, how fast each is; None: each always at speed 1.
+        watched: Whether to record each mesh's memory over the step, and its contents at the peak.
+        speeds: From the meshes that run at once to the speed of each; None: each always at speed 1.
 
     Raises:
-        AssertionError: The streams wait for each other.
+        AssertionError: The streams deadlock.
     """
     memory = {mesh: _Memory(buffer_bytes, (resident or {}).get(mesh, ()), watched) for mesh in streams}
     return _Simulator(streams, run_seconds, message_seconds, working_bytes, overwritten, memory, speeds).simulation()
 
 
 class _Memory:
-    """What one mesh holds: bytes on one device, now and at most so far."""
+    """The memory of one mesh: bytes on one device, now and at the peak so far."""
 
     def __init__(self, num_bytes: Sequence[int], resident: Sequence[BufferId], watched: bool):
         self.num_bytes = num_bytes
@@ -117,7 +120,7 @@ class _Memory:
         self.touch(0)
 
     def touch(self, further_bytes: int) -> None:
-        """So much more is there for a moment."""
+        """Count bytes that are live for a moment beside the buffers."""
         if self.watch is not None and self.now + further_bytes >= self.peak:
             self.watch.fullest, self.watch.working_bytes = tuple(self.alive), further_bytes
         self.peak = max(self.peak, self.now + further_bytes)
@@ -133,27 +136,27 @@ class _Memory:
             self.sent_until[b] = max(until, self.sent_until.get(b, 0.0))
 
     def free(self, buffers: Sequence[BufferId], time: float) -> None:
-        """Let go of buffers: at once, or when what is sent of them has arrived."""
+        """Free buffers: at once, or when the messages that send them have arrived."""
         for b in buffers:
             heapq.heappush(self.leaving, (max(time, self.sent_until.get(b, 0.0)), b))
         self.pass_to(time)
 
     def pass_to(self, time: float) -> None:
-        """Let go of what has been waiting for its message, and need not any longer."""
+        """Free the buffers whose messages have arrived by this time."""
         while self.leaving and self.leaving[0][0] <= time:
             until, buffer = heapq.heappop(self.leaving)
             self.drop((buffer,))
             self.write_down(until)
 
     def write_down(self, time: float) -> None:
-        """So much is there from this time on."""
+        """Record the bytes that are live from this time on."""
         if self.watch is not None:
             self.watch.levels.append((time, self.now))
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """What has begun, and cores work at: how many of its seconds are left, and the bytes its mesh holds at most meanwhile."""
+    """A run or message in progress on shared cores: its seconds left at speed 1, and its mesh's peak bytes meanwhile."""
 
     instruction: Run | Send
     start: float
@@ -163,7 +166,7 @@ class _Running:
 
 @dataclass(eq=False)
 class _Simulator:
-    """The streams on their way through a step; fields as of `simulate`."""
+    """The state of a simulation; fields as in `simulate`."""
 
     streams: Mapping[MeshId, Sequence[Instruction]]
     run_seconds: Callable[[Run], float]
@@ -211,7 +214,7 @@ class _Simulator:
         return Simulation(seconds, tuple(self.intervals), peaks, self.busy, watch)
 
     def enqueue(self, mesh: MeshId) -> None:
-        """Put the next instruction of a mesh in the queue, unless it waits for a message that has not been sent."""
+        """Queue the next instruction of a mesh, unless it waits for a message that has not been sent."""
         if self.at[mesh] == len(self.streams[mesh]):
             return
         instruction, time = self.streams[mesh][self.at[mesh]], self.clock[mesh]
@@ -223,7 +226,7 @@ class _Simulator:
         heapq.heappush(self.queue, (time, mesh))
 
     def advance(self, start: float, mesh: MeshId) -> None:
-        """Carry out the next instruction of a mesh. No later one of any mesh begins before it."""
+        """Execute the next instruction of a mesh. No later call has an earlier start."""
         self.memory[mesh].pass_to(start)
         instruction = self.streams[mesh][self.at[mesh]]
         self.at[mesh] += 1
@@ -262,7 +265,7 @@ class _Simulator:
             watch.runs.append((run.start, end, run.most_bytes))
 
     def first_done(self) -> MeshId | None:
-        """End the run that ends before anything else happens; None: there is none."""
+        """End the run in progress that ends before the next queued event; its mesh, None: there is none."""
         if not self.running or self.speeds is None:
             return None
         speeds = self.speeds(tuple(self.running))
@@ -274,7 +277,7 @@ class _Simulator:
         return mesh
 
     def work_until(self, time: float) -> None:
-        """Those that run go on until then; none of them ends before."""
+        """Advance the runs in progress to `time`; none of them ends before it."""
         speeds = self.speeds(tuple(self.running)) if self.speeds is not None and self.running else {}
         for mesh, run in self.running.items():
             run.left = max(0.0, run.left - (time - self.now) * speeds[mesh])
@@ -294,7 +297,7 @@ class _Simulator:
             self.running[mesh] = _Running(send, start, seconds, 0)
 
     def arrive(self, mesh: MeshId, send: Send, begin: float, end: float) -> None:
-        """A message is on its way from its beginning, and there at its end."""
+        """Record a message, transmitted from `begin` to `end`, and wake its receiver if it waits."""
         self.lanes[mesh, send.peer] = self.arrived[send.message] = end
         self.intervals.append(Interval(mesh, begin, end, send))
         self.memory[mesh].send(send.buffers, end)

@@ -1,7 +1,7 @@
-"""A step as instruction streams, one for each mesh, and what every buffer is.
+"""A step as instruction streams, one per mesh, with its buffers and programs.
 
-In:     (data only; `emit.py` writes it.)
-Out:    `Streams`, which `check.py` holds to what it says of programs and buffers.
+In:     (data only; `emit.py` emits it.)
+Out:    `Streams`, which `check.py` checks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.streams.instructions import BufferId, Instruction, MeshId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """What a buffer holds: a value that is somewhere, of some microbatch; there are as many as microbatches.
+    """The value that a buffer holds; a value of the loop has one buffer per microbatch.
 
     Attributes:
         value: The value, its type and sharding.
-        mesh: Where it is.
-        stage: Whose it is.
-        microbatch: Of which; -1: of none.
+        mesh: The mesh that holds it.
+        stage: The stage that it belongs to.
+        microbatch: Its microbatch; -1: none.
     """
 
     value: Placed
@@ -34,12 +34,12 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """A step as instructions.
+    """A step as instruction streams.
 
     Attributes:
-        instructions: Per mesh.
-        buffers: What each buffer is.
-        arguments: What holds arguments when the step begins, whole or in pieces: (position of the argument, buffer).
+        instructions: The stream of each mesh.
+        buffers: The value in each buffer, by its id.
+        arguments: (position of the argument, buffer that holds it, or a microbatch of it, when the step begins).
         numbers: Buffers that hold the number of their microbatch.
         results: For each result of the step its buffer; None: it is a constant.
         programs: Program name -> its task.
@@ -56,12 +56,12 @@ class Streams:
 
     @functools.cached_property
     def names(self) -> list[tuple[SlotKind, object, int]]:
-        """Of each buffer what it holds: kind and key of the value, of which microbatch."""
+        """For each buffer, the kind and key of its value, and its microbatch."""
         return [(b.value.kind, b.value.key, b.microbatch) for b in self.buffers]
 
     @property
     def given(self) -> dict[MeshId, list[BufferId]]:
-        """Of each mesh the buffers that are there when the step begins."""
+        """For each mesh, the buffers that are live when the step begins."""
         found: dict[MeshId, list[BufferId]] = {mesh: [] for mesh in self.instructions}
         for at in (*(at for _, at in self.arguments), *self.numbers):
             found[self.buffers[at].mesh].append(at)

@@ -1,6 +1,6 @@
-"""Timelines: what ran when, as a Chrome trace that Perfetto opens; of a simulated step and of a measured one alike.
+"""Writes timelines of simulated and measured steps as Chrome traces, which Perfetto opens, and as text.
 
-In:     intervals with their instructions, and the kind of each program.
+In:     events: the runs and messages of a step, with their times.
 Out:    `Timeline`: events with `args = {"kind", "stage", "microbatch", "mesh"}`, as JSON.
 Method: Trace Event Format, complete events ("X"), a thread per mesh for runs and one for what it sends.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 EventKind = Literal["F", "M", "B", "W", "U", "init", "transfer"]
-"""Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
+"""Forward, joins between rounds, backward, weight gradients, update; before the first microbatch; messages."""
 
 WIDTH = 100
 """Columns of a timetable in text."""
@@ -22,7 +22,7 @@ WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One bar of the timeline, times in seconds from the beginning of the step."""
+    """One bar of the timeline; times in seconds from the start of the step."""
 
     name: str
     kind: EventKind
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """A step on a clock: its events, by start."""
+    """The events of a step, by start."""
 
     events: tuple[Event, ...]
 
@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> dict[int, float]:
-        """Of each mesh, the time that its runs take."""
+        """For each mesh, the total time of its runs."""
         found: dict[int, float] = {}
         for event in self.events:
             if event.kind != "transfer":
@@ -85,12 +85,12 @@ class Timeline:
 
 
 def _traced(phase: str, name: str, mesh: int, is_sending: bool, **more: Any) -> dict[str, Any]:
-    """An event as the format has it; a mesh has a thread for its runs and one for what it sends."""
+    """An event in the trace format; a mesh has one thread for its runs and one for its messages."""
     return {"ph": phase, "name": name, "pid": 0, "tid": 2 * mesh + is_sending, **more}
 
 
 def timetable_text(events: Sequence[Event]) -> str:
-    """Runs as text: a row per mesh, each run drawn as long as it takes."""
+    """Runs as text: a row per mesh, the width of each run proportional to its time."""
     runs = [e for e in events if e.kind != "transfer"]
     total = max((e.end for e in runs), default=0.0)
     if not total:

@@ -1,10 +1,10 @@
-"""Transfers between meshes: which device sends which tile to which.
+"""Plans transfers between meshes: which device sends which tile to which.
 
 In:     a tensor's shape, its sharding on the source mesh and the one wanted on the target mesh; any two mesh shapes.
-Out:    `TransferPlan`: tiles that cross, the sharding they arrive in, and what is done inside the target mesh after.
-Method: where the target holds copies, each copy first gets only a part: the target's sharding is split further over the
-        axes along which it is replicated, and an all-gather inside the target mesh makes the copies. Every byte crosses
-        once. Where no dim divides, one copy is sent and handed on inside. Holders of equal source tiles take turns.
+Out:    `TransferPlan`: the tiles that cross, the sharding they arrive in, and copies inside the target mesh.
+Method: where the target is replicated, its sharding is first split further over those axes, so that every byte crosses
+        once; an all-gather inside the target mesh then makes the copies. Where no dim divides, one copy is sent, and
+        forwarded inside. Devices that hold equal source tiles share the sending.
         Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023, sec. 3.
 """
 
@@ -19,7 +19,7 @@ from autopar.mesh import Box, LogicalMesh, Sharding, boxes
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one device of the source sends to one device of the target; devices count in mesh order."""
+    """A box that one device of the source sends to one of the target; devices are numbered in mesh order."""
 
     source: int
     target: int
@@ -36,9 +36,9 @@ class TransferPlan:
     """How a tensor gets from one mesh to another.
 
     Attributes:
-        tiles: What crosses.
-        middle: The sharding in which it arrives; an all-gather makes the wanted one of it.
-        forwards: (device, device) of the target: a copy handed on inside, where `middle` could not be split further.
+        tiles: The tiles that cross.
+        middle: The sharding in which they arrive, from which an all-gather makes the wanted one.
+        forwards: (from, to) devices of the target: copies made inside it, where `middle` could not be split further.
     """
 
     tiles: tuple[Tile, ...]
@@ -79,9 +79,9 @@ def plan_transfer(
 
 
 def tiles_of(held: Sequence[Box], wanted: Iterable[tuple[int, Box]], load: MutableSequence[int]) -> Iterator[Tile]:
-    """What devices that want a box get, of those that hold a part of it: of several the one that has least to send so far.
+    """The tiles that make up the wanted (device, box) pairs, each sent by the least loaded of the devices that hold it.
 
-    `load` are the elements that each sends, which are added to.
+    `load`: elements that each device sends so far; updated.
     """
     holders: dict[Box, list[int]] = {}
     for device, box in enumerate(held):
@@ -97,13 +97,13 @@ def tiles_of(held: Sequence[Box], wanted: Iterable[tuple[int, Box]], load: Mutab
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None: nothing."""
+    """The intersection of two boxes; None: it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def _split_further(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> Sharding:
-    """Split over the axes along which it is replicated, wherever a dim divides."""
+    """Split a sharding over the axes along which it is replicated, wherever a dim divides."""
     dims = [list(axes) for axes in sharding.dims]
     used = {axis for axes in dims for axis in axes}
     order = {axis: k for k, axis in enumerate(mesh.axis_sizes)}
@@ -112,7 +112,7 @@ def _split_further(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) 
             continue
         for d, length in enumerate(shape):
             parts = math.prod(mesh.size_of(a) for a in dims[d]) * size
-            # An axis behind those there keeps the parts of the wanted sharding in one piece.
+            # Only axes minor to those of the dim: then each shard of the wanted sharding stays contiguous.
             behind = all(order[a] < order[axis] for a in dims[d])
             if length % parts == 0 and length and behind:
                 dims[d].append(axis)

@@ -1,6 +1,6 @@
-"""Schedules: in which order the stages of a pipeline work through their microbatches, one file each.
+"""Pipeline schedules: the order in which stages process microbatches, one file each.
 
-`SCHEDULES` names them. A schedule of one's own is a class with the two members of `Schedule`.
+`SCHEDULES` names them. A user's own schedule is a class with the two members of `Schedule`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEDULES: dict[str, Schedule] = {
     )
 }
 AUTOMATIC = "auto"
-"""Stands for none of them: the planner chooses."""
+"""The name by which a method leaves the choice to the planner."""
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:

@@ -1,4 +1,4 @@
-"""Inference: forward only, one microbatch behind the other.
+"""Inference: forward only, one microbatch after the other.
 
     stage 0  F0 F1 F2 F3 .
     stage 1  .  F0 F1 F2 F3

@@ -1,11 +1,11 @@
-"""Interleaved 1F1B: each mesh holds several chunks of the model, so that a microbatch comes round sooner.
+"""Interleaved 1F1B: each mesh holds several chunks of the model, which shortens the bubble.
 
     mesh 0  F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .  b2 .  b3 B2 B3       4 microbatches, 2 meshes with 2 chunks each;
     mesh 1  .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 .        small letters: the second chunk
 
 Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC 2021, sec. 2.2.
 With v chunks the bubble is v times shorter than 1F1B's, for v times as many messages and a few more microbatches in
-flight. Microbatches go round in groups of as many as there are meshes, or a few more where these do not divide them.
+flight. Microbatches pass through the chunks in groups of as many as there are meshes, or a few more if that is uneven.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Interleaved:
 
 
 def _groups(num_meshes: int, num_microbatches: int) -> list[range]:
-    """Microbatches in groups of as many as there are meshes, or a few more: the first groups take what is left over."""
+    """Microbatches in groups of as many as there are meshes, or a few more: the first groups take the remainder."""
     count = max(1, num_microbatches // num_meshes)
     sizes = [num_microbatches // count + (k < num_microbatches % count) for k in range(count)]
     firsts = [sum(sizes[:k]) for k in range(count)]

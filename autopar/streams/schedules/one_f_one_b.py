@@ -1,4 +1,4 @@
-"""1F1B: as soon as the last stage has a microbatch, backward follows forward one by one.
+"""1F1B: after a warm-up of forwards, each stage alternates one forward and one backward.
 
     stage 0  F0 F1 .  B0 F2 B1 F3 B2 .  B3          4 microbatches, 2 stages
     stage 1  .  F0 B0 F1 B1 F2 B2 F3 B3 .

@@ -1,10 +1,9 @@
-"""What a schedule is.
+"""The interface of schedules, and what follows from their order.
 
 In:     numbers of stages and microbatches.
-Out:    for each stage the order of its `Step`s: forward (F), backward (B) and, where the backward is split, its
+Out:    for each mesh the order of its `Step`s: forward (F), backward (B) and, where the backward is split, its
         weight half (W) of each microbatch.
-Method: a schedule only orders; when a step can start follows from what it receives. `clocks` puts an order on a clock of
-        unit tasks.
+Method: a schedule only orders; when a step can start follows from what it receives. `clocks` times an order in unit tasks.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Literal, Protocol
 from autopar.inter_op.tasks import BackwardSplit
 
 StepKind = Literal["F", "B", "W"]
-"""Forward; backward, or that half of it which other stages wait for; the weights' half."""
+"""Forward; backward, or its half that other stages wait for; the half with the weights' gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One task of one microbatch; `chunk` counts the parts of the model that one mesh holds, `round` how often all
-    microbatches have gone forwards and backwards before."""
+    """One task of one microbatch; `chunk`: which of the mesh's stages; `round`: how many passes over all microbatches
+    precede it."""
 
     kind: StepKind
     microbatch: int
@@ -39,19 +38,19 @@ class Schedule(Protocol):
     name: str
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
-        """For each mesh, its steps in order: every kind of every microbatch once, for each of its chunks."""
+        """For each mesh, its steps in order: each kind once for every microbatch and chunk."""
         ...
 
 
 def num_chunks(schedule: Schedule) -> int:
-    """How many stages one mesh holds: the schedule's `num_chunks`, 1 where it has none."""
+    """How many stages one mesh holds: the schedule's `num_chunks`, 1 if it has no such attribute."""
     return getattr(schedule, "num_chunks", 1)
 
 
 def splits_backward(schedule: Schedule) -> BackwardSplit:
-    """Where backward steps are split into B and W: the schedule's `splits_backward`, nowhere if it has none.
+    """Where backward steps are split into B and W: the schedule's `splits_backward`, True meaning "everywhere".
 
-    True, of a schedule of one's own, is everywhere.
+    "nowhere" if it has no such attribute.
     """
     given: BackwardSplit | bool = getattr(schedule, "splits_backward", False)
     if isinstance(given, bool):
@@ -60,7 +59,7 @@ def splits_backward(schedule: Schedule) -> BackwardSplit:
 
 
 def in_rounds(order: Sequence[Sequence[Step]], count: int, forward_first_in: Collection[int]) -> list[list[Step]]:
-    """The same order so many times, one after the other; in some of these rounds with the forward steps first."""
+    """Repeat an order `count` times, in the rounds `forward_first_in` with all forward steps first."""
     rounds = [forward_first(order) if number in forward_first_in else order for number in range(count)]
     return [
         [replace(step, round=number) for number, own in enumerate(rounds) for step in own[mesh]]
@@ -69,12 +68,12 @@ def in_rounds(order: Sequence[Sequence[Step]], count: int, forward_first_in: Col
 
 
 def forward_first(order: Sequence[Sequence[Step]]) -> list[list[Step]]:
-    """The same order, but that every mesh does the forward steps of all microbatches before anything behind them."""
+    """The order with every mesh's forward steps before its other steps."""
     return [sorted(steps, key=lambda step: step.kind != "F") for steps in order]
 
 
 def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
-    """Of each stage, the most microbatches that are between their forward step and their last one behind it at once."""
+    """For each stage, the most microbatches in flight: past their forward step and before their last one."""
     ends = "W" if any(step.kind == "W" for steps in order for step in steps) else "B"
     most = [0] * (len(order) * (1 + max((step.chunk for steps in order for step in steps), default=0)))
     for mesh, steps in enumerate(order):
@@ -87,13 +86,13 @@ def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
 
 
 def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[int, list[list[tuple[int, Step]]]]:
-    """Put an order on a clock: F takes one unit, B `backward_clocks`, W one; sending takes none.
+    """Time an order in clocks: F takes one, B `backward_clocks`, W one; sending takes none.
 
     Returns:
-        Clocks until all is done, and per stage (start, step).
+        The length in clocks, and for each mesh its (start, step).
 
     Raises:
-        ValueError: The stages wait for each other in a circle.
+        ValueError: The stages deadlock.
     """
     num_meshes = len(order)
     num_stages = num_meshes * (1 + max((step.chunk for steps in order for step in steps), default=0))
