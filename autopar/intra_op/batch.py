@@ -1,14 +1,13 @@
-"""Which dims carry the batch: followed through the program by the rules alone.
+"""Propagates the batch: finds the dims of values, and the factors of equations, that run over samples.
 
 In:     a flat program and the dims of its inputs that are the batch.
-Out:    `BatchDims`: for each value the dims that run over samples, for each equation the factors that do.
-Method: forward propagation: a factor is of the batch if it leads an operand's dim that is; then so is every result dim
-        that it leads. Loops are followed to a fixed point.
+Out:    `BatchDims`: for each value its batch dims, for each equation its batch factors.
+Method: forward propagation by the sharding rules: a factor is a batch factor if it leads a batch dim of an operand; every
+        result dim that it leads is then a batch dim. Loops are iterated to a fixed point.
 
-Apart from the split solver (`ir/split/`), for it answers what may be, and that what must be: the solver proves that a program
-can be done in exact shards, each value split along one dim, and refuses one that cannot; here every program has an answer,
-also one that no microbatch can be of (statistics over the batch, pairs of samples along two dims), for that is what a plan
-made by hand means by the batch.
+The split solver (`ir/split/`) answers another question: it proves that a program can be run in exact shards, each value
+split along one dim, and refuses programs that cannot. Here every program has an answer, also one without exact
+microbatches (statistics over the batch, pairs of samples along two dims): this is what hand-made plans mean by the batch.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ Dims = frozenset[int]
 @dataclass(eq=False, slots=True)
 class BatchDims:
     """Attributes:
-    of: Dims of each value that run over samples; absent: none.
-    pure: Dims of each value that run over samples and nothing else: cut into two dims, both do.
-    readers: Values that an equation with batch factors reads and that have no batch dim: what samples are
-        multiplied with, that is parameters and what is made of them.
-    lent: Dims of values without samples that meet samples' dims in whoever reads them: of random bits, of a mask.
-    factors: Of equations, the factors that run over samples, once they are asked for (`factors_of`).
-    parameters: `readers` and all that these are made of without samples, once they are asked for (`hand_plans.py`).
+    of: Value -> its batch dims: those that run over samples; absent: none.
+    pure: Value -> its dims that run over samples and nothing else: if such a dim is split in two, both do.
+    readers: Values without batch dims that equations with batch factors read: parameters and values computed from them.
+    lent: Value without batch dims -> its dims that readers align with batch dims: of random bits, of a mask.
+    factors: Equation -> its batch factors; a cache (`factors_of`).
+    parameters: `readers` and all values without batch dims that they depend on; a cache (`hand_plans.py`).
     """
 
     of: dict[Var, Dims] = field(default_factory=dict)
@@ -44,11 +42,11 @@ class BatchDims:
     parameters: dict[Var, None] | None = None
 
     def dims(self, atom: object) -> Dims:
-        """Batch dims of a value; none for a literal, or where there is no value."""
+        """Batch dims of a value; none for a literal or None."""
         return self.of.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
 
     def add(self, var: Var, dims: Dims) -> bool:
-        """Record further batch dims; whether that was news."""
+        """Record further batch dims of a value; returns whether any is new."""
         known = self.of.get(var, frozenset())
         if dims <= known:
             return False
@@ -56,14 +54,14 @@ class BatchDims:
         return True
 
     def lent_factors(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[str, ...]:
-        """Factors of an equation on no samples whose results are read in the samples' parts."""
+        """Factors of an equation without batch factors that lead lent dims of its results."""
         found: dict[str, None] = {}
         for var, term in zip(eqn.outvars, rule.results, strict=True):
             found.update(dict.fromkeys(term[d][0] for d in sorted(self.lent.get(var, ())) if term[d]))
         return tuple(found)
 
     def lend(self, atom: object, dims: Iterable[int]) -> None:
-        """Record dims of a value without samples that its reader wants in the samples' parts."""
+        """Record dims of a value without batch dims that its reader aligns with batch dims."""
         if isinstance(atom, Var) and not self.dims(atom):
             self.lent[atom] = self.lent.get(atom, frozenset()) | frozenset(dims)
 
@@ -81,7 +79,7 @@ def batch_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
 
 
 def factors_of(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
-    """`batch_factors` of a program that has been followed to its end: found once."""
+    """`batch_factors`, cached; for programs whose propagation has ended."""
     found = batch.factors.get(eqn)
     if found is None:
         found = batch.factors[eqn] = batch_factors(eqn, rule, batch)
@@ -97,9 +95,9 @@ def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
 
 
 def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs: Mapping[int, Dims]) -> BatchDims:
-    """Follow the batch from the inputs.
+    """Propagate the batch from the inputs.
 
-    `rule_of`: rule of each plain equation. `inputs`: batch dims of the inputs that have some, by position.
+    `rule_of`: rule of each plain equation. `inputs`: position of an input -> its batch dims.
     """
     batch = BatchDims()
     for position, dims in inputs.items():
@@ -111,7 +109,7 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs:
 
 
 def _lend(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
-    """Follow the samples' factors backwards, to what is made for them; not around loops."""
+    """Propagate batch factors backwards, to values made for samples; loops are passed through once."""
     for eqn in reversed(jaxpr.eqns):
         if is_region(eqn):
             _lend_region(eqn, rule_of, batch)
@@ -156,7 +154,7 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: Batch
 
 
 def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
-    """Through the bodies, to a fixed point: what is carried has the dims of any trip."""
+    """Propagate through the bodies, to a fixed point: carries have the batch dims of any trip."""
     region = region_of(eqn)
     for b in region.bindings:
         dims = frozenset(d - b.lead for d in batch.dims(b.outer) if d >= b.lead)
@@ -177,10 +175,10 @@ def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batc
 
 
 def between_samples(jaxpr: Jaxpr, batch: BatchDims) -> set[Var]:
-    """Values without samples that are made of samples and on which further samples wait: statistics over the batch.
+    """Values without batch dims that depend on samples and that other samples depend on: statistics over the batch.
 
-    What is communicated of these cannot wait to be sent with others; of parameters (made of no samples) and gradients
-    (no sample waits for them) it can. Loops are followed coarsely: all results depend on all operands.
+    Their collectives cannot wait to be fused with others, while those of parameters (which depend on no samples) and of
+    gradients (on which none depend) can. Loops are treated coarsely: all results depend on all operands.
     """
     after: set[Var] = set()
     before: set[Var] = set()

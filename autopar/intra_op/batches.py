@@ -1,10 +1,10 @@
-"""A choice problem laid out for message passing: flat arrays, one level after the other, its tables side by side.
+"""Lays a choice problem out in flat arrays for message passing, with the cost tables of many edges side by side.
 
 In:     `Problem` without memory rows.
-Out:    `Layout`: its `Level`s, each with its nodes' costs and the `Batch`es of edges into and out of it.
-Method: nodes are put in an order in which neighbours are close, and numbered anew by level along it; every (node, choice)
-        is one entry of a flat array, every message a run of another. Tables with as many choices that send, padded to few
-        numbers, are one array; what pads read and add to is a last entry that is nobody's.
+Out:    `Layout`: its `Level`s, each with the costs of its nodes and the `Batch`es of edges into and out of it.
+Method: nodes are ordered so that neighbours are close, and renumbered by level along that order. Every (node, choice) is an
+        entry of one flat array, every message a run of another. Tables are batched by the sender's number of choices,
+        which is padded to a few sizes; pads read from and add to an unused last entry.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from autopar.tuning import TUNING
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Edges that send from one level, their tables side by side as `[choice that sends, column]`, with a column for each choice
-    that hears: the least over the choices that send is then taken of long rows.
+    """Edges that send messages from one level, their tables side by side as `[sender's choice, column]`, with one column
+    per choice of each receiver, so that minima over the sender's choices are taken along long rows.
 
-    Edges are in order; their columns are sorted by how many choices hear: what edges are told is then repeated equally often.
-    Sums are taken in the edges' order, whatever that of the columns is.
+    Columns are sorted by the receiver's number of choices, so that in a chunk senders' costs are repeated equally often.
+    Sums are taken in the order of edges, not of columns.
 
     Attributes:
-        tables: Their rows are padded; pads are forbidden.
-        listeners: Of each edge, the node that hears.
-        begins: Its first column.
-        edges: Of each column, its edge.
-        sending: Position of each choice that sends within its level, `[choice, edge]`.
-        back: Of each, position of the message that came the other way.
-        ahead: Of each column, position of the message to be sent.
-        entries: Of each choice that sends, and of each that hears, its position among all entries, each as above.
+        tables: The tables; padded rows are forbidden.
+        receivers: Per edge, the receiving node.
+        begins: Per edge, its first column.
+        edges: Per column, its edge.
+        sending: `[choice, edge]`: position of the sender's choice within its level.
+        back: `[choice, edge]`: position of the message that came the other way.
+        ahead: Per column, position of the message to be sent.
+        entries: Positions among all entries: of senders' choices, `[choice, edge]`, and of receivers', per column.
         by_column: The edges in the order of their columns.
         in_order: The columns in the order of the edges.
-        chunks: Places in `by_column` that are computed at once, and their columns: of edges that are alike.
-        is_small: Whether the tables are so small that all of them are computed at once.
+        chunks: Slices of `by_column` that are computed at once, and of their columns: edges of equal width.
+        is_small: Whether the tables are so small that chunks mix widths.
     """
 
     tables: np.ndarray
-    listeners: np.ndarray
+    receivers: np.ndarray
     begins: np.ndarray
     edges: np.ndarray
     sending: np.ndarray
@@ -71,16 +71,16 @@ class Batch:
         self.chunks = [(slice(a, b), slice(ends[a], ends[b])) for a, b in itertools.pairwise(cuts)]
 
     def send(self, messages: np.ndarray, part: np.ndarray) -> None:
-        """Send what the senders' share and the tables say is least.
+        """Send per receiver's choice the minimum, over the sender's, of its share less the message back, plus the table.
 
         Args:
             messages: All messages; changed.
-            part: Of each entry of the senders' level, the share of its costs that goes to one edge; 0 at the end, for pads.
+            part: Per entry of the senders' level, the share of its costs that goes to one edge; a last 0 for pads.
         """
         messages[self.ahead] = self._heard(messages, part)
 
     def send_excess(self, messages: np.ndarray, part: np.ndarray) -> float:
-        """Send the same less the least entry of each message; returns the sum of those. Arguments as of `send`."""
+        """Send the same messages, each less its least entry; returns the sum of these. Arguments as in `send`."""
         heard = self._heard(messages, part)
         least = np.empty(len(self.by_column))
         least[self.by_column] = np.minimum.reduceat(heard, self.begins[self.by_column])
@@ -97,7 +97,7 @@ class Batch:
         return found
 
     def _pairs(self, told: np.ndarray, places: slice, columns: slice) -> np.ndarray:
-        """What the pairs of choices of some edges cost, `[choice that sends, column]`."""
+        """Costs of all pairs of choices of some edges, `[sender's choice, column]`."""
         if self.is_small:
             pairs = told.take(self.edges[columns], axis=1)
         else:
@@ -107,7 +107,10 @@ class Batch:
         return pairs
 
     def add_excess(self, excess: np.ndarray, messages: np.ndarray, part: np.ndarray) -> None:
-        """Add to each choice at either end what the best pair with it exceeds the best pair of all; pads have the last."""
+        """Add to each choice, at both ends of each edge, by how much the edge's best pair with it exceeds its best pair.
+
+        `excess`: per entry, and a last one for pads; changed.
+        """
         told, heard = part.take(self.sending) - messages.take(self.back), messages.take(self.ahead)
         sent, hears = np.empty(self.sending.shape), np.empty(len(heard))
         for places, columns in self.chunks:
@@ -124,32 +127,32 @@ class Batch:
 
 
 class Hears(NamedTuple):
-    """The messages that come in at entries: their positions, entry by entry, and where those of each entry begin; each has
-    one at least, for pads hear zero."""
+    """Incoming messages: their positions, entry by entry, and where those of each entry begin; each entry has at least one,
+    the pad, which is 0."""
 
     positions: np.ndarray
     begins: np.ndarray
 
     def sums(self, messages: np.ndarray) -> np.ndarray:
-        """What each entry is told by all of its messages."""
+        """Per entry, the sum of its incoming messages."""
         return np.asarray(np.add.reduceat(messages.take(self.positions), self.begins))
 
 
 @dataclass(slots=True, eq=False)
 class Level:
-    """Nodes without an edge between them.
+    """Nodes without edges between them.
 
     Attributes:
-        number: Of the level.
-        nodes: Their (new) numbers.
-        entries: Their entries among all.
-        costs: Of each entry.
+        number: Index of the level.
+        nodes: Its nodes, by their new numbers.
+        entries: Its slice of all entries.
+        costs: Per entry.
         starts: First entry of each node, within the level.
         lengths: Number of choices of each node.
-        share: Of each entry, one part of its costs: there are as many as edges to the busier side.
-        num_into: Of each entry, edges to earlier nodes.
-        heard: For each entry the messages that come in.
-        heard_later: Those from later nodes only.
+        share: Per entry, the fraction of costs per edge: 1 / max(edges to earlier nodes, edges to later ones).
+        num_into: Per entry, the number of edges to earlier nodes.
+        heard: Per entry, the incoming messages.
+        heard_later: Per entry, the incoming messages from later nodes.
         out: Edges to later nodes, sending forward.
         into: Edges to earlier nodes, sending back.
     """
@@ -168,22 +171,22 @@ class Level:
     into: list[Batch] = field(default_factory=list)
 
     def shared(self, total: np.ndarray) -> np.ndarray:
-        """What each entry hands to one edge of its costs; 0 at the end, for pads."""
+        """Per entry, the share of its total that goes to one edge; a last 0 for pads."""
         part = np.empty(len(total) + 1)
         np.multiply(total, self.share, out=part[:-1])
         part[-1] = 0.0
         return part
 
     def choose(self, choices: np.ndarray, costs: np.ndarray, batches: Sequence[Batch]) -> None:
-        """Give each node its best choice, beside what the nodes at the other end of `batches` have chosen.
+        """Give each node of the level its best choice, given the choices of the receivers of `batches`.
 
         Args:
-            choices: By (new) number of the node; changed.
-            costs: Of each entry of the level; used up.
-            batches: Of this level.
+            choices: By new number of the node; changed.
+            costs: Per entry of the level; overwritten.
+            batches: Batches that this level sends.
         """
         for batch in batches:
-            beside = batch.tables.take(batch.begins + choices[batch.listeners], axis=1)
+            beside = batch.tables.take(batch.begins + choices[batch.receivers], axis=1)
             real = batch.sending < len(costs)
             costs += np.bincount(batch.sending[real], beside[real], len(costs))
         least = np.repeat(np.minimum.reduceat(costs, self.starts), self.lengths)
@@ -194,24 +197,24 @@ class Level:
 
 
 class _Sending(NamedTuple):
-    """All edges, as they send one way.
+    """All edges, sending in one direction.
 
     Attributes:
-        senders: Of each edge, the node that sends.
-        listeners: The node that hears.
-        back: Where the message begins that came the other way.
-        ahead: Where that to be sent begins.
-        tables: `[choice that sends, choice that hears]`.
+        senders: Per edge, the sending node.
+        receivers: Per edge, the receiving node.
+        back: Per edge, where the message the other way begins.
+        ahead: Per edge, where the message to be sent begins.
+        tables: Per edge, `[sender's choice, receiver's choice]`.
     """
 
     senders: np.ndarray
-    listeners: np.ndarray
+    receivers: np.ndarray
     back: np.ndarray
     ahead: np.ndarray
     tables: list[np.ndarray]
 
     def groups(self, level_of: np.ndarray, lengths: np.ndarray) -> dict[tuple[int, int], list[int]]:
-        """Edges whose senders are of one level and padded to as many choices: (level, choices) -> edges."""
+        """(level of the sender, its number of choices, padded) -> edges."""
         found: dict[tuple[int, int], list[int]] = {}
         for k, node in enumerate(self.senders.tolist()):
             found.setdefault((int(level_of[node]), _padded(int(lengths[node]))), []).append(k)
@@ -223,13 +226,13 @@ class Layout:
 
     Attributes:
         num_nodes: Number of nodes.
-        num_entries: Number of all their choices.
-        num_messages: Length of the array of all messages; its last entry is for pads.
-        levels: In order.
+        num_entries: Number of choices of all nodes together.
+        num_messages: Length of the array of all messages, whose last entry is for pads.
+        levels: The levels, in order.
     """
 
     def __init__(self, problem: Problem, forbidden: float):
-        """Lay out a problem; `forbidden` stands for infinite costs."""
+        """Lay out a problem; `forbidden` replaces infinite costs."""
         count = len(problem.costs)
         ends = np.array(list(problem.edges), dtype=np.int64).reshape(-1, 2)
         rank = _ranks(count, ends)
@@ -249,7 +252,7 @@ class Layout:
         tables = [bounded[id(m)] for m in problem.edges.values()]
         tables = [table.T if back else table for table, back in zip(tables, turned.tolist(), strict=True)]
         source, target = new[ends[:, 0]], new[ends[:, 1]]
-        # Messages: of edge k first the one to its target, then the one to its source.
+        # Messages of edge k: first the one to its target, then the one to its source.
         sizes = np.stack([self.lengths[target], self.lengths[source]], axis=1).ravel()
         begins = np.concatenate([[0], np.cumsum(sizes)])
         self.num_messages = int(begins[-1]) + 1
@@ -265,7 +268,7 @@ class Layout:
 
     def _levels(self, costs: np.ndarray, level_of: np.ndarray, forward: _Sending) -> list[Level]:
         """The levels, without their edges."""
-        count, source, target = self.num_nodes, forward.senders, forward.listeners
+        count, source, target = self.num_nodes, forward.senders, forward.receivers
         num_out, num_into = np.bincount(source, minlength=count), np.bincount(target, minlength=count)
         share = 1.0 / np.maximum(np.maximum(num_out, num_into), 1)
         heard_later = self._hears(source, forward.back)
@@ -291,8 +294,8 @@ class Layout:
         return levels
 
     def _batch(self, sending: _Sending, edges: np.ndarray, rows: int, level: Level, forbidden: float) -> Batch:
-        """Edges that send from a level, their tables padded to so many rows."""
-        lengths = self.lengths[sending.listeners[edges]]
+        """Batch edges that send from a level, their tables padded to `rows` rows."""
+        lengths = self.lengths[sending.receivers[edges]]
         by_column = np.argsort(lengths, kind="stable")
         columns = np.empty(len(edges), np.int64)
         columns[by_column] = np.cumsum(lengths[by_column]) - lengths[by_column]
@@ -302,36 +305,36 @@ class Layout:
             tables[: table.shape[0], column : column + table.shape[1]] = table
         own = np.repeat(by_column, lengths[by_column])
         inside = np.arange(len(own)) - columns[own]
-        senders, listeners = sending.senders[edges], sending.listeners[edges]
+        senders, receivers = sending.senders[edges], sending.receivers[edges]
         entries = self._places(self.first[senders], self.lengths[senders], rows, self.num_entries)
         return Batch(
             tables,
-            listeners,
+            receivers,
             columns,
             own,
             np.where(entries < self.num_entries, entries - level.entries.start, len(level.costs)),
             self._places(sending.back[edges], self.lengths[senders], rows, self.num_messages - 1),
             sending.ahead[edges][own] + inside,
-            (entries, self.first[listeners][own] + inside),
+            (entries, self.first[receivers][own] + inside),
             by_column,
             np.argsort(own, kind="stable"),
         )
 
     def in_order(self, choices: np.ndarray) -> tuple[int, ...]:
-        """Choices by the nodes' numbers in the problem."""
+        """Choices in the problem's order of nodes."""
         found = np.empty(self.num_nodes, np.int64)
         found[self.order] = choices
         return tuple(found.tolist())
 
     def by_node(self, entries: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Values of all entries, by the nodes' numbers in the problem."""
+        """Values of all entries, in the problem's order of nodes."""
         found: list[np.ndarray] = [np.zeros(0)] * self.num_nodes
         for place, node in enumerate(self.order.tolist()):
             found[node] = entries[self.first[place] : self.first[place + 1]]
         return tuple(found)
 
     def _hears(self, nodes: np.ndarray, begins: np.ndarray) -> Hears:
-        """Of all entries, of the messages that begin there, at these nodes."""
+        """Incoming messages of all entries, given the receiving nodes and the beginnings of messages."""
         lengths = self.lengths[nodes]
         inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         everyone = np.arange(self.num_entries)
@@ -342,21 +345,21 @@ class Layout:
 
     @staticmethod
     def _places(begins: np.ndarray, lengths: np.ndarray, rows: int, pad: int) -> np.ndarray:
-        """`[row, edge]`: where each choice is, or the pad."""
+        """`[row, edge]`: position of each choice; `pad` beyond the last one."""
         inside = np.arange(rows)[:, None]
         return np.where(inside < lengths, begins + inside, pad)
 
 
 def _of_entries(hears: Hears, entries: slice) -> Hears:
-    """Of some entries in a row, in arrays of their own."""
+    """The incoming messages of a slice of entries, in arrays of their own."""
     ends = np.append(hears.begins, len(hears.positions))
     first, last = ends[entries.start], ends[entries.stop]
     return Hears(hears.positions[first:last], hears.begins[entries] - first)
 
 
 def _ranks(count: int, ends: np.ndarray) -> np.ndarray:
-    """Each node's place in an order in which neighbours are close (reverse Cuthill-McKee): what is known at one end of a
-    program then gets to its other end in one pass."""
+    """Each node's rank in an order that keeps neighbours close (reverse Cuthill-McKee): messages then get from one end of a
+    program to the other in one pass."""
     if not len(ends):
         return np.arange(count)
     both = np.concatenate([ends, ends[:, ::-1]]).T
@@ -365,7 +368,7 @@ def _ranks(count: int, ends: np.ndarray) -> np.ndarray:
 
 
 def _levels(rank: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """How many nodes at most are before each one on a way along the edges."""
+    """Level of each node: the length of the longest path along the edges to it."""
     later: list[list[int]] = [[] for _ in rank]
     for u, v in ends.tolist():
         later[u].append(v)
@@ -377,7 +380,7 @@ def _levels(rank: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def _padded(length: int) -> int:
-    """The next size in 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a half more."""
+    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: by at most a half."""
     size = 1
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 and size > 1 else (size * 4 // 3 if size > 1 else 2)

@@ -1,7 +1,7 @@
-"""The search for a sharding within a memory budget: what is learnt on the way, and what is said if none is found.
+"""Records what a search within a memory budget learns, and explains its failure.
 
-In:     a function that names the memory rows an assignment breaks, a function that proves what every sharding needs.
-Out:    `BudgetSearch`, which `memory_constrained.py` asks; an error with what was proved, or how near the search came.
+In:     a function from an assignment to the memory rows that it violates, a function that proves a lower bound on memory.
+Out:    `BudgetSearch`, which `memory_constrained.py` queries; an error with the proved bound, or with the least peak found.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.mesh import LogicalMesh
 
 
 class BudgetSearch:
-    """What is learnt of a program's memory while a sharding is looked for.
+    """What is known of a program's memory while a sharding within the budget is searched.
 
     Attributes:
-        budget: Bytes.
-        mesh: On which mesh.
-        least: The least peak of the assignments that were tried and did not fit, and when it was.
+        budget: The budget, bytes per device.
+        mesh: The mesh.
+        least: The least peak of the assignments that did not fit, and its moment.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BudgetSearch:
         self._rows_at, self._prove = rows_at, prove
 
     def broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
-        """As `solve_constrained` asks."""
+        """The memory rows that an assignment violates, as `solve_constrained` queries them; updates `least`."""
         rows = self._rows_at(choices)
         if rows:
             fullest = max((Floor(row.used(choices), row.label) for row in rows), key=lambda at: at.num_bytes)
@@ -49,7 +49,7 @@ class BudgetSearch:
 
     @functools.cached_property
     def floor(self) -> Floor:
-        """What every sharding needs."""
+        """Proved lower bound on the memory of every sharding."""
         return self._prove()
 
     def is_hopeless(self) -> bool:
@@ -57,10 +57,10 @@ class BudgetSearch:
         return self.floor.num_bytes > self.budget
 
     def explain(self, problem: Problem) -> Never:
-        """Say why there is no sharding.
+        """Raise an error that says why there is no sharding.
 
         Raises:
-            InfeasibleError: It is proved that there is none.
+            InfeasibleError: It is proved that none fits.
             NoPlanFoundError: None was found.
         """
         if not problem.rows:

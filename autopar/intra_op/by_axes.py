@@ -1,10 +1,10 @@
-"""A mesh of three axes, two at a time: an answer made better where a problem is too large to be solved at once.
+"""Improves an assignment on a mesh of three axes by solving for two axes at a time, where all three are too many.
 
-In:     a problem, an answer on a mesh some of whose axes are one axis on another mesh of fewer axes.
-Out:    `Solution`: no worse than that answer; nothing is proved.
-Method: what every decision does on one axis is fixed, and on the others chosen anew, as on a mesh of two axes; then another
-        axis is fixed, until none is worth it. Tables are k x k times smaller than those of all choices at once: block
-        coordinate descent (Bertsekas, "Nonlinear Programming", sec. 2.7), whose blocks are solved as any problem is.
+In:     a problem, an assignment for it (lifted from a mesh of fewer axes).
+Out:    `Solution`, no worse than that assignment; nothing is proved.
+Method: block coordinate descent (Bertsekas, "Nonlinear Programming", sec. 2.7): what every node does on one axis is fixed,
+        and the rest is solved like any problem, as on a mesh of two axes; then another axis is fixed, until none gains
+        enough. Tables of a block are k x k times smaller than those of all choices.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autopar.mesh import LogicalMesh, Sharding
 from autopar.tuning import TUNING
 
 Behaviours = tuple[tuple[np.ndarray, ...], ...]
-"""Of each mesh axis, of each decision of a problem: a number for each choice, equal where it does the same on that axis."""
+"""Per mesh axis, per node of a problem: a number for each choice, equal for choices that do the same on that axis."""
 
 
 def joined_axes(fewer: LogicalMesh, more: LogicalMesh) -> Mapping[str, tuple[str, ...]]:
-    """Of each axis of a mesh the neighbouring axes of another one that together are as long; {}: there are none."""
+    """Each axis of a mesh -> the adjacent axes of another mesh whose product it is; {}: the meshes do not match."""
     left, found = list(more.axis_sizes.items()), dict[str, tuple[str, ...]]()
     for axis, size in fewer.axis_sizes.items():
         names, product = [], 1
@@ -41,21 +41,21 @@ def joined_axes(fewer: LogicalMesh, more: LogicalMesh) -> Mapping[str, tuple[str
 
 
 def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
-    """The same answer on a mesh whose axes are parts of those of the mesh that it was found on, or as many, of other sizes.
+    """Carry an assignment over to a mesh whose axes divide those of its own mesh, or have the same names.
 
     Args:
-        choices: Of each node of `known`.
-        known: The program on that mesh.
-        graph: The same program on the other.
+        choices: The assignment: a choice for each node of `known`.
+        known: The program on the mesh of the assignment.
+        graph: The same program on the other mesh.
 
     Returns:
-        A choice for each node of `graph`; of decisions that `known` does not have, to keep the value whole.
+        A choice for each node of `graph`; the last one, replicated, for nodes without a counterpart.
     """
     same = {axis: (axis,) for axis in known.mesh.axis_names}
     axes = same if known.mesh.axis_names == graph.mesh.axis_names else joined_axes(known.mesh, graph.mesh)
     at = {name: known.nodes[index] for name, index in _names(known)}
-    places: dict[int, dict[Key, int]] = {}  # where each choice is, of equal lists once
-    keys: dict[tuple[int, int], Key] = {}  # of choices as they are called here
+    places: dict[int, dict[Key, int]] = {}  # position of each choice, by the id of the list of choices
+    keys: dict[tuple[int, int], Key] = {}  # choices under the axis names of `graph`
     found = [node.num_choices - 1 for node in graph.nodes]
     for name, index in _names(graph):
         node, before = graph.nodes[index], at.get(name)
@@ -72,7 +72,7 @@ def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
 
 
 def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
-    """What the choices of each class of nodes do on each axis."""
+    """Compare what the choices of each class of nodes do on each axis."""
     first = dict(zip(reversed(class_of), reversed(graph.nodes), strict=True))
     known: dict[tuple[int, str], np.ndarray] = {}
     lying: dict[tuple[Sharding, str], Hashable] = {}
@@ -108,15 +108,15 @@ def descend(
     start: Sequence[int],
     does: Behaviours,
 ) -> Solution:
-    """Fix one axis after the other, and choose the rest anew.
+    """Fix one axis after the other, and solve for the rest.
 
     Args:
-        problem: Costs, without rows.
-        solver: As of `solve`.
-        seconds: As of `solve`.
-        gap: As of `solve`, of each block.
-        known: Cost of an answer on another mesh: where nothing found is better, its status is `"pruned"`.
-        start: Where to begin.
+        problem: Costs, without memory rows.
+        solver: As in `solve`.
+        seconds: As in `solve`.
+        gap: As in `solve`, for each block.
+        known: Cost of the incumbent on another mesh: if nothing better is found, the status is `"pruned"`.
+        start: The assignment to begin with.
         does: What choices do on each axis.
     """
     limit = time_limit(seconds)
@@ -131,7 +131,7 @@ def descend(
         if answer.choices and answer.objective < before:
             choices = tuple(int(which[choice]) for which, choice in zip(left, answer.choices, strict=True))
             best = Solution(choices, answer.objective, floor, "feasible", best.solver)
-        # What was just solved gives no more until another axis was fixed.
+        # A failure per axis in a row is a local optimum.
         failed = 1 if best.objective < before * (1 - TUNING.axis_gain) else failed + 1
         fixed = (fixed + 1) % len(does)
     if not np.isfinite(best.objective):
@@ -142,9 +142,9 @@ def descend(
 def _block(
     problem: Problem, does: Sequence[np.ndarray], choices: Sequence[int]
 ) -> tuple[Problem, Sequence[np.ndarray]]:
-    """The problem of the choices that do on an axis as `choices` do there, and which choices these are, of each node.
+    """The problem restricted to choices that do the same on an axis as `choices`; and per node, which choices remain.
 
-    Equal tables of the problem, which are one object, are one in its block too.
+    Tables that are one object in the problem are one object in the block, too.
     """
     same: dict[tuple[int, int], np.ndarray] = {}
     left: list[np.ndarray] = []
@@ -170,7 +170,7 @@ def _block(
 
 
 def _names(graph: Graph) -> Iterator[tuple[Hashable, int]]:
-    """Each node with a name that it has in every graph of its program."""
+    """Each node under a name that is the same in all graphs of its program."""
     yield from ((("input", k), index) for k, index in enumerate(graph.inputs))
     yield from ((("output", k), index) for k, index in enumerate(graph.outputs))
     yield from ((("op", eqn), index) for eqn, index in graph.op_node.items())
@@ -180,14 +180,14 @@ def _names(graph: Graph) -> Iterator[tuple[Hashable, int]]:
 
 
 Key = tuple[tuple[Sharding, ...], tuple[tuple[str, tuple[str, ...]], ...]]
-"""What a choice is: the sharding of each value, and reductions."""
+"""Identifies a choice: the sharding of each value, and reductions."""
 
 
 def _keys(node: Node) -> Iterator[Key]:
-    return (_told(node, choice) for choice in range(node.num_choices))
+    return (_own_key(node, choice) for choice in range(node.num_choices))
 
 
-def _told(node: Node, choice: int) -> Key:
+def _own_key(node: Node, choice: int) -> Key:
     if not node.strategies:
         return (node.shardings[choice],), ()
     strategy = node.strategies[choice]
@@ -195,11 +195,11 @@ def _told(node: Node, choice: int) -> Key:
 
 
 def _key(node: Node, choice: int, axes: Mapping[str, tuple[str, ...]]) -> Key:
-    """A choice under other names of axes."""
+    """A choice under the axis names of another mesh."""
 
     def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for axis in names for name in axes[axis])
 
-    shardings, reductions = _told(node, choice)
-    as_there = (Sharding(tuple(map(renamed, s.dims)), renamed(s.partial)) for s in shardings)
-    return tuple(as_there), tuple((kind, renamed(names)) for kind, names in reductions)
+    shardings, reductions = _own_key(node, choice)
+    as_renamed = (Sharding(tuple(map(renamed, s.dims)), renamed(s.partial)) for s in shardings)
+    return tuple(as_renamed), tuple((kind, renamed(names)) for kind, names in reductions)

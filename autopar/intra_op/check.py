@@ -1,9 +1,9 @@
-"""The checker of sharded programs, run behind lowering in tests (`AUTOPAR_CHECK=1`).
+"""Checks decision graphs and sharded programs; run after each pass under `AUTOPAR_CHECK=1`.
 
-In:     `Body`.
-Out:    nothing, or an `AssertionError` that names the instruction: this is a bug of ours, never the user's.
-Method: every copy is made before it is read or waited for; a move's step leads where the move says; boundaries of loops and
-        branches have one sharding for each value on both sides.
+In:     `Graph`, `Body`.
+Out:    nothing, or an `AssertionError` that names the node or instruction: a bug of ours, never the user's.
+Method: every copy is made before it is read or awaited; a move's step leads to the sharding that the move states; at
+        boundaries of loops and branches each value has the same sharding on both sides.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autopar.mesh import LogicalMesh, Sharding
 
 
 def check_graph(graph: Graph) -> None:
-    """Assert that decisions can be taken: each has choices, and edges join those that both ends have.
+    """Assert that each node has choices, and that edges have one sharding per choice at either end.
 
     Raises:
-        AssertionError: They cannot; the message names the decision.
+        AssertionError: The graph is malformed; the message names the node or edge.
     """
     for position, node in enumerate(graph.nodes):
         assert node.index == position and node.num_choices, f"{node.name}: out of place, or without a choice"
@@ -46,16 +46,16 @@ def check_graph(graph: Graph) -> None:
 
 
 def check_body(body: Body, mesh: LogicalMesh) -> None:
-    """Assert that a sharded program can be carried out.
+    """Assert that a sharded program can be run.
 
     Raises:
         AssertionError: It cannot; the message names the instruction.
     """
-    there: set[Copy] = set(body.inputs)
-    assert len(there) == len(body.inputs), "an input comes twice"
+    defined: set[Copy] = set(body.inputs)
+    assert len(defined) == len(body.inputs), "an input comes twice"
     for instruction in body.instructions:
         for copy in (*copies_read(instruction), *copies_awaited(instruction)):
-            assert copy in there, f"{instruction}: {copy[0]} in {copy[1]} is not there"
+            assert copy in defined, f"{instruction}: {copy[0]} in {copy[1]} is not defined"
         match instruction:
             case Move() | Fused():
                 for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
@@ -66,10 +66,10 @@ def check_body(body: Body, mesh: LogicalMesh) -> None:
                 assert len(rule.results) == len(strategy.results) == len(eqn.outvars), f"{instruction}: results"
             case Region():
                 _check_boundary(instruction, mesh)
-        there.update(copies_made(instruction))
+        defined.update(copies_made(instruction))
     for atom, sharding in body.outputs:
-        known = isinstance(atom, Literal) or (atom, sharding) in there
-        assert known, f"the result {atom} is not there in {sharding}"
+        known = isinstance(atom, Literal) or (atom, sharding) in defined
+        assert known, f"the result {atom} is not defined in {sharding}"
 
 
 def _check_boundary(region: Region, mesh: LogicalMesh) -> None:
@@ -82,10 +82,10 @@ def _check_boundary(region: Region, mesh: LogicalMesh) -> None:
     inside = {var: sharding for inner in region.bodies for var, sharding in inner.inputs}
     entering = [b for b in parts.bindings if b.outer is not None]
     for b, outside in zip(entering, region.operands, strict=True):
-        lies = [_row(outside, b.lead), *(inside[var] for var in b.variables)]
-        assert len(set(lies)) == 1, f"{at}: {b.role} lies as {', '.join(map(str, lies))}"
+        shardings = [_row(outside, b.lead), *(inside[var] for var in b.variables)]
+        assert len(set(shardings)) == 1, f"{at}: {b.role} is sharded as {', '.join(map(str, shardings))}"
 
 
 def _row(sharding: Sharding, lead: int) -> Sharding:
-    """The sharding of a value in a body, which has so many dims less in front."""
+    """The sharding of a value in a body, without the `lead` leading dims of its stack."""
     return Sharding(sharding.dims[lead:], sharding.partial)

@@ -1,11 +1,11 @@
-"""Joins small collectives into one.
+"""Fuses small collectives.
 
 In:     a sharded program.
-Out:    the same, with small moves of one kind over the same axes made one `Fused` where none waits for another.
-Method: the *height* of a move is the largest number of small moves still to come on a path from it to the results.
-        Moves of equal height never depend on each other, nor do groups of them in a circle, so all of one kind can be
-        one message: all gradients of data parallelism are. Instructions are put in order again, each as early as it was
-        where it can be. Large moves stay alone: there latency is nothing and packing would cost a copy.
+Out:    the same, with independent small moves of one kind over the same axes replaced by one `Fused`.
+Method: the *height* of a move is the largest number of small moves after it on a path to the results. Moves of equal
+        height do not depend on each other, and groups of them form no cycles, so all of one kind can be one message, as
+        all gradients of data parallelism are. Instructions are then sorted topologically, close to their old order. Large
+        moves stay separate: for them latency is negligible, and packing would cost a copy.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
 SMALL_BYTES = 4 << 20
-"""A collective up to this size may be packed with others on any mesh."""
+"""Collectives up to this size may be fused on any mesh."""
 _COPIES = 4
-"""How often a byte passes through memory that is packed and unpacked."""
+"""Memory accesses per byte for packing and unpacking."""
 BUCKET_BYTES = 64 << 20
-"""At most so much is sent as one, and so bounded is what waiting for the others costs in memory."""
+"""Largest fused collective; it bounds the memory held by values that wait for others."""
 
 
 def small_bytes(mesh: LogicalMesh) -> float:
-    """Size up to which a collective may be packed: where latency is a tenth of its time, but a quarter of a bucket.
+    """Bytes up to which a collective may be fused: where latency is a tenth of its time, at most a quarter of a bucket.
 
-    A ring over p devices takes (p - 1) hops of latency + bytes / (p * bandwidth) each. Where devices share a memory,
-    packing and unpacking take what sending takes: both read and write every byte, at the link's rate.
+    A ring over p devices takes (p - 1) hops of latency + bytes / (p * bandwidth) each. Where devices share memory,
+    packing and unpacking cost as much as sending: both read and write every byte, at the link's rate.
     """
     links = [(mesh.size_of(axis), mesh.link_of(axis)) for axis in mesh.axis_names]
     even = max(size * link.latency_seconds * link.bytes_per_second for size, link in links)
@@ -51,9 +51,9 @@ def small_bytes(mesh: LogicalMesh) -> float:
 
 
 def sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
-    """The mesh as a small collective sees it before it is known with which others it is sent: it bears a part of the latency.
+    """The mesh by which a small collective is priced before it is known how many are fused: with a fraction of the latency.
 
-    With which it is, the clock shows, and the part of its seconds that counts follows that (`exposure.py`).
+    The clock then shows how many are fused, and the price follows that (`exposure.py`).
     """
     share = max(TUNING.fused_latency, num_bytes / BUCKET_BYTES)
     links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
@@ -61,7 +61,7 @@ def sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
 
 
 def fuse_collectives(body: Body, mesh: LogicalMesh) -> Body:
-    """Pack small moves that do not wait for each other, in the bodies of loops and branches too."""
+    """Fuse independent small moves, also in the bodies of loops and branches."""
     inside = [
         dataclasses.replace(i, bodies=tuple(fuse_collectives(inner, mesh) for inner in i.bodies))
         if isinstance(i, Region)
@@ -94,7 +94,7 @@ def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Ins
 
 
 def _key(instruction: Instruction, mesh: LogicalMesh, small: float) -> object:
-    """Moves with equal keys may be sent together; None for those that travel alone."""
+    """Moves with equal keys may be fused; None: the instruction is not fused."""
     if not isinstance(instruction, Move) or not isinstance(instruction.step, AllReduce | AllGather | ReduceScatter):
         return None
     if move_bytes(instruction, mesh) > small:
@@ -103,8 +103,7 @@ def _key(instruction: Instruction, mesh: LogicalMesh, small: float) -> object:
 
 
 def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
-    """For each instruction, those that come before it: the makers of what it reads; of what it recomputes, the readers
-    of what was there."""
+    """Per instruction, those that must come before it: makers of its operands, and readers of copies that it redefines."""
     maker: dict[Copy, int] = {}
     readers: dict[Copy, list[int]] = {}
     needs: list[list[int]] = []
@@ -118,7 +117,7 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
         for copy in made:
             if copy in readers:
                 before += readers.pop(copy)
-        # Most read one or two copies that others made, each once.
+        # The common case, fast: one or two operands.
         needs.append(before if len(before) < 2 else list(dict.fromkeys(before)))
         for copy in read:
             if copy in readers:
@@ -131,7 +130,7 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
 
 
 def _heights(needs: Sequence[Sequence[int]], keys: Sequence[object]) -> list[int]:
-    """Small moves still to come after each instruction, along the longest path."""
+    """Largest number of small moves after each instruction on a path."""
     heights = [0] * len(needs)
     for position in reversed(range(len(needs))):
         above = heights[position] + (keys[position] is not None)
@@ -143,13 +142,13 @@ def _heights(needs: Sequence[Sequence[int]], keys: Sequence[object]) -> list[int
 def _in_order(
     instructions: Sequence[Instruction], needs: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]
 ) -> tuple[Instruction, ...]:
-    """The instructions with each group as one, sorted so that everything is made before it is read."""
+    """The instructions with each group fused, in topological order."""
     leader = list(range(len(instructions)))
     members = {group[0]: group for group in groups}
     for group in groups:
         for position in group:
             leader[position] = group[0]
-    missing = [0] * len(instructions)  # before each may begin; counted as often as it is named in `readers`
+    missing = [0] * len(instructions)  # unfinished predecessors, with their multiplicity in `readers`
     readers: list[list[int]] = [[] for _ in instructions]
     for position, earlier in zip(leader, needs, strict=True):
         missing[position] += len(earlier)

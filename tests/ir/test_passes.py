@@ -107,7 +107,7 @@ def test_a_wrong_conversion_is_found(monkeypatch):
     step = autopar.parallelize(
         train_step, cluster=autopar.Cluster.of("4 h100"), method=autopar.ShardParallel(mesh_shape=(4,))
     )
-    with pytest.raises(AssertionError, match="behind the pass `fuse`: .* is not there"):
+    with pytest.raises(AssertionError, match="behind the pass `fuse`: .* is not defined"):
         step.plan(*ARGS)
 
 
