@@ -24,6 +24,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ from rich.table import Table
 import autopar
 from autopar._jax import all_equations, with_cudnn_of
 from autopar.errors import AutoparError
-from autopar.partition.task import abstract_mesh, device_program, jitted, structs
+from autopar.mesh import ArrayType
+from autopar.partition.task import abstract_mesh, device_program, jitted
 from autopar.verify.targets import find_target
 
 METHODS: dict[str, Callable[[], Any]] = {
@@ -192,7 +194,8 @@ def _part(plan: Any, platform: str) -> float | None:
         for task in stage.tasks:
             overwritten = pipeline.streams.overwritten[task.task.name]
             made = device_program(task, stage.mesh, places, overwritten, platform=platform)
-            here |= _sizes(jitted(made, places).trace(*structs(made.inputs, places)).jaxpr.jaxpr)
+            function, operands = jitted(made, partial(ArrayType.on, places=places))
+            here |= _sizes(function.trace(*operands).jaxpr.jaxpr)
     largest = {place[0]: place for place in sorted(whole, key=whole.__getitem__)}  # of each kind the last one stays
     return max((here[place] / whole[place] for place in largest.values() if place in here), default=None)
 

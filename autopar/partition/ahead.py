@@ -83,13 +83,13 @@ class Ahead:
         return given
 
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
-        """Copies that the loop at this position waits for, and the bytes on one device that each of them frees."""
-        return self.done_before(position, 0, TUNING.late_bytes)
+        """Copies that a loop at this position waits for, and the bytes on one device that each of them frees."""
+        return self.done_before(position, 0, TUNING.late_bytes) if self._is_loop(position) else []
 
     def of_numbers(self, position: int) -> list[Copy]:
-        """Large copies that the loop at this position reads and that depend on constants alone, such as a mask."""
+        """Large copies that a loop at this position reads and that depend on constants alone, such as a mask."""
         made: set[Copy] = set()
-        for instruction in self.body.instructions[:position]:
+        for instruction in self.body.instructions[:position] if self._is_loop(position) else ():
             if isinstance(instruction, Compute) and made.issuperset(copies_read(instruction)):
                 made.update(copies_made(instruction))
         read = dict.fromkeys(copies_read(self.body.instructions[position]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, assert_never
 
 import jax
@@ -81,30 +82,23 @@ def reduce_at_once(arrays: Sequence[jax.Array], kind: str, axes: tuple[str, ...]
     return [_REDUCTIONS[kind](array, axes) for array in arrays]
 
 
-def _all_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if array.dtype == bool:
-        return lax.pmin(array.astype(jnp.int8), axes).astype(bool)
-    return _extreme(array, lambda x: lax.pmin(x, axes), nan_is_last=False)
-
-
-def _any_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if array.dtype == bool:
-        return lax.pmax(array.astype(jnp.int8), axes).astype(bool)
-    return _extreme(array, lambda x: lax.pmax(x, axes), nan_is_last=True)
-
-
-def _extreme(array: jax.Array, reduce: Callable[[jax.Array], jax.Array], nan_is_last: bool) -> jax.Array:
+def _extreme(array: jax.Array, axes: tuple[str, ...], *, largest: bool) -> jax.Array:
     """The maximum or minimum over devices; NaN if any is NaN, which backends may lose (XLA:CPU and NCCL do).
 
     Floats are sent as integers of their width and order: their bits, with all but the sign flipped for negative numbers.
     NaN becomes the last or the first integer, which maps back to NaN.
     """
+    reduce: Callable[..., jax.Array] = (
+        partial(lax.pmax, axis_name=axes) if largest else partial(lax.pmin, axis_name=axes)
+    )
+    if array.dtype == bool:
+        return reduce(array.astype(jnp.int8)).astype(bool)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return _in_32_bits(array, reduce)
     width = jnp.dtype(f"int{8 * array.dtype.itemsize}")
     limits = jnp.iinfo(width)
     ordered = _flipped(lax.bitcast_convert_type(array, width))
-    ordered = jnp.where(jnp.isnan(array), jnp.asarray(limits.max if nan_is_last else limits.min, width), ordered)
+    ordered = jnp.where(jnp.isnan(array), jnp.asarray(limits.max if largest else limits.min, width), ordered)
     return lax.bitcast_convert_type(_flipped(_in_32_bits(ordered, reduce)), array.dtype)
 
 
@@ -124,12 +118,15 @@ def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The value of the one device that has it, where the others have zeros."""
     if array.dtype == bool:
         return lax.psum(array.astype(jnp.int8), axes).astype(bool)
-    return without_loss(
-        [array], [AllReduce(axes)], {}, lambda parts: [_in_32_bits(parts[0], lambda part: lax.psum(part, axes))]
-    )[0]
+    add = partial(lax.psum, axis_name=axes)
+    return without_loss([array], [AllReduce(axes)], {}, lambda parts: [_in_32_bits(parts[0], add)])[0]
 
 
-_REDUCTIONS = {"max": _any_of, "min": _all_of, "sum": _sum_of}
+_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "max": partial(_extreme, largest=True),
+    "min": partial(_extreme, largest=False),
+    "sum": _sum_of,
+}
 
 
 def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Any], axis_sizes: Mapping[str, int]) -> list[jax.Array]:

@@ -2,7 +2,8 @@
 
 In:     a `Body` (`intra_op/sharded.py`), local arrays.
 Out:    local results; the traced program has exactly the collectives that the body lists.
-Method: an interpreter over copies `(var, sharding) -> local array`; loops and branches recurse.
+Method: an interpreter over copies `(var, sharding) -> local array`; loops and branches recurse. An equation has
+        local operands in its strategy's shardings, and its results after the strategy's reductions.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Literal, Var, on_host
+from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, on_host
 from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region, copies_made
+from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import kind_of, region_of
+from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead, is_seed, waits_at
-from autopar.partition.collectives import apply_fused, apply_step, is_along_rows, with_rows_major
-from autopar.partition.equation import run_equation
+from autopar.partition.collectives import apply_fused, apply_step, is_along_rows, reduce_at_once, with_rows_major
 from autopar.partition.late import find_waits
 from autopar.partition.order import after, communicates, needs_order
 from autopar.partition.overlap import GPU_PLATFORMS
@@ -65,7 +67,7 @@ def run_body(
         if position in ahead.of_large:
             waiting, awaited = ahead.of_large[position]
             copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
-        first = _done_before(ahead, position, copies)
+        first = [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
         constants = _delayed_constants(ahead, position, copies)
         undelayed = {copy: copies[copy] for copy in constants}
         copies.update(constants)
@@ -157,24 +159,16 @@ def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> lis
     return [after(array, earlier) if array.size <= limit else array for array in operands]
 
 
-def _done_before(ahead: Ahead, position: int, copies: Copies) -> list[tuple[jax.Array, int]]:
-    """The arrays that a loop waits for, with the bytes that each frees (`ahead.py`); [] if it is no loop."""
-    instruction = ahead.body.instructions[position]
-    if not isinstance(instruction, Region) or kind_of(instruction.eqn) not in ("scan", "while"):
-        return []
-    return [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
-
-
 def _delayed_constants(ahead: Ahead, position: int, copies: Copies) -> Copies:
     """A loop's large operands that depend on constants alone (`ahead.py`), made to wait for its largest carry."""
-    region = ahead.body.instructions[position]
-    if not isinstance(region, Region) or kind_of(region.eqn) not in ("scan", "while"):
+    region, constants = ahead.body.instructions[position], ahead.of_numbers(position)
+    if not isinstance(region, Region) or not constants:
         return {}
     entering = [b for b in region_of(region.eqn).bindings if b.outer is not None]
     given = list(zip(entering, zip(region.eqn.invars, region.operands, strict=True), strict=True))
     carried = [copies[c] for b, c in given if b.role == "carry" and not isinstance(c[0], Literal)]
     first = max(carried, key=_num_bytes, default=None)
-    return {copy: after(copies[copy], first) for copy in ahead.of_numbers(position)}
+    return {copy: after(copies[copy], first) for copy in constants}
 
 
 def _delayed_carries(ahead: Ahead, position: int, copies: Copies) -> Copies:
@@ -261,3 +255,47 @@ def _run_region(
             return lax.switch(of_role["test"][0], runs, *consts)
         case "barrier":
             return lax.optimization_barrier(tuple(operands))
+
+
+def run_equation(
+    eqn: JaxprEqn,
+    rule: ShardingRule,
+    strategy: Strategy,
+    axis_sizes: Mapping[str, int],
+    operands: Sequence[jax.Array],
+    platform: str = "",
+) -> list[jax.Array]:
+    """Run `eqn` under `strategy` on this device; call it inside `shard_map`."""
+    shard = Shard(strategy.axes_of, axis_sizes, rule.sizes, platform=platform)
+    if strategy.travels and rule.travel is not None:
+        # Each product sends its own rows, as planned: the added dependence keeps XLA from merging equal sends.
+        first, second, *others = operands
+        sent = [
+            after(*pair) if k in rule.travel.travelling else pair[0]
+            for k, pair in enumerate(((first, second), (second, first)))
+        ]
+        operands = [*sent, *others]
+    if rule.once:
+        results = _run_once(eqn, rule, shard, axis_sizes, operands)
+    elif rule.local is not None:
+        results = list(rule.local(eqn, shard, *operands))
+    else:
+        results = bind_eqn(eqn, *operands)
+    for kind, axes in strategy.reductions:
+        results = reduce_at_once(results, kind, axes)
+    return results
+
+
+def _run_once(
+    eqn: JaxprEqn, rule: ShardingRule, shard: Shard, axis_sizes: Mapping[str, int], operands: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Run a call into the host on the first device only; the others return zeros, so that the sum is right."""
+
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        return bind_eqn(eqn, *arrays) if rule.local is None else list(rule.local(eqn, shard, *arrays))
+
+    def nothing(*_: jax.Array) -> list[jax.Array]:
+        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+
+    first = lax.axis_index(tuple(axis_sizes)) == 0
+    return lax.cond(first, call, nothing, *operands)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autopar.inter_op.stage_plan import TaskPlan
 from autopar.intra_op.sharded import Body, calls_host
@@ -145,21 +145,27 @@ def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
     return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
 
 
-def structs(kinds: Sequence[ArrayType], places: Places) -> list[jax.ShapeDtypeStruct]:
-    """Abstract arrays over these devices, for lowering."""
-    return [kind.struct(places) for kind in kinds]
+def jitted(
+    program: DeviceProgram[Function],
+    on: Callable[[ArrayType], NamedSharding],
+    *,
+    donates: bool = True,
+    keep_unused: bool = False,
+) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """The program under `jax.jit`, with the shardings of its operands and results; and abstract operands, for lowering.
 
-
-def jitted(program: DeviceProgram[Function], places: Places, **how: Any) -> Any:
-    """The program under `jax.jit`, with the shardings of its operands and results."""
+    `on`: the sharding of arrays of a type, over the devices.
+    """
 
     def step(*arrays: jax.Array) -> list[jax.Array]:
         return program.code(*arrays)
 
     step.__name__ = step.__qualname__ = program.title
-    return jax.jit(
+    function = jax.jit(
         step,
-        in_shardings=tuple(kind.on(places) for kind in program.inputs),
-        out_shardings=[kind.on(places) for kind in program.outputs],
-        **how,
+        in_shardings=tuple(map(on, program.inputs)),
+        out_shardings=[on(kind) for kind in program.outputs],
+        donate_argnums=tuple(k for k, donated in enumerate(program.donated) if donated and donates),
+        keep_unused=keep_unused,
     )
+    return function, [jax.ShapeDtypeStruct(kind.array.shape, kind.dtype, sharding=on(kind)) for kind in program.inputs]

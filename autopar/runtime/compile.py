@@ -20,7 +20,7 @@ from autopar.errors import DeviceCountError
 from autopar.mesh import LogicalMesh
 from autopar.partition.host_calls import Watch
 from autopar.partition.overlap import compile_lowered
-from autopar.partition.task import DeviceProgram, Function, device_program, jitted, structs
+from autopar.partition.task import DeviceProgram, Function, device_program, jitted
 from autopar.streams.assemble import StepPlan
 
 
@@ -95,10 +95,9 @@ class _Compiler:
 
     def compile(self, made: DeviceProgram[Function], places: jax.sharding.Mesh) -> jax.stages.Compiled:
         devices = tuple(places.devices.flat)
-        donated = tuple(k for k, d in enumerate(made.donated) if d)
         # Programs of equal text take equal arguments only if those that are not used stay.
-        function = jitted(made, places, donate_argnums=donated, keep_unused=self._has_equals)
-        lowered = function.lower(*structs(made.inputs, places))
+        function, operands = jitted(made, lambda kind: kind.on(places), keep_unused=self._has_equals)
+        lowered = function.lower(*operands)
         # Callbacks are bound to the program that was compiled.
         may_be_equal = self._has_equals and not made.calls_host
         text = lowered.as_text().replace(made.title, "task") if may_be_equal else ""

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
 from autopar.mesh import ArrayType
-from autopar.partition.host_calls import Watch
-from autopar.partition.shipped import Shipment
-from autopar.partition.task import DeviceProgram, abstract_mesh, device_program, jitted, structs
+from autopar.partition.host_calls import Shipment, Watch
+from autopar.partition.task import DeviceProgram, abstract_mesh, device_program, jitted
 from autopar.runtime.ray.functions import packed_calls
 from autopar.runtime.ray.seats import Layout
 from autopar.streams.assemble import StepPlan
-from autopar.streams.instructions import MeshId, Recv, Run, Send
-from autopar.streams.streams import Streams
+from autopar.streams.instructions import MeshId, Recv, Run, Send, Streams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +66,7 @@ def make_job(planned: StepPlan, platform: str) -> Job:
             shipment = shipments[at][name] = Shipment(platform)
             over = streams.overwritten[name]
             made = device_program(task, stage.mesh, places, over, watches[at], platform, shipment.bind)
-            code = exported(jitted(made, places), structs(made.inputs, places), platform)
+            code = exported(*jitted(made, partial(ArrayType.on, places=places), donates=False), platform)
             rest = made.inputs, made.outputs, made.donated, made.calls_host, made.options
             programs[at].append(DeviceProgram(name, code, *rest))
     return Job(

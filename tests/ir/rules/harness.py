@@ -33,7 +33,7 @@ from autopar.ir.rules.replicated import list_of
 from autopar.ir.trace.flatten import flatten
 from autopar.mesh import Sharding
 from autopar.partition.collectives import apply_step
-from autopar.partition.equation import run_equation
+from autopar.partition.program import run_equation
 
 MESH_SHAPES = ((8,), (2, 4), (2, 2, 2))
 FEW = settings(max_examples=8, deadline=None, derandomize=True)

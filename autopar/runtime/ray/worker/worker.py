@@ -23,7 +23,9 @@ import numpy as np
 
 from autopar.errors import WorkerError
 from autopar.mesh import ArrayType, Box
-from autopar.partition.task import DeviceProgram
+from autopar.partition.host_calls import with_callbacks
+from autopar.partition.overlap import compile_lowered
+from autopar.partition.task import DeviceProgram, jitted
 from autopar.runtime.acts import Act, Live, act, end_of
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.seats import Seat
@@ -33,7 +35,6 @@ from autopar.runtime.ray.transport.transport import WaitError
 from autopar.runtime.ray.worker.disk import Disk, read_tiles, unseen
 from autopar.runtime.ray.worker.member import Member
 from autopar.runtime.ray.worker.places import on_devices
-from autopar.runtime.ray.worker.programs import compiled
 from autopar.runtime.ray.worker.reading import Readings
 from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 
@@ -89,7 +90,7 @@ class Worker(Member):
         programs = {}
         for program in share.programs:
             self._stand(0)
-            programs[program.name] = compiled(program, self.places, calls.of.get(program.name))
+            programs[program.name] = self._compiled(program, calls.of.get(program.name))
         self._given[number] = share, programs, calls
 
     def load(self, number: int) -> None:
@@ -106,6 +107,16 @@ class Worker(Member):
             [own_boxes(share.types[at], self.seat) for at, _ in share.entries],
             calls,
         )
+
+    def _compiled(
+        self, program: DeviceProgram[bytes], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> jax.stages.Compiled:
+        """A program for the devices of its mesh, with the host's functions that it calls."""
+        call = jax.export.deserialize(bytearray(program.code)).call
+        code = with_callbacks(call, callbacks) if callbacks else call
+        made = DeviceProgram(program.name, code, program.inputs, program.outputs, program.donated)
+        function, operands = jitted(made, self.places.sharding)
+        return compile_lowered(function.lower(*operands), dict(program.options), jax.default_backend())
 
     # Steps.
 
@@ -258,7 +269,7 @@ class Worker(Member):
     def create(self, code: bytes, keys: Sequence[Key], kinds: Sequence[ArrayType]) -> None:
         """Run a program without operands and hold its results."""
         program = DeviceProgram("create", code, (), tuple(kinds), ())
-        self.arrays.update(zip(keys, compiled(program, self.places)(), strict=True))
+        self.arrays.update(zip(keys, self._compiled(program)(), strict=True))
 
     def fetch(self, key: Key, kind: ArrayType, devices: Sequence[int]) -> list[np.ndarray]:
         """Parts of an array, packed."""
