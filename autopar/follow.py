@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 
+from autopar._jax import Aval
 from autopar.compiled import CompiledStep
 from autopar.errors import AutoparError, StructureChangedError
 from autopar.frameworks import Shell
 from autopar.ir.program import Program
-from autopar.ir.trace.state import arguments_of, find_batch, subtrees
+from autopar.ir.trace.state import alike, arguments_of, find_batch, subtrees
 from autopar.ir.trace.trace import name_of
 from autopar.mesh import Cluster
 from autopar.search.methods import Follow, FollowMesh, Method, ShardParallel
@@ -133,7 +134,7 @@ class Following:
         found: dict[int, int] = {}
         others = []
         for number, (tree, first, last) in enumerate(arguments_of(program)):
-            start = held.get((tree, _types(program.in_avals[first:last])))
+            start = held.get(alike(tree, program.in_avals[first:last]))
             if start is not None and last > first and start not in compiled.plan.attached.roles.batch:
                 found.update(zip(range(first, last), range(start, start + last - first), strict=True))
             elif last > first:
@@ -168,19 +169,10 @@ class Following:
 def _returned(program: Program, held: dict[Any, int]) -> dict[int, int]:
     """Results that are a part of the other step's arguments, such as a cache that it goes on with: result -> leaf there."""
     found: dict[int, int] = {}
-    level = [(program.out_tree, 0)]
-    while level:
-        following = []
-        for node, start in level:
-            avals = program.out_avals[start : start + node.num_leaves]
-            at = held.get((node, _types(avals)))
-            if at is not None and any(aval.shape for aval in avals):
-                found.update(zip(range(start, start + node.num_leaves), range(at, at + node.num_leaves), strict=True))
-                continue
-            for child in node.children():
-                following.append((child, start))
-                start += child.num_leaves
-        level = following
+    for kind, first, last in subtrees(program.out_tree, program.out_avals):
+        at = held.get(kind)
+        if at is not None and first not in found and any(aval.shape for aval in program.out_avals[first:last]):
+            found.update(zip(range(first, last), range(at, at + last - first), strict=True))
     return found
 
 
@@ -188,13 +180,13 @@ def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> A
     """Numbers of the parameters that hold samples; of arguments, `others` are not the followed step's state."""
     followed = compiled.program
     samples = {
-        (tree, _sample_types(followed.in_avals[first:last]))
+        alike(tree, followed.in_avals[first:last], _sample_type)
         for tree, first, last in arguments_of(followed)
         if not set(range(first, last)).isdisjoint(compiled.plan.attached.roles.batch)
     }
     ranges = arguments_of(program)
     chosen: Sequence[int] = [
-        n for n in others for tree, a, b in [ranges[n]] if (tree, _sample_types(program.in_avals[a:b])) in samples
+        n for n in others for tree, a, b in [ranges[n]] if alike(tree, program.in_avals[a:b], _sample_type) in samples
     ]
     if not chosen:
         chosen = others if len(others) == 1 else find_batch(program, set(range(len(ranges))).difference(others))
@@ -202,17 +194,15 @@ def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> A
     return "auto" if None in numbers else numbers
 
 
-def _sample_types(avals: Any) -> tuple[Any, ...]:
-    return tuple((shape[1:], dtype) for shape, dtype in _types(avals))
-
-
-def _types(avals: Any) -> tuple[Any, ...]:
-    return tuple((tuple(a.shape), a.dtype) for a in avals)
+def _sample_type(aval: Aval) -> tuple[object, ...]:
+    return tuple(aval.shape[1:]), aval.dtype
 
 
 def _subtrees(program: Program) -> dict[Any, int]:
     """Every subtree of a step's arguments: (structure, types) -> its first leaf; of equal ones the outermost, then first."""
     found: dict[Any, int] = {}
-    for node, start, stop in subtrees(program.in_tree)[3:]:  # the whole, and its halves, are no arguments
-        found.setdefault((node, _types(program.in_avals[start:stop])), start)
+    for kind, start, _ in subtrees(program.in_tree, program.in_avals)[
+        3:
+    ]:  # the whole, and its halves, are no arguments
+        found.setdefault(kind, start)
     return found

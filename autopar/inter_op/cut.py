@@ -22,7 +22,6 @@ from autopar.inter_op.rematerialized_residuals import rematerialize_residuals
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import descendants
-from autopar.ir.equal_rules import EqualRules
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within, is_region
@@ -35,6 +34,7 @@ from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
 from autopar.ir.split.rounds.stage_phases import split_at_joins, whole_batch
 from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.trace.state import Roles
+from autopar.ir.work import EqualRules
 from autopar.tuning import TUNING
 
 

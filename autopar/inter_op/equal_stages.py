@@ -16,7 +16,7 @@ from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage, stage_graph
 from autopar.inter_op.stage_tasks import Slot, Task, read_as_given
 from autopar.intra_op.read_off import Sharded, read_off
-from autopar.ir.canonical import canonical_key
+from autopar.ir.signature import canonical_key
 from autopar.mesh import Device
 
 

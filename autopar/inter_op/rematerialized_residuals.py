@@ -15,7 +15,7 @@ from dataclasses import replace
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import Kept, choose_residuals
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, makers, read_by, variables
+from autopar.ir.dataflow import makers, read_by, readers_of, variables
 from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.work import device_bytes
@@ -32,19 +32,13 @@ def rematerialize_residuals(jaxpr: Jaxpr) -> Jaxpr:
 
 def _pairs(jaxpr: Jaxpr) -> Iterator[tuple[int, int, list[Var]]]:
     """Pairs of scans, by position, and the stacks of the first that only the second reads, row by row."""
-    readers_of: dict[Var, set[int]] = {}
-    for k, eqn in enumerate(jaxpr.eqns):
-        for var in inputs_of(eqn):
-            readers_of.setdefault(var, set()).add(k)
-    results = set(variables(jaxpr.outvars))
-    scans = {k: region_of(eqn) for k, eqn in enumerate(jaxpr.eqns) if kind_of(eqn) == "scan"}
+    readers, results = readers_of(jaxpr.eqns), set(variables(jaxpr.outvars))
+    place = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
+    scans = {k: region_of(eqn) for eqn, k in place.items() if kind_of(eqn) == "scan"}
     for at, scan in scans.items():
         found: dict[int, list[Var]] = {}
-        for stack in (b.result for b in scan.ys):
-            readers = readers_of.get(stack, set())
-            if stack in results or len(readers) != 1:
-                continue
-            (reader,) = readers
+        for stack in (b.result for b in scan.ys if b.result not in results and len(readers.get(b.result, ())) == 1):
+            reader = place[readers[stack][0]]
             if reader in scans and scans[reader].trips == scan.trips:
                 if not any(b.outer is stack for b in scans[reader].of_role("const", "carry")):
                     found.setdefault(reader, []).append(stack)

@@ -1,11 +1,14 @@
-"""Tells whether two equations are the same operation, and by value numbering whether two values are equal.
+"""Tells whether two equations are the same operation, two values equal, or two programs equal but for their variables' names.
 
-In:     an equation; equations, in program order.
+In:     an equation; equations, in program order; a flat program.
 Out:    `equation_signature(eqn)`: equal for equations with the same rule, so that what follows from it is computed once.
-        `ValueNumbers`: a name for each value; equal values share one.
+        `ValueNumbers`: a name for each value; equal values share one. `canonical_key(jaxpr)`: hashable, equal for programs
+        with the same dataflow graph.
 Method: a signature is the primitive, its parameters, and the types of operands and results. Two values are equal if equal
         operations compute them from equal values. A barrier's results equal its operands; the results of loops, branches
-        and effects equal nothing else.
+        and effects equal nothing else. In a program's key variables are numbered in order of appearance, in bodies of loops
+        and branches too. Source lines do not count; whether an equation is of the backward pass does, since plans treat it
+        differently.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from autopar._jax import Atom, DropVar, JaxprEqn, Literal, Params, Var
-from autopar.ir.region import is_region, kind_of
+from autopar._jax import Atom, DropVar, Jaxpr, JaxprEqn, Literal, Params, Var
+from autopar.ir.gradient import is_backward
+from autopar.ir.region import is_region, kind_of, region_of
 
 
 def equation_signature(eqn: JaxprEqn) -> object:
@@ -86,3 +90,30 @@ class ValueNumbers:
         if not any(isinstance(operand, Var) for operand in operands):  # depends on literals alone
             self.name.update((var, (key, k)) for k, var in enumerate(eqn.outvars))
         return None
+
+
+def canonical_key(jaxpr: Jaxpr) -> Hashable:
+    """A key that is equal for equal programs."""
+    return _key(jaxpr, {})
+
+
+def _key(jaxpr: Jaxpr, number: dict[Var, int]) -> Hashable:
+    def name(atom: Atom) -> Hashable:
+        if isinstance(atom, Literal):
+            return "literal", str(atom.val), str(atom.aval)
+        return number.setdefault(atom, len(number))
+
+    inputs = tuple((name(var), tuple(var.aval.shape), str(var.aval.dtype)) for var in jaxpr.invars)
+    eqns = tuple(
+        (_what(eqn, number), tuple(map(name, eqn.invars)), tuple(map(name, eqn.outvars)), is_backward(eqn))
+        for eqn in jaxpr.eqns
+    )
+    return inputs, eqns, tuple(map(name, jaxpr.outvars))
+
+
+def _what(eqn: JaxprEqn, number: dict[Var, int]) -> Hashable:
+    if not is_region(eqn):
+        return equation_signature(eqn)
+    region, reverse = region_of(eqn), eqn.params.get("reverse", False)
+    roles = tuple(b.role for b in region.bindings)
+    return region.kind, region.trips, reverse, roles, tuple(_key(body, number) for body in region.bodies)

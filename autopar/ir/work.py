@@ -1,8 +1,9 @@
-"""Counts the work of equations and the bytes of values, for balancing and for deciding what is cheap.
+"""Caches sharding rules; counts the work of equations and the bytes of values, for balancing and deciding what is cheap.
 
 In:     equations of a flat program.
-Out:    the larger of operations and elements of results, over all trips of loops; bytes of values.
-Method: FLOPs of the sharding rules.
+Out:    `EqualRules`; the larger of operations and elements of results, over all trips of loops; bytes of values.
+Method: work is the FLOPs of the sharding rules, which are keyed by signature (`signature.py`): a step has thousands of
+        equations, of a few hundred kinds.
 """
 
 from __future__ import annotations
@@ -12,24 +13,36 @@ from collections.abc import Sequence
 
 from autopar._jax import Atom, JaxprEqn, on_host
 from autopar.ir.region import bodies_of, is_region, trip_count
-from autopar.ir.rules import rule_for
+from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
 
 
-class Work:
-    """The work of equations, computed once for equal ones."""
+class EqualRules:
+    """Sharding rules, computed once for equal equations, for as long as one pass takes."""
 
     def __init__(self) -> None:
-        self._known: dict[object, float] = {}
+        self._known: dict[object, ShardingRule] = {}
+
+    def of(self, eqn: JaxprEqn) -> ShardingRule:
+        """As `rule_for`."""
+        signature = equation_signature(eqn)
+        rule = self._known.get(signature)
+        if rule is None:
+            rule = self._known[signature] = rule_for(eqn)
+        return rule
+
+
+class Work:
+    """The work of equations, whose rules are computed once for equal ones."""
+
+    def __init__(self) -> None:
+        self._rules = EqualRules()
 
     def of(self, eqn: JaxprEqn) -> float:
         """The larger of an equation's operations and the elements of its results."""
         if is_region(eqn):
             return trip_count(eqn) * sum(sum(self.of_equations(body.eqns)) for body in bodies_of(eqn))
-        signature = equation_signature(eqn)
-        if signature not in self._known:
-            self._known[signature] = max(rule_for(eqn).flops, float(sum(map(num_elements_of, eqn.outvars))))
-        return self._known[signature]
+        return max(self._rules.of(eqn).flops, float(sum(map(num_elements_of, eqn.outvars))))
 
     def of_equations(self, eqns: Sequence[JaxprEqn]) -> list[float]:
         """The work of each equation."""

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, listed
 from autopar.intra_op.graph import Node
 from autopar.intra_op.sharded import Compute, Region, describe, local_bytes
 from autopar.intra_op.strategies import Strategy
-from autopar.ir.canonical import canonical_key
+from autopar.ir.signature import canonical_key
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text, type_text

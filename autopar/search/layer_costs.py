@@ -31,7 +31,7 @@ from autopar.inter_op.stage_plan import StagePlan, lower_stage, peak_bytes_here
 from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.inter_op.weigh import LayerKernels
-from autopar.ir.canonical import canonical_key
+from autopar.ir.signature import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.search.pins import RestrictStage, restrict_stages
 from autopar.search.progress import Report, part_of

@@ -18,11 +18,11 @@ from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.problem import planning_seconds
 from autopar.intra_op.strategies import split_fraction
 from autopar.ir.check import check_program
-from autopar.ir.equal_rules import EqualRules
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within
 from autopar.ir.rewrite.longer import is_product
 from autopar.ir.rewrite.padding import pad_dims
+from autopar.ir.work import EqualRules
 from autopar.search.methods import Auto
 from autopar.search.request import Request
 from autopar.streams.assemble import StepPlan

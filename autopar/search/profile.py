@@ -23,9 +23,8 @@ from autopar.plan.profile import Crossing, CrossingKind, Memory, Profile, Work
 from autopar.plan.words import type_text
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import kind_of, simulate_streams
-from autopar.streams.instructions import Recv, Send
+from autopar.streams.instructions import Recv, Send, Streams
 from autopar.streams.simulate import Watch
-from autopar.streams.streams import Streams
 from autopar.streams.timeline import EventKind
 
 MAX_POINTS = 400

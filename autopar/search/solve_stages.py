@@ -2,7 +2,7 @@
 
 In:     stage programs, logical meshes.
 Out:    `StagePlan`s.
-Method: equal programs have equal keys (`ir/canonical.py`) and share their choices.
+Method: equal programs have equal keys (`ir/signature.py`) and share their choices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.tying import tie_nodes
-from autopar.ir.canonical import canonical_key
+from autopar.ir.signature import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
 from autopar.plan.decision import Cost

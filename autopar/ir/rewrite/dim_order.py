@@ -22,10 +22,9 @@ from jax import lax
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, primitives, replace_eqn, resized
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import readers_of
-from autopar.ir.equal_rules import EqualRules
 from autopar.ir.region import in_bodies
 from autopar.ir.rules.registry import family_of
-from autopar.ir.work import num_elements_of
+from autopar.ir.work import EqualRules, num_elements_of
 
 Order = tuple[int, ...]
 """The dims of an array, major to minor, in its layout."""

@@ -209,12 +209,10 @@ def _place(
 ) -> tuple[int, ...] | None:
     """The first unused subtree of the result with an argument's structure and types, as output leaves."""
     result_begins = num_updated(program.out_tree)
-    wanted, structure = [type_of(a) for a in program.in_avals[slice(*leaves)]], _trees(program)[number]
-    for tree, first, last in subtrees(program.out_tree):
-        span = range(first, last)
-        if tree == structure and first >= result_begins and not any(k in used for k in span):
-            if [type_of(a) for a in program.out_avals[first:last]] == wanted:
-                return tuple(span)
+    wanted = alike(_trees(program)[number], program.in_avals[slice(*leaves)], type_of)
+    for kind, first, last in subtrees(program.out_tree, program.out_avals, type_of):
+        if kind == wanted and first >= result_begins and not any(k in used for k in range(first, last)):
+            return tuple(range(first, last))
     return None
 
 
@@ -271,11 +269,18 @@ def _cast_type(aval: Aval) -> tuple[object, ...]:
     return tuple(aval.shape), jnp.floating if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
 
 
-def subtrees(tree: PyTreeDef) -> list[tuple[PyTreeDef, int, int]]:
-    """Every subtree of a tree with its range of leaves, outermost first, then in order."""
-    found, level = [], [(tree, 0, tree.num_leaves)]
+def alike(tree: PyTreeDef, avals: Sequence[Aval], type_of: Callable[[Aval], object] = _type) -> tuple[object, ...]:
+    """Equal for trees of the same structure whose leaves are of the same types."""
+    return tree, *map(type_of, avals)
+
+
+def subtrees(
+    tree: PyTreeDef, avals: Sequence[Aval], type_of: Callable[[Aval], object] = _type
+) -> list[tuple[tuple[object, ...], int, int]]:
+    """For every subtree of a tree what it is `alike` to, and its range of leaves: outermost first, then in order."""
+    found, level = list[tuple[tuple[object, ...], int, int]](), [(tree, 0, tree.num_leaves)]
     while level:
-        found += level
+        found += [(alike(tree, avals[first:last], type_of), first, last) for tree, first, last in level]
         following = []
         for tree, start, _ in level:
             for child in tree.children():

@@ -61,14 +61,10 @@ def _comes_back(program: Program, span: tuple[int, int]) -> bool:
     wanted = _shapes(program.in_avals[slice(*span)])
     if not wanted - _shapes(program.out_avals):
         return True
-    returned = {(tree, _types(program.out_avals[a:b])) for tree, a, b in subtrees(program.out_tree) if b - a > 1}
-    inside = [(tree, a, b) for tree, a, b in subtrees(program.in_tree) if b - a > 1 and span[0] <= a and b <= span[1]]
-    return any((tree, _types(program.in_avals[a:b])) in returned for tree, a, b in inside)
+    returned = {kind for kind, a, b in subtrees(program.out_tree, program.out_avals) if b - a > 1}
+    given = subtrees(program.in_tree, program.in_avals)
+    return any(kind in returned for kind, a, b in given if b - a > 1 and span[0] <= a and b <= span[1])
 
 
 def _shapes(avals: Sequence[Aval]) -> Counter[tuple[int, ...]]:
     return Counter(tuple(a.shape) for a in avals if _is_floating(a))
-
-
-def _types(avals: Sequence[Aval]) -> tuple[object, ...]:
-    return tuple((tuple(a.shape), a.dtype) for a in avals)
