@@ -1,7 +1,8 @@
 """Seconds of collectives: latency and bandwidth per mesh axis.
 
 In:     bytes on one device, the size of the group, the link.
-Out:    seconds of one collective over one axis; `collective_seconds` for several axes at once.
+Out:    seconds of one collective over one axis; `collective_seconds` for several axes at once; `transfer_seconds` between two
+        meshes.
 Method: ring algorithms, and a tree where a small all-reduce is faster so, or the switch where it adds up. Short messages
         may take a protocol of less latency and a lower rate, as NCCL has them. Over several axes a collective goes axis by
         axis, so that the slow links carry what is left after the fast ones; the best order counts. Each cost is affine
@@ -201,3 +202,18 @@ def _sum_of(parts: list) -> _Line:
     """Affine costs of shares of the bytes, added up."""
     fixed = sum(cost(0.0) for cost, _ in parts)
     return fixed, sum((cost(share) - cost(0.0)) for cost, share in parts)
+
+
+def transfer_seconds(num_bytes: float, num_senders: int, num_receivers: int, link: Link) -> float:
+    """Time of a transfer between two meshes in which every byte crosses once and both sides share the work.
+
+    Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023, sec. 3.
+
+    Args:
+        num_bytes: Size of the whole tensor.
+        num_senders: Devices that hold parts of it.
+        num_receivers: Devices that want parts of it.
+        link: Between a sender and a receiver.
+    """
+    lanes = min(num_senders, num_receivers)
+    return link.latency_seconds + num_bytes / lanes / link.bytes_per_second if num_bytes else 0.0

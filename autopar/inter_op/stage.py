@@ -28,8 +28,18 @@ PER_MICROBATCH: tuple[SlotKind, ...] = ("loop", "number")
 SENT: tuple[SlotKind, ...] = ("loop", "value")
 """May be sent between stages."""
 TaskKind = Literal["step", "init", "F", "M", "B", "W", "U"]
-"""The whole step; or: before the loop, forward, a round between two passes of all microbatches, backward, weight
-gradients, a round of the update."""
+StepKind = Literal["F", "B", "W"]
+"""Run for each microbatch: forward; backward, or the half of it that other stages wait for; weight gradients."""
+TASKS: dict[TaskKind, str] = {
+    "step": "step",
+    "init": "what precedes the microbatches",
+    "F": "forward",
+    "M": "between two passes of all microbatches",
+    "B": "backward",
+    "W": "backward, the weights' half",
+    "U": "update",
+}
+"""Kinds of tasks, in words. `"M"` and `"U"` may have several rounds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import Atom, JaxprEqn, Literal, Var, make_jaxpr
-from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
+from autopar.inter_op.stage import Slot, StageProgram, StepKind, Task, TaskKind
 from autopar.inter_op.tasks import Made, Round, Tasks
 from autopar.inter_op.update import AFTER_LOOP
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
@@ -100,7 +100,7 @@ class _Builder:
             {v: Slot("loop", c, v) for v, c in each.behind.passed.items()},
         )
         waiting: dict[str, Iterable[Var]] = {"F": each.behind.kept.values, "B": for_weights, "W": ()}
-        kinds: tuple[TaskKind, ...] = ("F", "B", "W")
+        kinds: tuple[StepKind, ...] = ("F", "B", "W")
         for kind in kinds:
             eqns = each.by_kind[kind]
             own = [j for j in self.joined if self.made_at(j.contribution)[:2] == (kind, number)]

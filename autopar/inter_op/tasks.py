@@ -22,6 +22,7 @@ from autopar.inter_op.chain import Chain
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.scan_halves import scan_halves
+from autopar.inter_op.stage import StepKind
 from autopar.inter_op.update import Update, place_update
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables, with_makers
 from autopar.ir.split.microbatches.microbatch import Microbatches
@@ -31,9 +32,9 @@ BackwardSplit = Literal["nowhere", "outside loops", "everywhere"]
 
 
 class Made(NamedTuple):
-    """The task that makes a value of the loop: its kind (`"F"`, `"B"`, `"W"`), the round and the stage."""
+    """The task that makes a value of the loop: its kind, the round and the stage."""
 
-    kind: str
+    kind: StepKind
     round: int
     stage: int
 
@@ -53,7 +54,7 @@ class Round:
     behind: Backward
 
     @property
-    def by_kind(self) -> dict[str, tuple[JaxprEqn, ...]]:
+    def by_kind(self) -> dict[StepKind, tuple[JaxprEqn, ...]]:
         """The equations of tasks F, B and W; B and W include recomputed forward equations."""
         return {"F": self.forward, "B": self.behind.eqns, "W": self.behind.weight}
 
@@ -159,7 +160,7 @@ def make_tasks(
     own, light = _by_stage(chain, borders)
     _place_light_results(cut, own, light)
     made_at = {
-        var: Made("FB"[number % 2], number // 2, stage)
+        var: Made("B" if number % 2 else "F", number // 2, stage)
         for (number, stage), eqns in own.items()
         for eqn in eqns
         for var in eqn.outvars

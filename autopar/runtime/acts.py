@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import jax
 
 from autopar.partition.host_calls import Watch
-from autopar.runtime.failure import CallbacksRaised
-from autopar.runtime.nans import check_results
+from autopar.runtime.failure import CallbacksRaised, check_results
 from autopar.streams.instructions import BufferId, Free, Instruction, Recv, Run, Send
 
 Live: TypeAlias = dict[BufferId, Any]

@@ -5,6 +5,10 @@ Out:    `StepError` with stage, microbatch, task and the user's line, the except
 Method: XLA raises at once (no memory left, a NaN under `jax_debug_nans`) or, of a program that runs asynchronously, at
         whoever waits for a result. Results are therefore waited for in the order in which programs were started: the
         first that raises is the one that failed, later ones have only read it. Nothing is done while nothing fails.
+        A task that failed under `jax_debug_nans` is run again, one equation at a time, as JAX does for a jitted function:
+        each operation looks at its own results. The task's program is over whole values, so they are put together on the
+        default device: sums over a mesh are added up, pieces are cut out; sums over microbatches, whose memory was taken
+        over, begin with zeros. One that calls the host is not run again: its effects would happen twice.
 """
 
 from __future__ import annotations
@@ -14,26 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from autopar._jax import JaxprEqn, nan_error
+from autopar._jax import JaxprEqn, Literal, bind_eqn, nan_error
 from autopar.errors import DonatedError, StepError, listed
-from autopar.inter_op.stage import Task, TaskKind
-from autopar.inter_op.stage_plan import TaskPlan
-from autopar.intra_op.sharded import describe
+from autopar.inter_op.stage import TASKS, Task, TaskKind
+from autopar.inter_op.stage_plan import Placed, TaskPlan
+from autopar.intra_op.sharded import calls_host, describe
 from autopar.ir.source import UNKNOWN, source_line
 from autopar.partition.host_calls import Raised
 from autopar.streams.instructions import Instruction, Run
-
-TASKS: dict[TaskKind, str] = {
-    "step": "step",
-    "init": "what precedes the microbatches",
-    "F": "forward",
-    "M": "between two passes of all microbatches",
-    "B": "backward",
-    "W": "backward, the weights' half",
-    "U": "update",
-}
-"""Kinds of tasks, in words."""
 
 
 class CallbacksRaised(Exception):
@@ -158,3 +153,43 @@ def donated_error(step: str, paths: Sequence[str]) -> DonatedError:
         do="pass what the last call returned; or keep the arguments, with donate_argnums=().",
         paths=tuple(paths),
     )
+
+
+def check_results(results: Sequence[jax.Array]) -> None:
+    """Do what JAX does for a jitted function under `jax_debug_nans` and `jax_debug_infs`, and not for a compiled one.
+
+    Raises:
+        FloatingPointError: A result holds such a number.
+    """
+    for flag, what, is_such in (("jax_debug_nans", "nan", np.isnan), ("jax_debug_infs", "inf", np.isinf)):
+        if getattr(jax.config, flag):
+            for array in results:
+                if jnp.issubdtype(array.dtype, jnp.inexact) and is_such(np.asarray(array).astype(np.complex128)).any():
+                    raise FloatingPointError(f"invalid value ({what}) encountered")
+
+
+def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | None:
+    """The first operation of a task that makes a NaN, or an infinite number under `jax_debug_infs`, of such operands."""
+    if calls_host(plan.body) or plan.task.kind in ("M", "U"):
+        return None
+    jaxpr = plan.task.jaxpr
+    values = [_whole(value, array, microbatch) for value, array in zip(plan.inputs, arrays, strict=False)]
+    value_of = dict(zip(jaxpr.invars, values, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else value_of[a] for a in eqn.invars]
+        try:
+            results = bind_eqn(eqn, *operands)
+        except Exception as error:  # another one: too large for one device, so it cannot be told
+            return describe(eqn) if isinstance(cause_of(error), FloatingPointError) else None
+        value_of.update(zip(eqn.outvars, results, strict=True))
+    return None
+
+
+def _whole(value: Placed, array: Any, microbatch: int) -> jax.Array:
+    """The value of an operand."""
+    if array.is_deleted():
+        return jnp.zeros(value.type.shape, value.type.dtype)
+    whole = np.asarray(array)
+    if value.type.sharding.partial:
+        whole = whole.reshape(value.type.num_partial, *value.type.shape).sum(0, dtype=whole.dtype)
+    return jnp.asarray(whole[microbatch] if value.kind == "piece" else whole)

@@ -19,9 +19,8 @@ from autopar.errors import StepError
 from autopar.intra_op.sharded import Compute, Region
 from autopar.partition.host_calls import Watch
 from autopar.runtime.compile import Compiled
-from autopar.runtime.failure import CallbacksRaised, Place, cause_of, is_gone, lines_of, step_error
+from autopar.runtime.failure import CallbacksRaised, Place, cause_of, check_results, is_gone, lines_of, step_error
 from autopar.runtime.memory import let_go
-from autopar.runtime.nans import check_results
 from autopar.runtime.placing import Placing
 from autopar.runtime.stacks import Stack
 from autopar.streams.assemble import StepPlan

@@ -29,6 +29,7 @@ from autopar.runtime.failure import (
     CallbacksRaised,
     Place,
     cause_of,
+    find_nan,
     first_failed,
     first_raised,
     is_gone,
@@ -36,7 +37,6 @@ from autopar.runtime.failure import (
     step_error,
 )
 from autopar.runtime.memory import let_go
-from autopar.runtime.nans import find_nan
 from autopar.runtime.placing import Placing
 from autopar.runtime.stacks import Stack, births, plainly_typed
 from autopar.runtime.transfer import make_transfer

@@ -32,10 +32,9 @@ from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, simulate_streams
 from autopar.streams.emit import Emission, emit_instructions, emit_step
-from autopar.streams.instructions import Run
+from autopar.streams.instructions import Buffer, Run, Streams
 from autopar.streams.schedules import Schedule, Step, in_rounds, num_chunks
 from autopar.streams.simulate import Interval, Simulation
-from autopar.streams.streams import Buffer, Streams
 
 ONE_PROGRAM = "none"
 """The schedule's name for a step that is one program."""

@@ -10,9 +10,8 @@ Method: every message is sent once, and received once by its addressee, with the
 from __future__ import annotations
 
 from autopar.inter_op.stage import IN_PLACE, PER_MICROBATCH
-from autopar.streams.instructions import BufferId, Free, MeshId, Recv, Run, Send, reads, writes
+from autopar.streams.instructions import BufferId, Free, MeshId, Recv, Run, Send, Streams, reads, writes
 from autopar.streams.order import StreamError, merged
-from autopar.streams.streams import Streams
 
 
 def check_streams(streams: Streams, num_microbatches: int) -> dict[MeshId, int]:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from autopar.cost.transfer import transfer_seconds
+from autopar.cost.collectives import transfer_seconds
 from autopar.errors import PipelineError
-from autopar.inter_op.stage import TaskKind
+from autopar.inter_op.stage import TASKS, StepKind, TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
 from autopar.intra_op.liveness import host_peak_bytes
 from autopar.mesh import Cluster
-from autopar.streams.instructions import Instruction, Run, Send
+from autopar.streams.instructions import Instruction, Run, Send, Streams
 from autopar.streams.schedules import Schedule, Step, num_chunks
 from autopar.streams.schedules.schedule import clocks
 from autopar.streams.simulate import Simulation, simulate
-from autopar.streams.streams import Streams
 from autopar.streams.timeline import Event, EventKind, Timeline
 
 
@@ -39,7 +38,7 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
         if eqns
         for k in range(count)
     }
-    done: set[tuple[str, int, int, int]] = set()
+    done: set[tuple[StepKind, int, int, int]] = set()
     wrong = ""
     for mesh, steps in enumerate(order):
         for step in steps:
@@ -52,7 +51,7 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
     missing = sorted(wanted - done)
     if missing:
         kind, _, k, stage = missing[0]
-        wrong = wrong or f"stage {stage} never does {kind}{k}, microbatch {k} {_MEANING[kind]}."
+        wrong = wrong or f"stage {stage} never does {kind}{k}, microbatch {k} {TASKS[kind]}."
     if num_meshes * num_chunks(schedule) != num_stages:
         wrong = f"its order is for {num_meshes} meshes, there are {num_stages // num_chunks(schedule)}."
     if not wrong:
@@ -68,9 +67,6 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
             do='use "1f1b" (a step without gradients: "inference"), or mend order(num_stages, num_microbatches).',
             num_stages=num_stages,
         )
-
-
-_MEANING = {"F": "forward", "B": "backward", "W": "backward, the weights' half"}
 
 
 def simulate_streams(

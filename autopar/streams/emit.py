@@ -1,7 +1,7 @@
 """Emits instruction streams from stages and a schedule.
 
 In:     the stages' tasks on their meshes, the order of their steps.
-Out:    `Streams` (`streams.py`): the instructions of each mesh, and the value in each buffer.
+Out:    `Streams` (`instructions.py`): the instructions of each mesh, and the value in each buffer.
 Method: each mesh runs its tasks in the schedule's order. After a task, all its results that another stage reads are sent in
         one message, which the reader receives before its first task that reads any of them. Then the other passes of `EMIT`.
 """
@@ -21,10 +21,9 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.mesh import Sharding
 from autopar.streams.check import check_streams
 from autopar.streams.free import free
-from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
+from autopar.streams.instructions import Buffer, BufferId, Free, Instruction, MeshId, Recv, Run, Send, Streams
 from autopar.streams.overwrite import overwrite
 from autopar.streams.schedules import Step
-from autopar.streams.streams import Buffer, Streams
 
 
 def emit_instructions(given: Emission) -> Streams:

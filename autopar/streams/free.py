@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from autopar.streams.instructions import BufferId, Free, Instruction, reads, writes
-from autopar.streams.streams import Streams
+from autopar.streams.instructions import BufferId, Free, Instruction, Streams, reads, writes
 
 
 def free(streams: Streams) -> Streams:

@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterator
 from autopar._jax import Var
 from autopar.inter_op.stage import IN_PLACE
 from autopar.inter_op.stage_plan import TaskPlan
-from autopar.streams.instructions import Run, reads, writes
-from autopar.streams.streams import Streams
+from autopar.streams.instructions import Run, Streams, reads, writes
 
 _MADE = ("const", "value", "loop", *IN_PLACE)
 """Kinds of buffers that hold results of programs."""

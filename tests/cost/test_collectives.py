@@ -14,9 +14,9 @@ from autopar.cost.collectives import (
     all_to_all_seconds,
     collective_seconds,
     reduce_scatter_seconds,
+    transfer_seconds,
     tree_all_reduce_seconds,
 )
-from autopar.cost.transfer import transfer_seconds
 from autopar.mesh import Cluster, Link, LogicalMesh
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -20,9 +20,8 @@ import pytest
 import autopar
 from autopar.streams.check import StreamError, check_streams
 from autopar.streams.emit import Emission, emit_instructions
-from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
+from autopar.streams.instructions import Free, Instruction, Recv, Run, Send, Streams
 from autopar.streams.schedules import find_schedule
-from autopar.streams.streams import Streams
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW
 

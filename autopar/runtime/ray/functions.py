@@ -41,7 +41,7 @@ def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Calla
     own = {name: found for name, found in callbacks.items() if found}
     for found in own.values():
         for operation, callback in found:
-            _check_can_be_sent(operation, callback)
+            _sendable(callback, "a callback", operation, "at its first call", "callbacks")
     return _dumped(HostCalls(watch, {n: tuple(call for _, call in found) for n, found in own.items()})) if own else b""
 
 
@@ -51,16 +51,7 @@ def packed(reader: Any, name: str) -> bytes:
     Raises:
         NotBuiltYetError: It cannot be sent.
     """
-    try:
-        return _dumped(reader)
-    except Exception as error:
-        raise NotBuiltYetError(
-            "a function of batches cannot be sent to the workers.",
-            given=f"`{name}(host, hosts)`",
-            wrong=f"it runs there, and it holds what cannot be pickled: {type(error).__name__}: {error}",
-            do="make it of plain functions and data: open files, locks and connections inside it, when it is called.",
-            feature="batches on Ray that cannot be pickled",
-        ) from error
+    return _sendable(reader, "a function of batches", f"`{name}(host, hosts)`", "when it is called", "batches")
 
 
 def unpacked_calls(data: bytes) -> HostCalls:
@@ -83,16 +74,17 @@ def _dumped(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value))
 
 
-def _check_can_be_sent(operation: str, callback: Any) -> None:
+def _sendable(value: Any, what: str, given: str, when: str, feature: str) -> bytes:
+    """What runs on the workers, as bytes; an error says what it is, and when it may make what cannot be sent."""
     try:
-        _dumped(callback)
+        return _dumped(value)
     except Exception as error:
         raise NotBuiltYetError(
-            "a callback cannot be sent to the workers.",
-            given=operation,
+            f"{what} cannot be sent to the workers.",
+            given=given,
             wrong=f"it would run there, and it holds what cannot be pickled: {type(error).__name__}: {error}",
-            do="make it of plain functions and data: open files, locks and connections inside it, at its first call.",
-            feature="callbacks on Ray that cannot be pickled",
+            do=f"make it of plain functions and data: open files, locks and connections inside it, {when}.",
+            feature=f"{feature} on Ray that cannot be pickled",
         ) from error
 
 

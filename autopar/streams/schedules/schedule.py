@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
+from autopar.inter_op.stage import StepKind
 from autopar.inter_op.tasks import BackwardSplit
-
-StepKind = Literal["F", "B", "W"]
-"""Forward; backward, or its half that other stages wait for; the half with the weights' gradients."""
 
 
 @dataclass(frozen=True, slots=True)

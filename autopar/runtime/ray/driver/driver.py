@@ -35,9 +35,8 @@ from autopar.runtime.ray.transport.parcels import holders_of, messages_of, own_b
 from autopar.runtime.stacks import Stack, births, parts_of
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import recorded
-from autopar.streams.instructions import BufferId, MeshId
+from autopar.streams.instructions import BufferId, MeshId, Streams
 from autopar.streams.order import merged
-from autopar.streams.streams import Streams
 from autopar.streams.timeline import Timeline
 
 _Entry = tuple[int, BufferId]

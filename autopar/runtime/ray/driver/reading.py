@@ -124,17 +124,11 @@ class Reading:
     def bring(self, number: int) -> list[list[np.ndarray]]:
         """The portions of a batch that was read, each with its arrays, in this process."""
         del self._keys[number]
-        portions: dict[int, list[np.ndarray]] = {}
-        for own in self._asked("bring", self._answering(number)).values():
-            portions |= own
-        return [portions[portion] for portion in sorted(portions)]
+        return self._answered("bring", number)
 
     def positions(self, number: int) -> list[Any]:
         """Where each portion is when batch `number` is the next; None: it cannot tell."""
-        found: dict[int, Any] = {}
-        for own in self._asked("positions", self._answering(number)).values():
-            found |= own
-        return [found[portion] for portion in sorted(found)]
+        return self._answered("positions", number)
 
     def close(self) -> None:
         """Have the workers read nothing more, and drop what no step will take."""
@@ -147,12 +141,14 @@ class Reading:
         sizes = {mesh: len(layout.wanted[worker]) for worker, mesh in layout.meshes.items()}
         return {mesh: self._workers.number(size) for mesh, size in sizes.items()}
 
-    def _answering(self, number: int) -> dict[int, tuple[Any, ...]]:
-        """Arguments of calls that concern each portion once."""
+    def _answered(self, method: str, number: int) -> list[Any]:
+        """What is said of each portion of a batch, in order, by the worker that answers for it."""
         asked: dict[int, list[int]] = {worker: [] for worker in self.layout.portions}
         for portion, worker in self._of_portion.items():
             asked[worker].append(portion)
-        return {worker: (self._source, number, tuple(portions)) for worker, portions in asked.items()}
+        calls = {worker: (self._source, number, tuple(portions)) for worker, portions in asked.items()}
+        found = {portion: each for own in self._asked(method, calls).values() for portion, each in own.items()}
+        return [found[portion] for portion in sorted(found)]
 
     def _asked(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         return self._workers.end_reading(self._workers.begin("readings", method, arguments), method)

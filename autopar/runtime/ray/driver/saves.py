@@ -1,10 +1,13 @@
-"""Arrays on workers, as a checkpoint takes them: copied where they are, and written from there.
+"""Arrays on workers, as a checkpoint takes them: copied where they are, and written from there; and read by those that
+will hold them.
 
-In:     `RemoteArray`s; a file in the folder that the checkpoint goes to.
-Out:    `Taken` arrays, which stay as they were when taken; `Snapshot`s, which write them.
+In:     `RemoteArray`s; a file in the folder that the checkpoint goes to, or lies in; a step, which of its arguments are what
+        there.
+Out:    `Taken` arrays, which stay as they were when taken; `Snapshot`s, which write them. `RemoteArray`s, where the step
+        wants them.
 Method: every different part of an array is copied and written by one of the workers that hold it, the one that has least
-        to write so far. Who does not see the file cannot write beside it: a part that no other worker has is left to the
-        caller, with its whole array.
+        to write so far. Who does not see the file cannot write beside it, or read: a part that no other worker has is left
+        to the caller, with its whole array. Each worker reads the parts that its devices hold, copies once for all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autopar.mesh import ArrayType, Box
 from autopar.runtime.digest import Digest
-from autopar.runtime.ray.driver.handles import Copy, RemoteArray
+from autopar.runtime.ray.driver.driver import RayStep
+from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
 from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.ray.share import Key
 from autopar.runtime.ray.transport.parcels import moved
@@ -162,3 +167,37 @@ def _holders(copy: Copy, load: Mapping[int, int]) -> dict[Box, list[Tile]] | Non
 
 def _owner(array: RemoteArray) -> Workers:
     return array.parts[0].copies[0].owner
+
+
+def read_arguments(step: RayStep, names: Mapping[int, str], folder: Path, token: Path) -> dict[int, RemoteArray]:
+    """Have arguments of a step, of these names on the disk, read where they live; `token` is a file unlike that of any other.
+
+    Returns:
+        The arrays by position; without those of which a worker does not see the folder.
+
+    Raises:
+        WorkerError: A worker failed.
+    """
+    workers = step.workers
+    if workers.closed:
+        return {}
+    homes = {argument: step.homes(argument) for argument in names}
+    meshes = sorted({mesh for own, _ in homes.values() for mesh, _ in own})
+    unseen = workers.unseen([seat.number for mesh in meshes for seat in workers.seats_on(mesh)], token, False)
+    blind = {mesh for mesh in meshes if any(unseen[seat.number] for seat in workers.seats_on(mesh))}
+    found: dict[int, RemoteArray] = {}
+    wanted: dict[int, list[tuple[Any, ...]]] = {}
+    for argument, (own, dim) in homes.items():
+        if any(mesh in blind for mesh, _ in own):
+            continue
+        parts, first = [], 0
+        for mesh, kind in own:
+            key = workers.number()[0]
+            for seat in workers.seats_on(mesh):
+                wanted.setdefault(seat.number, []).append((key, kind, names[argument], (first, dim)))
+            parts.append(Part((Copy(workers, mesh, kind, key),)))
+            first += kind.shape[dim] if len(own) > 1 else 0
+        found[argument] = RemoteArray(parts, dim)
+    if wanted:
+        workers.read({n: (str(folder), own) for n, own in wanted.items()})
+    return found
