@@ -26,10 +26,10 @@ from autopar.calibrate import calibrate
 from autopar.calibrate.words import profile_text
 from autopar.compare import compare
 from autopar.doctor import examine
-from autopar.doctor.report import print_report
+from autopar.doctor.findings import print_report
 from autopar.errors import AutoparError, PlanFileError, StalePlanError, check_number
 from autopar.mesh import Cluster
-from autopar.plan.contradictions import contradictions
+from autopar.plan.stale import contradictions
 from autopar.plan.words import seconds_text
 from autopar.report.plan import Plan
 from autopar.report.show import show, write_page

@@ -2,9 +2,10 @@
 
 In:     a step, its arguments or their types; clusters, which one need not own; methods; what a device costs, from the user.
 Out:    `Comparison`, as text and as a page.
-Method: `compare.py` plans, `row.py` holds what follows from a plan, `prices.py` reads the user's prices, `page.py` shows.
+Method: `compare.py` plans and reads the user's prices, `comparison.py` holds what follows from the plans, and shows it.
 """
 
-from autopar.compare.compare import Comparison, compare
+from autopar.compare.compare import compare
+from autopar.compare.comparison import Comparison
 
 __all__ = ["Comparison", "compare"]

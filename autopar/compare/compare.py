@@ -3,12 +3,12 @@
 In:     a step, its arguments or their types; clusters, methods, prices.
 Out:    `Comparison`: a row for each cluster and method, the quickest first; what cannot be planned says why.
 Method: each is planned as it would be to run it; the figures are those of the plans (`Cost`). Prices and watts that are
-        given here come before what clusters and devices state.
+        given here, by the user, come before what clusters and devices state: none is built in.
 """
 
 from __future__ import annotations
 
-import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -16,64 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import parallelize
-from autopar.compare.page import comparison_html, comparison_text
-from autopar.compare.prices import Price, read_prices
-from autopar.compare.row import Row
-from autopar.errors import AutoparError, ClusterError, check_choice
+from autopar.compare.comparison import Comparison, Row
+from autopar.errors import AutoparError, ClusterError
 from autopar.mesh import Cluster
-from autopar.report.html import whole_file
-from autopar.report.show import write_page
+from autopar.mesh.find_device import known_device
 from autopar.search.figures import sum_stated
 from autopar.search.method_names import method_of
 from autopar.search.methods import Method, method_text
 from autopar.step import ParallelStep
-
-SORTS = ("step", "rate", "price", "energy")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Rows, the best first; those without a plan are the last.
-
-    Attributes:
-        name: The step's.
-        rows: One for each cluster and method.
-        currency: Of the prices.
-    """
-
-    name: str
-    rows: tuple[Row, ...]
-    currency: str = ""
-
-    def sorted_by(self, key: str) -> Comparison:
-        """By `"step"` time, `"rate"`, `"price"` or `"energy"`; what has no such figure is behind."""
-        check_choice("compare", "sort", key, SORTS)
-
-        def place(row: Row) -> tuple[bool, float]:
-            value = {
-                "step": row.step_seconds,
-                "rate": -row.rate,
-                "price": row.price_per_million,
-                "energy": row.kwh_per_million,
-            }
-            found = value[key]
-            return row.plan is None or found is None, math.inf if found is None else found
-
-        return Comparison(self.name, tuple(sorted(self.rows, key=place)), self.currency)
-
-    def __str__(self) -> str:
-        return comparison_text(self._title, self.rows, self.currency)
-
-    def _repr_html_(self) -> str:
-        return comparison_html(self._title, self.rows, self.currency)
-
-    def save_html(self, path: str | PathLike) -> Path:
-        """Write the page as a file that needs nothing else."""
-        return write_page(Path(path), whole_file(self._title, self._repr_html_()))
-
-    @property
-    def _title(self) -> str:
-        return f"{self.name}, one step"
 
 
 def compare(
@@ -136,3 +86,48 @@ def _row(
         for rated in (g.device.watts if price.watts is None else price.watts,)
     ]
     return Row(name, method, plan, "", sum_stated(per_hour), sum_stated(watts))
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of one device: money per hour, and power; None: not stated."""
+
+    per_hour: float | None = None
+    watts: float | None = None
+
+
+def read_prices(given: Mapping[str, Any] | str | PathLike | None) -> tuple[dict[str, Price], str]:
+    """Prices as `compare` takes them, by the catalog's name of a device or the user's own; and the currency.
+
+    Raises:
+        AutoparError: It is no such table.
+    """
+    if given is None:
+        return {}, ""
+    if not isinstance(given, Mapping):
+        try:
+            given = tomllib.loads(Path(given).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise _no_prices(str(given), f"{getattr(error, 'strerror', None) or error}") from error
+    found = {}
+    for name, figures in given.items():
+        if name == "currency":
+            continue
+        if not isinstance(figures, Mapping) or not set(figures) <= {"per_hour", "watts"}:
+            raise _no_prices(f"{name} = {figures!r}", "a device has `per_hour` and `watts`, or one of them.")
+        for what, value in figures.items():
+            if not isinstance(value, int | float) or not value >= 0:
+                raise _no_prices(f"{name}.{what} = {value!r}", "it is no number, 0 or more.")
+        model = known_device(name)
+        key = name if model is None else model.device.name  # a name that the catalog lacks is of a device of the user's
+        found[key] = Price(figures.get("per_hour"), figures.get("watts"))
+    return found, str(given.get("currency", ""))
+
+
+def _no_prices(given: str, wrong: str) -> AutoparError:
+    return AutoparError(
+        "the prices cannot be read.",
+        given=given,
+        wrong=wrong,
+        do='write one table for each device: currency = "EUR", then [h100] with per_hour = 2.5 and watts = 700, of one.',
+    )

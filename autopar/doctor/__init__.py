@@ -3,7 +3,7 @@
 In:     nothing; the machine as it is.
 Out:    one `Finding` per part, as a table or as JSON.
 Method: `probe.py` tries each part in a process of its own, `child.py` ends it when it hangs, `findings.py` says what the
-        answers mean, `report.py` prints them.
+        answers mean, and prints it.
 """
 
 from autopar.doctor.findings import examine

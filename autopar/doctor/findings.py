@@ -1,23 +1,29 @@
 """What the probes' answers mean: a finding per part, and what to do about each that is missing.
 
 In:     `Answer`s.
-Out:    `Finding`s, in the order in which they are read.
+Out:    `Finding`s, in the order in which they are read; as a table or as JSON.
 Method: all probes run side by side. Necessary are devices that compute, reduce and transfer, and the default solver; the
         rest is for those who want it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from autopar.doctor.child import Answer, ask, ask_probe
 from autopar.errors import check_number
@@ -70,6 +76,26 @@ def examine(silence_seconds: float = 60.0, ray_address: str | None = None) -> li
             *ray.result(),
             *_cupy(answers.get("cupy"), answers["devices"], cuda.result()),
         ]
+
+
+_MARKS = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "failed": "[bold red]failed[/]"}
+
+
+def print_report(findings: Sequence[Finding], as_json: bool) -> int:
+    """Print findings; 0 if everything necessary works, else 1."""
+    broken = [f.part for f in findings if f.status == "failed" and f.necessary]
+    if as_json:
+        print(json.dumps({"ok": not broken, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+        return 1 if broken else 0
+    table = Table(show_edge=False, pad_edge=False)
+    for heading in ("part", "", "found", "do"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.part, _MARKS[finding.status], escape(finding.found), escape(finding.fix))
+    console = Console(force_jupyter=False)
+    console.print(table)
+    console.print(f"\nautopar cannot work here: {', '.join(broken)}" if broken else "\neverything necessary works")
+    return 1 if broken else 0
 
 
 def _is_wanted(name: str) -> bool:

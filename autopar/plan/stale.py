@@ -1,8 +1,8 @@
-"""Whether a plan still fits the step and the machine it is to run on, and if not, what changed.
+"""Whether a plan agrees with itself, and still fits the step and the machine it is to run on; if not, what is wrong.
 
-In:     the program as it is now, the cluster; a plan read from a file.
+In:     the program as it is now, the cluster; a plan read from a file, which somebody may have edited.
 Out:    fingerprints of what a plan depends on, equal in every process; nothing, or `StalePlanError`, whose `changed` has one
-        line per difference.
+        line per difference. Of what a plan says of its parts, a line for each sum that is not what it says of the whole.
 Method: fingerprints decide; the arguments' types and the machine in words, kept in the plan, tell what it was.
 """
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Iterator
 
 import jax
 
+from autopar.cost import collective_seconds
 from autopar.errors import StalePlanError, listed
 from autopar.ir.printer import print_jaxpr
 from autopar.ir.program import Program
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
-from autopar.plan.words import differences, machine_text, type_text
+from autopar.plan.words import ARGUMENT_ROLES, differences, local_bytes, machine_text, type_text
 
 MAX_LINES = 8
 
@@ -104,3 +106,32 @@ def _digest(text: str) -> str:
 def fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
     """What a plan was made for, and with which JAX."""
     return {"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster), "jax": jax.__version__}
+
+
+def contradictions(plan: Decision) -> list[str]:
+    """Sums in a plan that do not add up."""
+    return list(_of_program(plan) if plan.is_one_program else _of_pipeline(plan))
+
+
+def _of_pipeline(plan: Decision) -> Iterator[str]:
+    cost, parts = plan.cost, plan.cost.compute_seconds + plan.cost.bubble_seconds
+    yield from _unequal("events take", plan.events.seconds, cost.step_seconds)
+    if parts > cost.step_seconds * (1 + 1e-6):
+        yield f"its parts take {parts:.6g} s; it says {cost.step_seconds:.6g} s."
+
+
+def _of_program(plan: Decision) -> Iterator[str]:
+    cost, own = plan.cost, [v for v in plan.values if v.role in ARGUMENT_ROLES and not v.on_host]
+    arguments = sum(local_bytes(v.shape, v.dtype, v.sharding, plan.mesh) for v in own)
+    communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c in cost.collectives)
+    if arguments != cost.argument_bytes:
+        yield f"its arguments take {arguments} bytes on a device; it says {cost.argument_bytes}."
+    yield from _unequal("collectives take", communication, cost.communication_seconds)
+    yield from _unequal("parts add up to", cost.compute_seconds + sum(cost.exposed_seconds), cost.step_seconds)
+    if max(cost.peak_bytes) > plan.budget_bytes:
+        yield f"its peak of {max(cost.peak_bytes)} bytes is over its budget of {plan.budget_bytes:.0f}."
+
+
+def _unequal(what: str, found: float, told: float) -> Iterator[str]:
+    if not math.isclose(found, told, rel_tol=1e-6, abs_tol=1e-12):
+        yield f"its {what} {found:.6g} s; it says {told:.6g} s."

@@ -1,7 +1,7 @@
 """What the compiler says of a plan, beside what the plan says.
 
-In:     (types only; `verify.py` makes them.)
-Out:    `Checked`, of one program; `Findings`, of all.
+In:     (`verify.py` makes them.)
+Out:    `Checked`, of one program; `Verification`, of all: text, and HTML that needs nothing else.
 Method: bytes of each kind of collective must be equal, executions counted: XLA joins small collectives, so their number is
         its own. So must be what goes between the memories of devices and hosts. Memory must fit the budget.
 """
@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
+from os import PathLike
+from pathlib import Path
 
 from autopar.cost.steps import COLLECTIVE_KINDS
-from autopar.plan.words import bytes_text
+from autopar.markup import tag
+from autopar.plan.words import bytes_text, seconds_text
+from autopar.report.html import table_html, whole_file, wrapped
+from autopar.report.page import Table
+from autopar.report.show import write_page
+from autopar.report.text import wide_text
 from autopar.verify.host_copies import DIRECTIONS
 from autopar.verify.schedule import Emitted
-
-MOVES = (*COLLECTIVE_KINDS, *DIRECTIONS)
-"""What moves bytes between memories: collectives, and copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Checked:
         runs: In one step.
         predicted_bytes: Of memory on one device at its peak.
         compiled_bytes: The same, by XLA.
-        planned: Bytes of collectives in one run, by kind (`MOVES`), and of copies to and from the host's memory.
+        planned: Bytes of collectives in one run, by kind, and of copies to and from the host's memory.
         emitted: The same, by XLA.
         collectives: Of the compiled program.
         compute_seconds: Of its kernels in one run; XLA has not tuned them.
@@ -50,9 +55,15 @@ class Checked:
     exposed_seconds: float
     kernels: dict[str, int]
 
+    @property
+    def moves(self) -> Iterator[tuple[str, int, int]]:
+        """Kinds of moves in a fixed order, and the bytes of each: planned, and executed."""
+        for kind in (*COLLECTIVE_KINDS, *DIRECTIONS):
+            yield kind, self.planned.get(kind, 0), self.emitted.get(kind, 0)
+
 
 @dataclass(frozen=True, repr=False)
-class Findings:
+class Verification:
     """A plan and what XLA makes of it.
 
     Attributes:
@@ -83,8 +94,7 @@ class Findings:
 
     def _problems(self) -> Iterator[str]:
         for program in self.programs:
-            for kind in MOVES:
-                planned, emitted = program.planned.get(kind, 0), program.emitted.get(kind, 0)
+            for kind, planned, emitted in program.moves:
                 if planned != emitted:
                     yield f"{program.name}: {kind} of {emitted:,} B are executed, and {planned:,} B planned."
         for mesh, peak in enumerate(self.compiled_bytes):
@@ -109,3 +119,75 @@ class Findings:
         """Part of the collectives' seconds in which kernels wait for them."""
         total = self.communication_seconds
         return min(1.0, sum(p.runs * p.exposed_seconds for p in self.programs) / total) if total else 0.0
+
+    # Shown.
+
+    def __str__(self) -> str:
+        return "\n".join([self._title, *(f"  {fact}" for fact in self._facts()), "", wide_text(self._tables(), 200)])
+
+    def __repr__(self) -> str:
+        return f"Verification({self.plan} for {self.target}: {'agrees' if self.ok else self.problems[0]})"
+
+    def _repr_html_(self) -> str:
+        tables = "\n".join(table_html(table, is_open=True) for table in self._tables())
+        facts = tag("ul", *(tag("li", escape(fact)) for fact in self._facts()))
+        return wrapped("\n".join([tag("h1", escape(self._title)), facts, tables]))
+
+    def save_html(self, path: str | PathLike) -> Path:
+        """Write the page as a file that needs nothing else."""
+        return write_page(Path(path), whole_file(f"{self.plan}, compiled for {self.target}", self._repr_html_()))
+
+    @property
+    def _title(self) -> str:
+        verdict = "the compiler agrees" if self.ok else "NOT verified"
+        return f"`{self.plan}` compiled for {self.target}: {verdict}"
+
+    def _facts(self) -> list[str]:
+        facts = list(self.problems)
+        for mesh, (predicted, compiled) in enumerate(zip(self.predicted_bytes, self.compiled_bytes, strict=True)):
+            where = f"mesh {mesh}, " if len(self.compiled_bytes) > 1 else ""
+            facts.append(
+                f"{where}memory of one device: {bytes_text(compiled)} by XLA, {bytes_text(predicted)} predicted "
+                f"({compiled / max(predicted, 1):.3f} of it)"
+            )
+        if self.communication_seconds:
+            facts.append(
+                f"collectives: {self.async_share:.0%} of their seconds asynchronous, {self.exposed_share:.0%} exposed"
+            )
+        return facts
+
+    def _tables(self) -> list[Table]:
+        programs = [
+            (
+                program.name,
+                str(program.runs),
+                bytes_text(program.predicted_bytes),
+                bytes_text(program.compiled_bytes),
+                f"{program.compiled_bytes / max(program.predicted_bytes, 1):.3f}",
+                seconds_text(program.compute_seconds),
+                seconds_text(program.exposed_seconds),
+                ", ".join(f"{name} x {times}" for name, times in program.kernels.items()),
+            )
+            for program in self.programs
+        ]
+        columns = ("program", "runs", "predicted", "XLA's peak", "ratio", "kernels", "waiting", "kernels not of XLA")
+        collectives = []
+        for program in self.programs:
+            for kind, planned, emitted in program.moves:
+                of_kind = [c for c in program.collectives if c.kind == kind]
+                if planned or emitted:
+                    total = sum(c.times * c.seconds for c in of_kind) or 1.0
+                    going = sum(c.times * c.seconds for c in of_kind if c.is_async) / total
+                    hidden = sum(c.times * min(c.seconds, c.hidden_seconds) for c in of_kind) / total
+                    shown = (bytes_text(planned), bytes_text(emitted), "equal" if planned == emitted else "DIFFERENT")
+                    shares = (f"{going:.0%}", f"{hidden:.0%}") if kind in COLLECTIVE_KINDS else ("", "")
+                    collectives.append((program.name, kind, *shown, *shares))
+        return [
+            Table("Programs, one run of each on one device", columns, tuple(programs), tuple(range(1, 7))),
+            Table(
+                "Bytes that move in one run, loops counted",
+                ("program", "move", "planned", "executed", "", "asynchronous", "kernels meanwhile"),
+                tuple(collectives),
+                (2, 3, 5, 6),
+            ),
+        ]

@@ -17,7 +17,8 @@ from autopar.plan.words import bytes_text
 from autopar.report.plan import Plan
 from autopar.search.methods import Method, method_text
 from autopar.tuning import TUNING
-from autopar.verify.verify import Verification, verify_plan
+from autopar.verify.findings import Verification
+from autopar.verify.verify import verify_plan
 
 
 def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:

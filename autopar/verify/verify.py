@@ -8,44 +8,90 @@ Method: memory is what XLA's programs take; of a pipeline the walk of its stream
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
+from typing import Any
 
 import jax
 
 from autopar.errors import AutoparError
+from autopar.inter_op.stage_plan import TaskPlan
+from autopar.intra_op.sharded import Collective
+from autopar.mesh import LogicalMesh
 from autopar.mesh.find_device import find_device
 from autopar.plan.decision import Decision
-from autopar.report.html import whole_file
-from autopar.report.show import write_page
+from autopar.runtime.compile import compile_step
 from autopar.streams.clock import simulate_streams
-from autopar.verify.compile import Program, compile_programs
-from autopar.verify.findings import Checked, Findings
+from autopar.streams.instructions import Run
+from autopar.verify.findings import Checked, Verification
 from autopar.verify.hlo import read_module
-from autopar.verify.host_copies import executed_copies
-from autopar.verify.page import verification_html, verification_text
+from autopar.verify.host_copies import executed_copies, planned_copies
 from autopar.verify.schedule import follow_program, program_kernels
 from autopar.verify.targets import Target, find_target
 
 
-@dataclass(frozen=True, repr=False)
-class Verification(Findings):
-    """A plan and what XLA makes of it: its attributes are those of `Findings`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A program that was compiled.
 
-    def __str__(self) -> str:
-        return verification_text(self)
+    Attributes:
+        name: As in the plan's streams.
+        stage: On whose mesh.
+        mesh: The mesh.
+        runs: In one step.
+        compiled: XLA's.
+        predicted_bytes: At its peak on one device, operands included.
+        collectives: Of one run, as planned.
+        host_copies: Bytes of one run that go to the host's memory and come from there, as planned.
+    """
 
-    def __repr__(self) -> str:
-        return f"Verification({self.plan} for {self.target}: {'agrees' if self.ok else self.problems[0]})"
+    name: str
+    stage: int
+    mesh: LogicalMesh
+    runs: int
+    compiled: Any
+    predicted_bytes: int
+    collectives: tuple[Collective, ...]
+    host_copies: Mapping[str, int]
 
-    def _repr_html_(self) -> str:
-        return verification_html(self)
+    @property
+    def working_bytes(self) -> int:
+        """Bytes on one device that XLA takes besides operands, and what is written over them."""
+        found = self.compiled.memory_analysis()
+        return found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
 
-    def save_html(self, path: str | PathLike) -> Path:
-        """Write the page as a file that needs nothing else."""
-        return write_page(Path(path), whole_file(f"{self.plan}, compiled for {self.target}", self._repr_html_()))
+    @property
+    def peak_bytes(self) -> int:
+        """What XLA takes on one device."""
+        return self.compiled.memory_analysis().argument_size_in_bytes + self.working_bytes
+
+
+def compile_programs(plan: Decision, target: Target) -> list[Program]:
+    """Compile every program of a plan."""
+    planned = plan.attached.pipeline
+    made = compile_step(planned, target.devices, target.options)
+    runs = Counter(i.program for stream in plan.streams.values() for i in stream if isinstance(i, Run))
+    told, found = iter(plan.cost.collectives), []  # those of each program, in the order of stages and their tasks
+    for number, stage in enumerate(planned.stages):
+        for task in stage.tasks:
+            name = task.task.name
+            peak = _peak_bytes(task, made.functions[name].donated)
+            own = itertools.islice(told, len(task.collectives))
+            once = tuple(dataclasses.replace(c, times=c.times // runs[name]) for c in own)
+            copied = planned_copies(task.body, stage.mesh)
+            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, once, copied))
+    return found
+
+
+def _peak_bytes(task: TaskPlan, donated: Sequence[bool]) -> int:
+    """Predicted bytes of one run by itself, as the simulator walks it: results take the memory of what is overwritten."""
+    operands = [b.num_bytes for b in (*task.inputs, *task.written_rows)]
+    gone = sum(size for size, is_gone in zip(operands, donated, strict=False) if is_gone)
+    return sum(operands) + max(task.working_bytes, sum(b.num_bytes for b in task.outputs) - gone)
 
 
 def verify_plan(plan: Decision, target: str | None = None) -> Verification:

@@ -86,7 +86,7 @@ def test_text_is_returned_and_not_displayed(session, call, word):
 def test_the_doctor_prints(session):
     written, shown = session.run("""
 from autopar.doctor.findings import Finding
-from autopar.doctor.report import print_report
+from autopar.doctor.findings import print_report
 _ = print_report([Finding("JAX", "ok", "jax 0.10")], as_json=False)
 """)
     assert "jax 0.10" in written and not shown

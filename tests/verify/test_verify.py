@@ -11,7 +11,7 @@ from autopar import Cluster, DataParallel, PipelineParallel, ShardParallel
 from autopar.errors import AutoparError
 from autopar.streams.instructions import Run
 from autopar.verify import verify
-from autopar.verify.compile import compile_programs
+from autopar.verify.verify import compile_programs
 from tests.planned_mlp import arguments, train_step
 
 METHODS = [DataParallel(zero=3), ShardParallel(mesh_shape=(2, 4)), PipelineParallel(num_stages=2, num_microbatches=2)]

@@ -1,0 +1,203 @@
+"""Clusters and methods beside each other: what follows from the plan of each, as a table, and a page with a bar for each.
+
+In:     plans, what the devices cost.
+Out:    `Row`s: rates, what is left of the memory, price and energy; `Comparison`: text, and HTML that needs nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from os import PathLike
+from pathlib import Path
+
+from autopar.errors import check_choice
+from autopar.markup import WIDTH, box, legend, picture, room_for, tag, text
+from autopar.plan.words import bytes_text, seconds_text, share_text
+from autopar.report.html import section, table_html, whole_file, wrapped
+from autopar.report.page import Table
+from autopar.report.pictures.timetable import RIGHT, TOP, clock_axis
+from autopar.report.plan import Plan
+from autopar.report.show import write_page
+from autopar.report.text import wide_text
+
+SORTS = ("step", "rate", "price", "energy")
+ROW, BAR = 30, 20
+PARTS = (("F", "kernels"), ("all-gather", "exposed communication"), ("wait", "bubbles"))
+"""What a step consists of, and the colour's class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cluster and method.
+
+    Attributes:
+        cluster: In words.
+        method: In words.
+        plan: None: there is none.
+        problem: Why there is none, one line.
+        price_per_hour: Of all devices; None: not stated.
+        watts: Of all devices; None: not stated.
+    """
+
+    cluster: str
+    method: str
+    plan: Plan | None
+    problem: str = ""
+    price_per_hour: float | None = None
+    watts: float | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one step; inf: there is no plan."""
+        return math.inf if self.plan is None else self.plan.cost.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the devices' peak that the step's own multiplications take, 0 to 1."""
+        return 0.0 if self.plan is None else self.plan.cost.mfu
+
+    @property
+    def amount(self) -> int:
+        """What one step learns from: so many of `unit`."""
+        return 0 if self.plan is None else self.plan.cost.figures.amount
+
+    @property
+    def unit(self) -> str:
+        """`"tokens"` or `"samples"`."""
+        return "samples" if self.plan is None else self.plan.cost.figures.unit
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Part of the step in which devices wait for collectives."""
+        return 0.0 if self.plan is None else self.plan.cost.exposed_communication_seconds
+
+    @property
+    def rate(self) -> float:
+        """Units per second."""
+        return 0.0 if self.plan is None else self.plan.cost.rate
+
+    @property
+    def left_bytes(self) -> float:
+        """Of the budget, on the fullest device."""
+        return 0.0 if self.plan is None else self.plan.budget_bytes - max(self.plan.cost.peak_bytes)
+
+    @property
+    def price_per_million(self) -> float | None:
+        """Of a million units."""
+        return self._per_million(self.price_per_hour, 3600)
+
+    @property
+    def kwh_per_million(self) -> float | None:
+        """Energy for a million units."""
+        return self._per_million(self.watts, 3.6e6)
+
+    def _per_million(self, per_hour: float | None, seconds: float) -> float | None:
+        return None if per_hour is None or not self.rate else per_hour / seconds * 1e6 / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rows, the best first; those without a plan are the last.
+
+    Attributes:
+        name: The step's.
+        rows: One for each cluster and method.
+        currency: Of the prices.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    currency: str = ""
+
+    def sorted_by(self, key: str) -> Comparison:
+        """By `"step"` time, `"rate"`, `"price"` or `"energy"`; what has no such figure is behind."""
+        check_choice("compare", "sort", key, SORTS)
+
+        def place(row: Row) -> tuple[bool, float]:
+            value = {
+                "step": row.step_seconds,
+                "rate": -row.rate,
+                "price": row.price_per_million,
+                "energy": row.kwh_per_million,
+            }
+            found = value[key]
+            return row.plan is None or found is None, math.inf if found is None else found
+
+        return Comparison(self.name, tuple(sorted(self.rows, key=place)), self.currency)
+
+    def __str__(self) -> str:
+        table = replace(self._table(), title=self._title)
+        return "\n".join(filter(None, [wide_text([table], 240), table.note]))
+
+    def _repr_html_(self) -> str:
+        figures = table_html(self._table(), is_open=True)  # they are what one asks for
+        bars = section("Where the time goes", _bars(self.rows))
+        return wrapped("\n".join([tag("h1", escape(self._title)), bars, figures]))
+
+    def save_html(self, path: str | PathLike) -> Path:
+        """Write the page as a file that needs nothing else."""
+        return write_page(Path(path), whole_file(self._title, self._repr_html_()))
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name}, one step"
+
+    def _table(self) -> Table:
+        """The figures, in words."""
+        rows = self.rows
+        unit = next((row.unit for row in rows if row.plan is not None), "samples")
+        has_price = any(row.price_per_million is not None for row in rows)
+        has_watts = any(row.kwh_per_million is not None for row in rows)
+        columns = ["cluster", "method", "step", "MFU", f"{unit}/s", "peak", "left", "exposed", "bubbles"]
+        columns += [f"{self.currency or 'price'} per million"] * has_price + ["kWh per million"] * has_watts
+        cells = tuple(_cells(row, has_price, has_watts) for row in rows)
+        problems = "\n".join(f"{row.cluster}, {row.method}: {row.problem}" for row in rows if row.problem)
+        return Table("All figures", tuple(columns), cells, tuple(range(2, len(columns))), problems, (0, 1))
+
+
+def _cells(row: Row, has_price: bool, has_watts: bool) -> tuple[str, ...]:
+    more = [row.price_per_million] * has_price + [row.kwh_per_million] * has_watts
+    if row.plan is None:
+        return (row.cluster, row.method, "no plan", *[""] * (6 + len(more)))
+    cost = row.plan.cost
+    return (
+        row.cluster,
+        row.method,
+        seconds_text(cost.step_seconds),
+        share_text(row.mfu),
+        f"{row.rate:,.0f}",
+        bytes_text(max(cost.peak_bytes)),
+        bytes_text(row.left_bytes),
+        f"{row.exposed_seconds / cost.step_seconds:.0%}",
+        f"{cost.bubble_seconds / cost.step_seconds:.0%}",
+        *("?" if value is None else f"{value:.3g}" for value in more),
+    )
+
+
+def _bars(rows: Sequence[Row]) -> str:
+    planned = [row for row in rows if row.plan is not None]
+    if not planned:
+        return tag("p", "There is no plan.")
+    names = [f"{row.cluster}, {row.method}" for row in planned]
+    left = min(WIDTH / 2, max(map(room_for, names)) + 12)
+    end = max(row.step_seconds for row in planned)
+    scale = (WIDTH - left - RIGHT) / end
+    parts = clock_axis(end, scale, TOP + ROW * len(planned), left)
+    for number, (row, name) in enumerate(zip(planned, names, strict=True)):
+        x, y = left, TOP + number * ROW
+        fits = int((left - 12) / room_for("x"))
+        parts.append(text(0, y + 14, name if len(name) <= fits else name[: fits - 1] + "…", "strong"))
+        assert row.plan is not None
+        bubble = row.plan.cost.bubble_seconds
+        for (kind, words), seconds in zip(
+            PARTS, (row.step_seconds - row.exposed_seconds - bubble, row.exposed_seconds, bubble), strict=True
+        ):
+            if seconds > 1e-6 * row.step_seconds:
+                parts.append(box(x, y, seconds * scale, BAR, f"k-{kind}", f"{name}, {words}: {seconds_text(seconds)}"))
+                x += seconds * scale
+    return picture(TOP + ROW * len(planned), *parts, label="Seconds of a step of each plan") + legend(
+        (f"k-{kind}", words) for kind, words in PARTS
+    )
