@@ -2,7 +2,7 @@
 
 In:     a call with all checks, which says how others like it may do without; what to raise where one fails.
 Out:    `DirectCalls`.
-Method: JAX's C++ looks at structure, types, places and settings (`_jax/dispatch.py`), and refuses memory that was donated
+Method: JAX's C++ looks at structure, types, places and settings (`_jax/compiled.py`), and refuses memory that was donated
         before or is passed twice when nothing has run yet. A call that it refuses is checked: that says what is wrong, or
         copies.
 """

@@ -1,4 +1,4 @@
-"""Writing SVG and HTML: tags, numbers, axes, and how much room a text takes.
+"""Writing SVG and HTML: tags, numbers, axes, how much room a text takes, what a picture's colours mean.
 
 In:     names, attributes, children.
 Out:    text. Colours are classes, so that one style sheet paints light, dark and paper.
@@ -83,3 +83,37 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> str:
         tag("tr", tag("th", escape(name), style=cell), tag("td", escape(words), style=cell)) for name, words in pairs
     )
     return tag("div", tag("b", escape(title)), tag("table", *rows))
+
+
+KIND_NAMES = {
+    "init": "before the first microbatch",
+    "F": "forward",
+    "M": "between two passes of all microbatches",
+    "B": "backward",
+    "W": "gradients of weights",
+    "U": "update",
+    "transfer": "sending",
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-reduce": "all-reduce",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all of unequal counts",
+    "collective-permute": "permute",
+    "wait": "waiting",
+}
+"""Kinds of work in the order in which they are drawn; each has a colour of its name."""
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """(class of a colour, what it means) as a line under a picture."""
+    return tag(
+        "p",
+        *(tag("span", tag("i", class_=f"swatch {name}"), escape(words), class_="key") for name, words in entries),
+        class_="legend",
+    )
+
+
+def kinds_legend(kinds: Iterable[str]) -> str:
+    """The legend of kinds that occur."""
+    found = set(kinds)
+    return legend((f"k-{kind}", words) for kind, words in KIND_NAMES.items() if kind in found)

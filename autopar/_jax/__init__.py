@@ -6,15 +6,18 @@ Method: imports and adapters, no ideas of its own. No file of autopar outside of
 """
 
 # ruff: noqa: F401
-from autopar._jax.compiled import host_callbacks, load_elsewhere, nan_error, takes_packed
-from autopar._jax.dispatch import (
+from autopar._jax.compiled import (
     Checked,
     Direct,
     direct_call,
     dispatched,
     has_refused,
+    host_callbacks,
     is_from_dispatch,
+    load_elsewhere,
     looks_at_numbers,
+    nan_error,
+    takes_packed,
 )
 from autopar._jax.primitives import (
     find_primitives,
@@ -32,12 +35,17 @@ from autopar._jax.program import (
     close_jaxpr,
     eqn_context,
     eval_jaxpr,
+    function_file,
+    function_name,
+    line_of,
     make_jaxpr,
     new_eqn,
     new_scan_params,
+    new_source_info,
     new_var,
     open_jaxpr,
     optimization_barrier_p,
+    raw_frames,
     replace_eqn,
     scan_counts,
     scan_params,
@@ -47,7 +55,6 @@ from autopar._jax.program import (
     without_context_mesh,
     without_mesh,
 )
-from autopar._jax.source import function_file, function_name, line_of, new_source_info, raw_frames
 from autopar._jax.types import (
     Atom,
     Aval,

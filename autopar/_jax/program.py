@@ -1,4 +1,4 @@
-"""Programs: jaxprs and their equations made, changed, traced and run.
+"""Programs: jaxprs and their equations made, changed, traced and run; and where they come from in the user's files.
 
 In:     functions, jaxprs, equations.
 Out:    the same, without what differs between JAX 0.10 and 0.11: a closed jaxpr is a class of its own in 0.10 and a jaxpr
@@ -8,18 +8,20 @@ Out:    the same, without what differs between JAX 0.10 and 0.11: a closed jaxpr
 from __future__ import annotations
 
 import functools
+import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
 from jax._src.core import eval_jaxpr as _eval_jaxpr
 from jax._src.lax.lax import optimization_barrier_p
 
-from autopar._jax.types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, SourceInfo, Var
+from autopar._jax.types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, NameStack, Primitive, SourceInfo, Var
 from autopar._jax.values import on_host
 
 
@@ -202,3 +204,34 @@ def new_scan_params(length: int) -> dict[str, Any]:
     """Parameters of a `scan` of ours, first to last, still without operands and results."""
     (eqn,) = jax.make_jaxpr(lambda: jax.lax.scan(lambda c, x: (c, x), 0, None, length=length))().eqns
     return scan_params(eqn.params, make_jaxpr([], [], []), 0, 0)
+
+
+_DEFINED_AT = re.compile(r" at (.*):(\d+)$")
+
+
+def function_file(jaxpr: Jaxpr) -> str | None:
+    """The file of the function that `jaxpr` was traced from; None where JAX does not know it."""
+    debug = jaxpr.debug_info
+    match = _DEFINED_AT.search(debug.func_src_info) if debug and debug.func_src_info else None
+    return match.group(1) if match else None
+
+
+def function_name(jaxpr: Jaxpr) -> str:
+    """The name of the function that `jaxpr` was traced from; "" where JAX does not know it."""
+    debug = jaxpr.debug_info
+    return debug.func_src_info.split(" at ")[0] if debug and debug.func_src_info else ""
+
+
+def raw_frames(traceback: Any) -> Iterable[tuple[Any, int]]:
+    """(code object, instruction) of each Python frame, innermost first."""
+    return zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
+
+
+def line_of(code: Any, instruction: int) -> int:
+    """The source line of a frame of `raw_frames`."""
+    return _source_info_util.raw_frame_to_frame(code, instruction).start_line
+
+
+def new_source_info(traceback: Any, name_stack: NameStack) -> SourceInfo:
+    """Where an equation comes from: a traceback (or None) and its name stack."""
+    return SourceInfo(traceback, name_stack)

@@ -4,25 +4,26 @@ In:     the leaves of a state; later, the folder that orbax has made. Or a whole
 Out:    `Taken` arrays in the place of those that can be written apart; their parts on the disk, in the form of orbax. Or
         arrays where they are wanted.
 Method: a small file in the workplace tells who sees it. Each worker's part is a folder named like those of orbax's own
-        processes, which it puts together; arrays of whom the file is unseen go through this process.
+        processes, which it puts together; arrays of whom the file is unseen go through this process. No two writers share
+        a chunk, the piece in which an array lies on the disk.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.checkpoint.chunks import chunk_shape
 from autopar.checkpoint.leaves import knows_dtype
 from autopar.checkpoint.manifest import NAME
 from autopar.checkpoint.places import OnWorkers
 from autopar.errors import warn
+from autopar.mesh import Box
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.driver.handles import RemoteArray
-from autopar.runtime.ray.driver.loads import read_arguments
-from autopar.runtime.ray.driver.saves import Snapshot, Taken, take
+from autopar.runtime.ray.driver.saves import Snapshot, Taken, read_arguments, take
 from autopar.runtime.ray.worker.disk import OnDisk
 
 CHUNK_BYTES = 64 * 2**20
@@ -97,3 +98,37 @@ def _written_dtype(array: RemoteArray | Taken) -> str | None:
     if knows_dtype(array.dtype.name):
         return array.dtype.name
     return "uint8" if array.dtype.itemsize == 1 else None
+
+
+def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int, most_bytes: int) -> tuple[int, ...]:
+    """Shape of the chunks of an array whose parts are written by one process each; none has more than `most_bytes`.
+
+    They form a regular grid from the array's beginning; only the last along a dim may be cut short by its end. So a chunk's
+    length along a dim divides every boundary between boxes. What is too large is then cut along the dim that leaves the
+    largest pieces.
+    """
+    boundaries = [
+        math.gcd(*(at for box in boxes for at in box[dim] if at < length)) for dim, length in enumerate(shape)
+    ]
+    chunk = [boundary or length for boundary, length in zip(boundaries, shape, strict=True)]
+    while (num_bytes := math.prod(chunk) * itemsize) > most_bytes and math.prod(chunk) > 1:
+        cuts = []
+        for dim, length in enumerate(chunk):
+            others = num_bytes // length
+            cut = _cut(length, max(1, most_bytes // others), boundaries[dim] > 0)
+            cuts.append((others * cut, dim, cut))
+        small_enough = [cut for cut in cuts if cut[0] <= most_bytes]
+        # Where no dim does it alone: all of the one that helps most, and then another.
+        _, dim, cut = max(small_enough, key=lambda c: (c[0], -c[1])) if small_enough else min(cuts)
+        chunk[dim] = cut
+    return tuple(chunk)
+
+
+def _cut(length: int, most: int, has_boundary: bool) -> int:
+    """At most `most`; where there are boundaries, a divisor."""
+    if length <= most:
+        return length
+    if not has_boundary:
+        return math.ceil(length / math.ceil(length / most))
+    small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
+    return max(n for n in (*small, *(length // n for n in small)) if n <= most)

@@ -28,9 +28,8 @@ from autopar.fit.evaluate import Evaluation
 from autopar.fit.hosts import HostBatches
 from autopar.fit.portions import ByHost, is_by_host
 from autopar.fit.prefetch import placed_for
-from autopar.fit.progress import Bar
 from autopar.fit.remainder import Remainder, check_remainder
-from autopar.fit.reports import Reports
+from autopar.fit.reports import Bar, Reports
 from autopar.fit.state import as_array, on_host, parts_of, type_of
 from autopar.follow import Following
 from autopar.frameworks import Shell, without_arrays

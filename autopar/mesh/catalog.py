@@ -28,8 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.mesh.device import Achieved, Device
-from autopar.mesh.link import Link
-from autopar.mesh.torus import torus_parts
+from autopar.mesh.link import Link, torus_parts
 
 SUSTAINED = 0.915
 """Part of the best product's rate that training holds: fitted to published steps on A100, H100 and V100, one number for all."""

@@ -16,9 +16,8 @@ from typing import Any
 from autopar.entry import write_whole
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
-from autopar.report.html import plan_html, whole_file
+from autopar.report.html import measured_html, pair_html, pair_title, plan_html, whole_file
 from autopar.report.page import page_of
-from autopar.report.pair import measured_html, pair_html, pair_title
 from autopar.streams.timeline import Timeline
 
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from autopar.checkpoint.chunks import chunk_shape
+from autopar.checkpoint.apart import chunk_shape
 
 
 def grid(*cuts):

@@ -14,8 +14,8 @@ from rich.console import Console
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.fit import progress, reports
-from autopar.fit.progress import Bar
+from autopar.fit import reports
+from autopar.fit.reports import Bar
 from autopar.fit.state import scalars_of
 from autopar.loggers import CSV, TensorBoard
 from autopar.search.figures import amount_of
@@ -36,8 +36,7 @@ def clock(monkeypatch):
     """Time passes when it is looked at, a second each time."""
     seconds = iter(range(10**6))
     fake = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=None)
-    for module in (reports, progress):
-        monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(reports, "time", fake)
 
 
 class Log:
@@ -197,7 +196,7 @@ def shown(monkeypatch, terminal, wanted=None, total=5, **options):
     """What a run shows."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, force_jupyter=False, width=120)
-    monkeypatch.setattr(progress, "Console", lambda file: console)
+    monkeypatch.setattr(reports, "Console", lambda file: console)
     autopar.fit(step, jnp.float32(0), batches(5), progress=wanted, num_steps=total, **options)
     return stream.getvalue()
 
@@ -223,7 +222,7 @@ def test_lines_where_there_is_none(monkeypatch, clock):
 def test_a_run_that_fails_says_how_far_it_came(monkeypatch):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=False, force_jupyter=False)
-    monkeypatch.setattr(progress, "Console", lambda file: console)
+    monkeypatch.setattr(reports, "Console", lambda file: console)
 
     def fail(number, _):
         if number == 2:
@@ -242,7 +241,7 @@ def test_a_finished_run_says_so(tmp_path):
 
 
 def test_durations():
-    assert [progress._duration(s) for s in (1.25, 75.0, 3725.0)] == ["1.2 s", "1 min 15 s", "1 h 02 min"]
+    assert [reports._duration(s) for s in (1.25, 75.0, 3725.0)] == ["1.2 s", "1 min 15 s", "1 h 02 min"]
     bar = Bar("step", None, False)
     bar.show(1, {}, 0.0, "samples")
     bar.stop(1, {}, False)

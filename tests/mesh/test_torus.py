@@ -5,8 +5,8 @@ import pytest
 from autopar.cost import collective_seconds
 from autopar.entry import Entry
 from autopar.mesh import Cluster, LogicalMesh
+from autopar.mesh.link import slice_sides, torus_parts
 from autopar.mesh.logical_mesh import logical_mesh
-from autopar.mesh.torus import slice_sides, torus_parts
 from autopar.plan.read import _link
 from autopar.plan.record import _link_record
 

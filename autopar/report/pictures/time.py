@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost import collective_seconds
-from autopar.markup import FONT, WIDTH, box, picture, room_for, tag, text
+from autopar.markup import FONT, KIND_NAMES, WIDTH, box, kinds_legend, legend, picture, room_for, tag, text
 from autopar.plan.decision import Decision
 from autopar.plan.words import seconds_text
-from autopar.report.pictures.legend import KIND_NAMES, kinds_legend, legend
 from autopar.report.pictures.timetable import LEFT, RIGHT, TOP, clock_axis
 
 ROW, BAR, THIN = 34, 22, 4

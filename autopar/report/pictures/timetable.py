@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from autopar.markup import FONT, WIDTH, box, line, picture, room_for, tag, text, ticks
+from autopar.markup import FONT, KIND_NAMES, WIDTH, box, kinds_legend, line, picture, room_for, tag, text, ticks
 from autopar.plan.words import seconds_text
-from autopar.report.pictures.legend import KIND_NAMES, kinds_legend
 from autopar.streams.timeline import Event
 
 LEFT, RIGHT, TOP = 92, 14, 24
