@@ -1,7 +1,9 @@
 """`autopar.show`: a plan, or two, as a page in the notebook, or in the browser.
 
-In:     plans.
+In:     plans, of one program or of two; or one plan and a measured timeline of it.
 Out:    the path of the page, where it is a file.
+Method: two plans have the same pictures, one above the other on the same scales, so that lengths can be compared; what
+        differs in words is `diff.py`'s.
 """
 
 from __future__ import annotations
@@ -9,15 +11,26 @@ from __future__ import annotations
 import sys
 import tempfile
 import webbrowser
+from collections.abc import Iterator
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from autopar.entry import write_whole
 from autopar.errors import AutoparError
+from autopar.markup import grid, tag
 from autopar.plan.decision import Decision
-from autopar.report.html import measured_html, pair_html, pair_title, plan_html, whole_file
+from autopar.plan.words import bytes_text, local_bytes, seconds_text, type_text
+from autopar.report.diff import diff_tables
+from autopar.report.html import device_places, plan_html, section, table_html, whole_file, wrapped
+from autopar.report.measured import MeasuredStep
 from autopar.report.page import page_of
+from autopar.report.paths import collapse_paths
+from autopar.report.pictures.memory import memory_pictures, peak_bytes
+from autopar.report.pictures.tensors import device_grid
+from autopar.report.pictures.time import time_picture
+from autopar.report.pictures.timetable import timetable_picture
 from autopar.streams.timeline import Timeline
 
 
@@ -85,3 +98,85 @@ def in_notebook() -> bool:
     """Whether this is a Jupyter kernel, which shows HTML."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and hasattr(shell, "kernel")
+
+
+MAX_ROWS = 200
+
+
+def pair_title(this: Decision, other: Decision) -> str:
+    """What the page is called."""
+    names = f"`{this.name}`" if this.name == other.name else f"`{this.name}` and `{other.name}`"
+    return f"Two plans of {names}"
+
+
+def pair_html(this: Decision, other: Decision) -> str:
+    """Two plans as a piece of HTML."""
+    plans = (this, other)
+    seconds = max(plan.cost.step_seconds for plan in plans)
+    most = max(map(peak_bytes, plans))
+    body = [tag("h1", escape(pair_title(this, other))), tag("p", _ratio(this, other), class_="soft")]
+    for title, pictures in (
+        ("Where the time goes", [time_picture(plan, seconds) for plan in plans]),
+        ("Timetables", [timetable_picture(plan.events.events, device_places(plan), seconds) for plan in plans]),
+        ("Memory over the step", [memory_pictures(plan, most) for plan in plans]),
+    ):
+        if any(pictures):
+            body.append(section(title, _both(plans, pictures)))
+    moved = [*_moved(this, other)]
+    if moved:
+        head = tag("tr", *(tag("th", words) for words in ("path", "this", "", "other", "")))
+        table = grid(head, moved[:MAX_ROWS], "tensors")
+        body.append(section("What lies otherwise", tag("div", table, class_="wide")))
+    tables = [table_html(table) for table in diff_tables(this, other) if table.rows]
+    body.append(section("In words", "".join(tables) or tag("p", "nothing differs")))
+    return wrapped("\n".join(body))
+
+
+def _ratio(this: Decision, other: Decision) -> str:
+    a, b = this.cost.step_seconds, other.cost.step_seconds
+    faster = f": {max(a, b) / min(a, b):.2f} times as long" if min(a, b) > 0 and a != b else ""
+    return escape(f"{seconds_text(a)} a step by {this.method}, {seconds_text(b)} by {other.method}{faster}")
+
+
+def _both(plans: tuple[Decision, Decision], pictures: list[str]) -> str:
+    parts = []
+    for name, plan, picture in zip(("this", "other"), plans, pictures, strict=True):
+        shown = picture or tag("p", "one mesh: no pipeline", class_="soft")
+        parts += [tag("h3", escape(f"{name}: {plan.method}")), shown]
+    return tag("div", *parts, class_="both")
+
+
+def _moved(this: Decision, other: Decision) -> Iterator[str]:
+    """Rows of the arguments and results that are in both plans, and lie otherwise."""
+    before = {v.name: v for v in this.values if v.role != "activation"}
+    changed = []
+    for value in other.values:
+        old = before.get(value.name)
+        if (
+            old is not None
+            and value.role != "activation"
+            and (old.sharding, old.stage) != (value.sharding, value.stage)
+        ):
+            changed.append((value.name, (old.shape, old.dtype, old.sharding, old.stage, value.sharding, value.stage)))
+    for path, (shape, dtype, a, at, b, to), count in collapse_paths(changed):
+        cells = [tag("td", escape(path + (f" ({count} arrays)" if count > 1 else "")), class_="code")]
+        for plan, sharding, stage in ((this, a, at), (other, b, to)):
+            mesh = plan.stages[stage].logical_mesh
+            where = f"stage {stage}, " if len(plan.stages) > 1 else ""
+            size = bytes_text(local_bytes(shape, dtype, sharding, mesh))
+            cells.append(tag("td", device_grid(shape, sharding, mesh)))
+            cells.append(tag("td", escape(f"{where}{sharding}, {size} each"), title=type_text(shape, dtype)))
+        yield tag("tr", *cells)
+
+
+def measured_html(plan: Decision, timeline: Timeline) -> str:
+    """A step as predicted above the same as it was measured: a pipeline's timetables on one scale, and every lane."""
+    seconds = max(plan.events.seconds, timeline.seconds)
+    places = device_places(plan)
+    parts = []
+    for name, events in (("predicted", plan.events), ("measured", timeline)) if timeline.events else ():
+        title = f"{name}: {seconds_text(events.seconds)}"
+        parts += [tag("h3", title), timetable_picture(events.events, places, seconds)]
+    lanes = timeline.picture() if isinstance(timeline, MeasuredStep) else ""
+    title = tag("h1", escape(f"A step of `{plan.name}`, predicted and measured"))
+    return wrapped(title + tag("div", *parts, class_="both") + lanes)

@@ -9,7 +9,8 @@ import pytest
 
 from autopar import Auto, Cluster, DataParallel, PipelineParallel, compare
 from autopar.markup import picture, tag, text
-from autopar.report.html import pair_html, plan_html, whole_file, wrapped
+from autopar.report.html import plan_html, whole_file, wrapped
+from autopar.report.show import pair_html
 from tests.report.browser import evaluate, find_browser, screenshot
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no browser: apt-get install chromium")
