@@ -1,9 +1,9 @@
-"""The decision graph of a program on a mesh.
+"""Builds the decision graph of a program on a mesh.
 
-In:     the flat program (`ir/trace/flatten.py`) and a logical mesh; of a stage, what its passes share.
+In:     the flat program (`ir/trace/flatten.py`), a logical mesh; for a stage, the values and equations its passes share.
 Out:    `Graph` (`graph.py`).
-Method: one walk through the program and its bodies. What is read waits until all readers of a body are known, for a value
-        with several in a phase gets a hub; what does not depend on the mesh is found once for all meshes.
+Method: one walk through the program and its bodies. Edges of a body are added once all its readers are known, since a value
+        with several readers in a phase gets a hub. Whatever does not depend on the mesh is computed once for all meshes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from autopar.mesh import LogicalMesh, Sharding
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an equation stands: how often it runs, and whether it may communicate."""
+    """The context of an equation: executions per step, whether it may communicate, whether it is in a scan."""
 
     weight: float = 1.0
     communicates: bool = True
@@ -49,7 +49,7 @@ class _Place:
 
 
 class _Read(NamedTuple):
-    """A value that a node reads, in one sharding for each choice of the node."""
+    """A value that a node reads, with the sharding wanted under each choice of the node."""
 
     atom: Atom
     node: Node
@@ -68,17 +68,17 @@ def build_graph(
     like: Graph | None = None,
     tables: Tables | None = None,
 ) -> Graph:
-    """The decision graph of a flat program.
+    """Build the decision graph of a flat program.
 
     Args:
         jaxpr: Flat program without constants.
         mesh: Logical mesh.
-        aliases: Output index -> input index of the state it replaces; both get one port.
-        batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
-        anew: Values of which no copy waits: each phase begins with them as they were made.
-        twice: Equations that both passes run.
-        like: A graph of the same program on another mesh: what does not depend on the mesh is taken from there.
-        tables: What is known from other programs on this mesh; extended.
+        aliases: Output index -> input index of the state it replaces; both share one port.
+        batch: Inputs whose leading dim runs over samples; or input -> its batch dims.
+        anew: Values without keeps: each phase begins with them as they were made.
+        twice: Equations that both the forward and the backward pass run.
+        like: A graph of the same program on another mesh; what does not depend on the mesh is reused.
+        tables: Tables shared with other programs on this mesh; extended.
     """
     graph = _Builder(Graph(jaxpr, mesh, tables=tables or Tables()), anew, twice, like).build(aliases)
     if like is not None:
@@ -115,9 +115,8 @@ class _Builder:
         self.axis_sizes = graph.mesh.axis_sizes
         self.rules: dict[object, ShardingRule] = {}
         self.numbers: dict[object, int] = {}
-        # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
-        self.pending: list[list[_Read]] = []
-        self.is_behind: list[bool] = []  # of each open body, whether its backward pass has begun
+        self.pending: list[list[_Read]] = []  # reads of each open body, innermost last; connected once all are known
+        self.is_behind: list[bool] = []  # per open body, whether its backward pass has begun
 
     def build(self, aliases: Mapping[int, int]) -> Graph:
         graph = self.graph
@@ -141,7 +140,7 @@ class _Builder:
         return graph
 
     def body(self, jaxpr: Jaxpr, place: _Place) -> None:
-        """Nodes of all equations of one body; `connect` its readers afterwards."""
+        """Add nodes for all equations of a body; `connect` its reads afterwards."""
         self.pending.append([])
         self.is_behind.append(False)
         for eqn in jaxpr.eqns:
@@ -150,7 +149,7 @@ class _Builder:
             self.is_behind[-1] |= backward
             if is_region(eqn):
                 self.region(eqn, place)
-                # Behind a loop over microbatches, which holds both passes, is the update.
+                # After a loop over microbatches, which contains both passes, comes the update.
                 inner = (e for body in bodies_of(eqn) for e in body.eqns)
                 self.is_behind[-1] |= any(self.graph.phases[e] == "b" for e in inner)
             else:
@@ -161,7 +160,7 @@ class _Builder:
         self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[eqn]))
 
     def connect(self, reads: Sequence[_Read], place: _Place) -> None:
-        """Edges of one body: straight where a value has one reader in a phase, through a hub where it has several."""
+        """Add the edges of a body: directly to the only reader of a value in a phase, through a hub to several."""
         by_value: dict[Var, dict[Phase, list[_Read]]] = {}
         for read in reads:
             if not isinstance(read.atom, Literal):
@@ -181,7 +180,7 @@ class _Builder:
                 self.graph.used[var, phase] = shared
 
     def kept(self, var: Var, phase: Phase, made: Produced, place: _Place) -> Produced:
-        """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
+        """The copy of a value that a phase begins with: as it was made, or from a keep since the phase before."""
         earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
         waits = phase == "b" or (phase == "o" and place.is_scan)
         if earlier is None or not waits or var in self.anew or not place.communicates or on_host(var.aval):
@@ -197,7 +196,7 @@ class _Builder:
     def edge(
         self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
     ) -> None:
-        # What is in the host's memory is copied there and back as it is: no collective reaches it.
+        # Values in host memory are copied as they are: no collective applies to them.
         weight, communicates = place.weight, place.communicates and not on_host(var.aval)
         self.graph.edges.append(
             Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
@@ -233,14 +232,14 @@ class _Builder:
         )
 
     def number(self, signature: object) -> int:
-        """Of what is equal for nodes that have the same choices for the same reasons: small, for it is looked up often."""
+        """A small integer for a signature: signatures are hashed often."""
         number = self.numbers.setdefault(signature, len(self.numbers))
         if number == len(self.graph.signatures):
             self.graph.signatures.append(signature)
         return number
 
     def all_shardings(self, shape: tuple[int, ...], partial: bool) -> Shardings:
-        """Every sharding of a value of this shape, the replicated one last."""
+        """All shardings of a value of this shape, the replicated one last."""
         known = self.graph.tables.ports
         if (shape, partial) not in known:
             known[shape, partial] = self.shared(list(_shardings(shape, self.axis_sizes, partial)))
@@ -279,7 +278,7 @@ class _Builder:
             self.graph.produced[var] = Produced(node.index, given[k], k)
 
     def rule(self, eqn: JaxprEqn) -> tuple[ShardingRule, tuple[int, ...], object]:
-        """What an equation is, which of its linear groups partial sums pass, and what is equal for equal ones."""
+        """The rule of an equation, the linear groups through which partial sums pass, and its signature."""
         if self.like is not None:
             known = self.like.nodes[self.like.op_node[eqn]]
             return known.rule, known.carried, self.like.signatures[known.signature]
@@ -291,10 +290,10 @@ class _Builder:
         return rule, carried, (same_rule, carried)
 
     def carried(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[int, ...]:
-        """Linear groups that partial sums pass: those where infinity passes too; and all in products of gradients.
+        """Linear groups through which partial sums pass: those that preserve infinities; in backward contractions, all.
 
-        Products of matrices, that is: they may make much smaller what is reduced (the gradient of a weight, times a thin
-        matrix, is one of LoRA). What is done element by element does not.
+        Contractions may shrink what has to be reduced (the gradient of a weight times a thin matrix is that of a LoRA
+        weight); elementwise operations do not.
         """
         is_large = bool(rule.summed or rule.whole) and self.graph.phases[eqn] == "b"
         return tuple(k for k, group in enumerate(rule.linear) if is_large or survives_infinity(eqn, group))
@@ -302,7 +301,7 @@ class _Builder:
     # Regions
 
     def region(self, eqn: JaxprEqn, around: _Place) -> None:
-        """A port for each value at the boundary; the bodies are part of the graph."""
+        """Add a port for each value at the boundary of a loop or branch, and the nodes of its bodies."""
         region = region_of(eqn)
         within = _Place(
             around.weight * region.trips, around.communicates and region.kind != "while", region.kind == "scan"
@@ -326,8 +325,8 @@ class _Builder:
             self.connect([*self.pending.pop(), *reads], within)
 
     def boundary(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
-        """The port of a value at the boundary; in a loop of known length, what leaves it may be partial."""
-        # What a branch reads is the operand itself; what a loop reads is there for all of its trips.
+        """The port of a value at a boundary; results of loops of known length may be partial."""
+        # A branch reads the operand itself; in a loop, the value is the body's variable.
         entering = [b.outer] if region.kind == "cond" else b.variables
         known = (*entering, None if b.is_stacked else b.result, *b.values, b.outer)
         atom = next(a for a in known if a is not None)

@@ -1,10 +1,10 @@
-"""Seconds for every choice of a decision graph.
+"""Prices every choice of a decision graph in seconds.
 
 In:     `Graph`, the device, which choices are allowed, which nodes are tied.
 Out:    `Problem`, one node per class of tied nodes.
-Method: an operation costs its kernel's time on one device's share (`kernels.py`), plus the reductions it does at once; an
-        edge costs the cheapest reshard from the sharding given to the one wanted. Small values that no sample owns are
-        sent together (`fuse.py`) and bear a part of the latency each, until the clock has shown what they take
+Method: an operation costs its kernel's time on one device's share (`kernels.py`), plus its immediate reductions; an edge
+        costs the cheapest reshard from the sharding given to the one wanted. Collectives of small values that do not depend
+        on samples are fused (`fuse.py`), and bear a fraction of the latency each until the clock has shown what they take
         (`exposure.py`).
 """
 
@@ -41,22 +41,22 @@ def build_problem(
     """The choice problem of a graph.
 
     Args:
-        graph: Decisions and where they meet.
-        device: Rates of one device.
+        graph: The decision graph.
+        device: The device.
         class_of: Class of each node; nodes of one class take the same choice (`tying.py`).
         allowed: For some nodes, which choices are allowed (pins, methods).
-        exposure: Which part of a conversion's seconds counts; None: all.
+        exposure: The fraction of a conversion's seconds that counts; None: all.
     """
     return Prices(graph, device, class_of, allowed).problem(exposure)
 
 
 _BEFORE_A_TRANSPOSE = 1 + 1e-6
-"""XLA's CPU collectives along another dim than the first are of copies in that order, and a gradient's dims are the other
-way round before it is transposed as its parameter is: of two that cost the same, the one behind the transpose."""
+"""Factor on conversions before a transpose: XLA's CPU collectives along a dim other than the first copy in that order, and
+a gradient's dims are reversed before it is transposed like its parameter. Ties go to the conversion after the transpose."""
 
 
 class Prices:
-    """Seconds of all choices and of all conversions of a graph, by kind; arguments as of `build_problem`."""
+    """Seconds of all choices and of all conversions of a graph, by kind; arguments as in `build_problem`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Prices:
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
         self.copies_inner_dims = all(link.shared_memory for link in graph.mesh.links)
         self.matrices = graph.tables.conversions
-        seconds: dict[tuple[bool, int], np.ndarray | None] = {}  # of equal conversions; None: they take none
+        seconds: dict[tuple[bool, int], np.ndarray | None] = {}  # shared by equal conversions; None: all zero
         for key, weight_of in weights.items():
             same = self.is_behind_transpose(first[key]), key[2]
             if same not in seconds:
@@ -105,7 +105,7 @@ class Prices:
         self.kinds = tuple(dict.fromkeys(kind for weight_of in priced for kind in weight_of))
 
     def matrix(self, edge: Edge) -> np.ndarray:
-        """What a conversion takes, by the choices at both ends of an edge."""
+        """Seconds of the conversion on an edge, `[source's choice, target's choice]`."""
         joins = is_sent_with_others(edge, self.small)
         table = (edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), joins)
         if table not in self.matrices:
@@ -119,19 +119,19 @@ class Prices:
         return matrix if edge.moves is None else matrix * edge.moves.price(edge.given, edge.wanted)
 
     def is_behind_transpose(self, edge: Edge) -> bool:
-        """Whether a value is copied in the order of its dims and then transposed."""
+        """Whether the conversion on an edge precedes a transpose, on a mesh whose collectives copy."""
         target = self.graph.nodes[edge.target]
         return self.copies_inner_dims and target.kind == "op" and target.name == "transpose"
 
     def parts(self, exposure: Exposure | None) -> tuple[float, ...]:
-        """All that a problem takes from what is known of exposure: where they are equal, so are the problems."""
+        """The fraction that counts for each kind of conversion; equal fractions give equal problems."""
         return tuple(1.0 if exposure is None else exposure.of(kind) for kind in self.kinds)
 
     def problem(self, exposure: Exposure | None = None) -> Problem:
-        """The choice problem, in which of each conversion the part counts that is exposed; None: all of it."""
+        """The choice problem in which conversions count as far as they are exposed; None: in full."""
         problem = Problem(list(self.costs))
         parts = dict(zip(self.kinds, self.parts(exposure), strict=True))
-        weighed: dict[tuple[int, float], np.ndarray] = {}  # equal tables are one object, which elimination makes use of
+        weighed: dict[tuple[int, float], np.ndarray] = {}  # equal tables are one object, which elimination exploits
         for (u, v), found in self.edges.items():
             for matrix, weight_of in found:
                 weight = sum(n * parts[kind] for kind, n in weight_of.items())
@@ -143,13 +143,13 @@ class Prices:
 
 
 def operation_seconds(graph: Graph, device: Device) -> dict[JaxprEqn, float]:
-    """Of each plain equation the seconds of all its runs under the choice that takes least."""
+    """Seconds of all runs of each plain equation, under its fastest choice."""
     costs = _NodeCosts(graph, device)
     return {node.eqn: float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
 
 
 class OperationSeconds:
-    """Seconds of one run of each plain equation under its choice on one device, reductions at once left out."""
+    """Seconds of one run of each plain equation on one device under its choice, without immediate reductions."""
 
     def __init__(self, graph: Graph, choices: Sequence[int], device: Device):
         self.graph, self.choices, self.device = graph, choices, device
@@ -157,7 +157,7 @@ class OperationSeconds:
         self.known: dict[object, float] = _known(graph, "kernels", device)
 
     def of(self, eqn: JaxprEqn) -> float:
-        """Seconds of an equation of the graph; of one that is not in it, none."""
+        """Seconds of an equation; 0 if it is not in the graph."""
         index = self.graph.op_node.get(eqn)
         if index is None:
             return 0.0
@@ -169,19 +169,19 @@ class OperationSeconds:
         return self.known[key]
 
     def kernel(self, index: int) -> Kernel:
-        """What the node of that index runs on one device."""
+        """The kernel that one device runs for a node."""
         node = self.graph.nodes[index]
         return kernel_of(node, node.strategies[self.choices[index]], self.traffic[index], self.graph.mesh)
 
 
 def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:
-    """What was priced of a graph before: the same however its nodes are tied and whatever is allowed."""
-    # The device stays with what was priced for it, so that its id stays its own.
+    """A cache of prices of a graph, independent of ties and of allowed choices."""
+    # The device is kept with its prices, so that its id is not reused.
     return graph.priced.setdefault((what, id(device)), (device, {}))[1]
 
 
 def _conversions(graph: Graph, small: float) -> tuple[list[int], list[Kind]]:
-    """Of each edge a number, which is equal where they take the same however nodes are tied, and its kind."""
+    """Per edge, a number that is equal for edges with equal seconds, and its kind."""
     found: tuple[list[int], list[Kind]] | None = graph.priced.get("conversions")
     if found is None:
         numbers: dict[tuple[Any, ...], int] = {}
@@ -210,7 +210,7 @@ def _distinct(shardings: Shardings) -> tuple[Shardings, list[int]]:
 
 
 class _NodeCosts:
-    """Cost vectors of operations; those with equal signatures and equal memory traffic are computed once."""
+    """Cost vectors of nodes; those of equal signature and memory traffic are computed once."""
 
     def __init__(self, graph: Graph, device: Device):
         self.graph, self.device, self.mesh = graph, device, graph.mesh
@@ -233,7 +233,7 @@ class _NodeCosts:
         return self.known[key]
 
     def once(self, node: Node, traffic: Traffic) -> np.ndarray:
-        """Of one run, which is the same in all programs on the mesh."""
+        """Seconds of one run, cached for all programs on the mesh."""
         key = (self.graph.signatures[node.signature], traffic, node.communicates, self.device)
         known = self.graph.tables.operations
         if key not in known:

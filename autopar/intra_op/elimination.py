@@ -1,12 +1,11 @@
-"""Shrink a choice problem without losing its optimum, before any solver sees it.
+"""Shrinks a choice problem by exact reductions, before any solver sees it.
 
 In:     `Problem`, and the nodes that must stay (those in a memory row that may bind).
-Out:    a smaller problem, and the way back to choices for all nodes.
+Out:    a smaller problem, and a way back to choices of all nodes.
 Method: a node with one choice is settled, a node with one neighbour is folded into the neighbour's costs, a node with
-        two into an edge between them
-        (Scholz and Eckstein, "Register allocation for irregular architectures", LCTES 2002, reductions R1 and R2);
-        choices that another choice beats whatever the neighbours do are dropped. On training steps, whose graphs are
-        long chains with residual connections, little is left.
+        two into an edge between them (Scholz and Eckstein, "Register allocation for irregular architectures", LCTES 2002,
+        reductions R1 and R2); dominated choices, which another choice beats whatever the neighbours choose, are dropped.
+        On training steps, whose graphs are long chains with residual connections, little is left.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Folded:
-    """A node that was removed, as it was then: what its choices cost, beside each choice of its neighbours in `tables`, and
-    which choices each of them had."""
+    """A removed node as it was then: the costs of its choices, its tables with neighbours, and the choices left at each."""
 
     node: int
     neighbours: tuple[int, ...]
@@ -35,21 +33,21 @@ class _Folded:
     neighbours_alive: tuple[np.ndarray, ...]
 
     def best(self, choices: Sequence[int]) -> int:
-        """The first of its cheapest choices beside its neighbours' `choices`."""
+        """The node's first cheapest choice, given its neighbours' `choices`."""
         total, beside = self.cost, zip(self.neighbours, self.neighbours_alive, self.tables, strict=True)
-        for other, alive, table in reversed([*beside]):  # added up as when the least was found
+        for other, alive, table in reversed([*beside]):  # summed in the order of the reduction, for equal rounding
             total = total + table[int(np.searchsorted(alive, choices[other]))]
         return int(self.node_alive[total.argmin()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """What is left.
+    """A reduced problem.
 
     Attributes:
-        problem: The core: nodes renumbered.
+        problem: The core, its nodes renumbered.
         kept: Original node of each core node.
-        constant: Cost that was settled on the way.
+        constant: Cost of settled nodes.
     """
 
     problem: Problem
@@ -60,11 +58,11 @@ class Reduced:
     _num_nodes: int
 
     def alive_of(self, node: int) -> np.ndarray:
-        """Original choices that a core node still has."""
+        """The original choices left at a node of the core."""
         return self._alive[self.kept.index(node)]
 
     def narrow(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of the core's nodes from those of all original nodes; where one is gone, the next that is left."""
+        """Choices of the core's nodes from those of all original nodes; a dropped choice becomes the next one left."""
         return tuple(
             min(int(np.searchsorted(alive, choices[node])), len(alive) - 1)
             for node, alive in zip(self.kept, self._alive, strict=True)
@@ -84,8 +82,8 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
     """Fold away every node of degree two or less, or with one choice, that is not in `keep`.
 
     Args:
-        problem: Costs; not changed.
-        keep: Nodes whose choices matter elsewhere (memory rows).
+        problem: The problem; not changed.
+        keep: Nodes that must stay (memory rows).
     """
     state = _State(problem)
     kept = set(keep)
@@ -99,7 +97,7 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
         if node in gone or degree != len(state.edges[node]):
             continue
         if (degree > 2 and len(state.costs[node]) > 1) or not state.can_fold(node):
-            # A node that grew too rich in neighbours may still lose choices, and with them edges that say nothing.
+            # A node with too many neighbours may still lose choices.
             if retried.get(node) != degree and state.drop_dominated(node):
                 heapq.heappush(queue, (len(state.edges[node]), node))
             retried[node] = degree
@@ -125,8 +123,8 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
 class _State:
     """The shrinking problem: cost vectors, and for each node its neighbours with matrices oriented outwards.
 
-    Arrays are never changed, and what is computed of the same arrays is computed once (`_Once`): layers that are alike
-    are eliminated at the price of one.
+    Arrays are never changed, and results are cached by their operands (`_Once`): equal layers are eliminated at the price
+    of one.
     """
 
     def __init__(self, problem: Problem):
@@ -136,7 +134,7 @@ class _State:
         self.alive = [numbers[len(c)] for c in self.costs]
         self.edges: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
         self.constant = 0.0
-        both: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by id, each as it is seen from either end
+        both: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by id, each matrix and its transpose
         for (u, v), matrix in problem.edges.items():
             if id(matrix) not in both:
                 first = self.once.same(matrix)
@@ -158,7 +156,7 @@ class _State:
             self.join(node, other, self.once(_taken, matrix, which))
 
     def drop_dominated(self, node: int) -> bool:
-        """Drop choices that another choice beats for every choice of the neighbours; whether any went."""
+        """Drop choices that another choice beats for every choice of the neighbours; returns whether there were any."""
         cost = self.costs[node]
         compared = sum(len(self.costs[n]) for n in self.edges[node]) * len(cost) ** 2
         if len(cost) == 1 or compared > TUNING.compared_choices:
@@ -176,7 +174,7 @@ class _State:
         return len(sizes) < 2 or sizes[0] * sizes[1] * len(self.costs[node]) <= TUNING.fold_elements
 
     def settle(self, node: int) -> _Folded:
-        """Remove a node with one choice: what it costs beside each choice of a neighbour is the neighbour's cost."""
+        """Remove a node with one choice, adding its row of each table to the neighbour's costs."""
         self.constant += float(self.costs[node][0])
         for other in sorted(self.edges[node]):
             self.costs[other] = self.once(_plus, self.costs[other], self.once(_first_row, self.edges[node][other]))
@@ -211,15 +209,15 @@ class _State:
 
 
 class _Once:
-    """Calls functions of arrays, those of the same arrays once, and gives equal arrays as one object.
+    """Caches functions of arrays by the identity of their operands, and makes equal arrays one object.
 
-    That pays where many tables are equal, and keeps all results alive: elsewhere it only calls.
+    Results stay alive, so that it is only used where many tables are equal; elsewhere it calls through.
     """
 
     def __init__(self, arrays: dict[Hashable, np.ndarray] | None):
         self._arrays = arrays
         self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by id, each beside what it is equal to
+        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by id, each array and the first one equal to it
 
     @staticmethod
     def of(problem: Problem) -> _Once:
@@ -246,7 +244,7 @@ class _Once:
         key = (function, *map(id, arrays))
         found = self._known.get(key)
         if found is None:
-            # The arrays stay with the result, so that their ids stay theirs.
+            # The arrays are kept with the result, so that their ids are not reused.
             found = self._known[key] = arrays, function(*arrays)
         return found[1]
 
@@ -264,13 +262,13 @@ def _first_row(matrix: np.ndarray) -> np.ndarray:
 
 
 def _allowed(cost: np.ndarray) -> np.ndarray | None:
-    """Which choices are not forbidden; None where that says nothing: all are, or none is."""
+    """Mask of the choices that are not forbidden; None if all are, or none is."""
     finite = np.isfinite(cost)
     return finite if finite.any() and not finite.all() else None
 
 
 def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
-    """Which choices no other choice beats; None: all."""
+    """Mask of the choices that no other choice dominates; None: all."""
     with np.errstate(invalid="ignore"):
         worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
         for matrix in matrices:
@@ -288,15 +286,15 @@ def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
 
 
 def _least_of(table: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """For each row the least of the table and the costs of its columns."""
+    """Per row, the minimum of the table plus the costs of its columns."""
     return np.asarray((table + cost[None, :]).min(axis=1))
 
 
 def _least_between(left: np.ndarray, right: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """For each pair (i, j) the least `left[i, k] + right[j, k] + cost[k]`.
+    """Per pair (i, j), the minimum over k of `left[i, k] + right[j, k] + cost[k]`.
 
-    One k after another: several times as fast as one table of all, whose last dim is short. Which k it was is found when it
-    is asked for, of one pair (`_Folded.best`): to note it here would take as long again.
+    One k at a time is several times as fast as one table over all k, whose last dim would be short. The minimizing k is
+    found on demand, for one pair (`_Folded.best`): recording it here would take as long again.
     """
     right = np.ascontiguousarray((right + cost[None, :]).T)
     least = left[:, :1] + right[0]

@@ -1,15 +1,14 @@
-"""Which part of a conversion's seconds nothing hides: what makes seconds of communication seconds of a step.
+"""Estimates the exposed fraction of conversions: the part of their seconds that no kernel hides.
 
-In:     a sharded program and what is exposed of each of its collectives (`lanes.py`).
-Out:    `Exposure`: by kind of conversion, the part of its seconds that counts.
-Method: conversions of one kind (of samples or not; for the forward pass, the backward pass, the update or a result; as
-        often in a step) have the same room to hide in, such as gradients behind the rest of the backward pass, or a
-        layer's parameters behind the layer before. What a kind's collectives show on the clock, those of all programs
-        seen together, is taken for every conversion of that kind; what no program has shown yet is taken to hide, but
-        where samples wait for it.
-        With these parts as weights the choice problem is solved again (`shard.py`), until they are what its answer shows.
-        In the end the best program alone decides, of which small conversions are told apart: the price of one supposes
-        others that are sent with it; where it was sent alone, more than all of its price counts.
+In:     a sharded program and the exposed seconds of each of its collectives (`lanes.py`).
+Out:    `Exposure`: for each kind of conversion, the fraction of its seconds that counts.
+Method: conversions of one kind (of samples or not; read by the forward pass, the backward pass, the update or a result;
+        as often per step) overlap with the same kernels, such as gradients with the rest of the backward pass, or a layer's
+        parameters with the layer before. A kind's exposed fraction on the clock, over all programs seen, is taken for every
+        conversion of the kind. Kinds that no program has shown yet are taken to be hidden, unless samples wait for them.
+        With these fractions as weights the choice problem is solved again (`shard.py`), to a fixed point. In the end the
+        best program alone decides, and its small conversions are told apart: the price of one assumes that it is fused with
+        others; if it was sent alone, more than its price counts.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ from autopar.ir.work import num_bytes
 from autopar.mesh import LogicalMesh
 
 Seen = tuple[bool, Phase, float]
-"""Whether samples own the value or wait for it, the phase of its readers, executions in one step."""
+"""Whether the value has samples or samples wait for it, the phase of its readers, executions per step."""
 Kind = tuple[bool, Phase, float, bool]
-"""The same, and whether the conversion is priced as one of several that are sent together."""
+"""The same, and whether the conversion is priced as one of several that are fused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """Which part of the seconds of a conversion counts.
+    """The fraction of a conversion's seconds that counts, by kind.
 
     Attributes:
-        least: The part that counts of what is hidden as well as can be: it slows down the kernels beside it.
-        seen: Of each kind, small ones or not, the seconds of all programs that were put on the clock, and how many of them
-            were exposed.
-        unseen: The part that counts where samples wait for a conversion of a kind that no program has shown.
-        sent: Of the kinds that one program has, the part of their prices that counts as that program sends them.
-        before: What was known before that program alone decided; None: it does not. Other programs are rather compared so.
+        least: Fraction of a fully hidden conversion: it slows down the kernels beside it.
+        seen: Kind, fused or not -> seconds in all programs put on the clock, and the exposed ones of these.
+        unseen: Fraction of conversions that samples wait for, of kinds that no program has shown.
+        sent: Kind -> exposed seconds as a fraction of the price, in the one program that decides.
+        before: The exposure before that program alone decided, by which other programs are compared; None: none decides.
     """
 
     least: float
@@ -52,7 +50,7 @@ class Exposure:
     before: Exposure | None = None
 
     def of(self, kind: Kind) -> float:
-        """The part for a kind of conversions."""
+        """The fraction that counts for a kind of conversion."""
         if kind in self.sent:
             return self.sent[kind]
         seconds, exposed = self.seen.get(kind[:3], (0.0, 0.0))
@@ -61,7 +59,7 @@ class Exposure:
         return min(1.0, max(self.least, exposed / seconds))
 
     def after(self, shown: Sequence[Shown]) -> Exposure:
-        """What is known once one more program was put on the clock."""
+        """The exposure after one more program was put on the clock."""
         seen = dict(self.seen)
         for one in shown:
             if one.kind is not None:
@@ -70,9 +68,9 @@ class Exposure:
         return Exposure(self.least, seen)
 
     def as_in(self, shown: Sequence[Shown], before: Exposure) -> Exposure:
-        """The same, but of the kinds of conversions that one program has, what this one showed counts alone.
+        """The same, except that for the kinds of conversions in one program, that program alone decides.
 
-        `before`: what was known when that program was found.
+        `before`: the exposure when that program was found.
         """
         own: dict[Kind, tuple[float, float]] = {}
         for one in shown:
@@ -83,12 +81,11 @@ class Exposure:
         return dataclasses.replace(self, sent=parts, before=before)
 
     def hopeful(self) -> Exposure:
-        """The same, if all hides that no program has shown."""
+        """The same, with all kinds hidden that no program has shown."""
         return dataclasses.replace(self, unseen=self.least)
 
     def in_microbatches(self, before: int, after: int) -> Exposure:
-        """What is known of a step in some number of microbatches, said of it in another one: what runs for each runs as much
-        oftener. A guess, to begin with."""
+        """Guess the exposure with `after` microbatches from that with `before`: execution counts within the loop scale."""
         seen: dict[Seen, tuple[float, float]] = {}
         for (is_sample, phase, times), (seconds, exposed) in self.seen.items():
             is_inside = times % before == 0 if before > 1 else phase in ("f", "b")
@@ -98,20 +95,20 @@ class Exposure:
         return Exposure(self.least, seen)
 
     def seconds_of(self, shown: Sequence[Shown]) -> float:
-        """What a program's collectives count, all together."""
+        """Seconds that a program's collectives count, all together."""
         counted = ((one.priced_seconds if one.kind in self.sent else one.seconds, one.kind) for one in shown)
         return sum(seconds * (1.0 if kind is None else self.of(kind)) for seconds, kind in counted)
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the clock showed of a conversion; of a reduction that an operation does at once, the kind is None.
+    """What the clock showed of a conversion.
 
     Attributes:
-        kind: Of the conversion.
-        seconds: It takes, as it was emitted: of several that were sent together, its share.
-        exposed_seconds: Of these, those that nothing hides.
-        priced_seconds: What it is priced if all of it counts.
+        kind: Kind of the conversion; None: an operation's immediate reduction.
+        seconds: Its seconds as emitted; if it was fused with others, its share.
+        exposed_seconds: The exposed ones of these.
+        priced_seconds: Its price in the problem if it counts in full.
     """
 
     kind: Kind | None
@@ -121,19 +118,19 @@ class Shown:
 
 
 def kind_of(edge: Edge, small: float) -> Kind:
-    """The kind of the conversions on an edge of a graph on whose mesh so many bytes are `small` (`small_bytes`)."""
+    """The kind of the conversions on an edge; `small`: bytes up to which they are fused (`small_bytes`)."""
     return edge.is_sample, edge.phase, float(edge.weight), is_sent_with_others(edge, small)
 
 
 def is_sent_with_others(edge: Edge, small: float) -> bool:
-    """Whether a conversion is priced as one of several that are sent together."""
+    """Whether the conversions on an edge are priced as fused with others."""
     return not edge.is_sample and num_bytes(edge.var) <= small
 
 
 def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
-    """What is exposed of a program's conversions.
+    """Read off the exposed seconds of a program's conversions.
 
-    `graph`: its decisions. `exposed`: of each of its collectives (`collectives_of`), the seconds that nothing hides.
+    `graph`: its decision graph. `exposed`: exposed seconds of each of its collectives (`collectives_of`).
     """
     found: list[Shown] = []
     samples, small = graph.samples, small_bytes(graph.mesh)
@@ -153,8 +150,8 @@ def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
 
 
 def _priced(move: Move, is_small: bool, mesh: LogicalMesh) -> float:
-    """What a move is priced once, of which it is not known with which others it is sent."""
+    """The price of one run of a move, as if it were fused with an unknown number of others."""
     kind = step_kind(move.step)
-    assert kind is not None, "what is sent is a collective"
+    assert kind is not None, "only collectives are priced"
     as_seen = sent_together(mesh, num_bytes(move.var)) if is_small else mesh
     return collective_seconds(kind, move_bytes(move, mesh), move.step.axes, as_seen)

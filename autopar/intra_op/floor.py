@@ -1,11 +1,11 @@
-"""Bytes that every sharding of a program needs at some moment: what proves that a budget cannot be kept.
+"""Proves a lower bound on the memory of every sharding of a program, to show that a budget cannot be met.
 
 In:     the flat program, its decision graph, which choices are allowed.
 Out:    `Floor`: bytes, and the moment.
-Method: at an equation are alive what it reads and makes, in one of its own strategies, and every value that it depends on
-        and that something depending on it reads: whatever the order of the rest, and whatever is converted, kept or made
-        again. Of each such value there is at least one copy, split as far as the mesh can. At the beginning are alive
-        all arguments, at the end all results. The moments that look fullest are tried.
+Method: while an equation runs, its operands and results are alive, in shardings of one of its strategies, and so is every
+        value that it depends on and that an equation depending on it reads, whatever the order of the rest and whatever is
+        converted, kept or recomputed. Of each such value there is at least one copy, split as far as the mesh allows.
+        At the start all arguments are alive, at the end all results. The moments that look fullest are tried.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Bytes alive on one device at some moment, at least; and which."""
+    """A lower bound on bytes alive on one device at some moment, and a description of the moment."""
 
     num_bytes: float
     label: str
@@ -41,13 +41,13 @@ def memory_floor(
     donated: Sequence[bool] = (),
     elsewhere: AbstractSet[Var] = frozenset(),
 ) -> Floor:
-    """The most bytes that some moment is proved to need.
+    """The largest lower bound over the moments tried.
 
     Args:
-        graph: The decisions of a program.
-        costs: Of each class of nodes, its choices' costs; inf forbids one.
+        graph: The decision graph of a program.
+        costs: Per class of nodes, the costs of its choices; inf: forbidden.
         class_of: Class of each node.
-        donated: For each input, whether its memory may be reused.
+        donated: Per input, whether its memory may be reused.
         elsewhere: Values that take no memory here.
     """
     return _Floors(graph, costs, class_of, elsewhere).program(graph.jaxpr, donated)
@@ -72,7 +72,7 @@ class _Floors:
         return max(found, key=lambda floor: floor.num_bytes)
 
     def moments(self, jaxpr: Jaxpr, stays: Mapping[Var, float], free: Collection[Var]) -> list[Floor]:
-        """The moments of a body that look fullest; values in `free` are counted by the caller."""
+        """Bounds at the moments of a body that look fullest; values in `free` are counted by the caller."""
         last = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in inputs_of(eqn)}
         last.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
         last.update(dict.fromkeys(stays, len(jaxpr.eqns)))
@@ -90,7 +90,7 @@ class _Floors:
         return [self.moment(jaxpr, int(k), size, stays) for k in order]
 
     def moment(self, jaxpr: Jaxpr, position: int, size: Mapping[Var, float], stays: Mapping[Var, float]) -> Floor:
-        """What is alive while one equation runs, whatever the order of the others."""
+        """A bound on what is alive while one equation runs, whatever the order of the others."""
         eqn = jaxpr.eqns[position]
         before = set(inputs_of(eqn))
         for earlier in reversed(jaxpr.eqns[:position]):
@@ -107,7 +107,7 @@ class _Floors:
         return Floor(self.own(eqn) + sum(size[var] for var in waiting), describe_moment(eqn))
 
     def own(self, eqn: JaxprEqn) -> float:
-        """What an equation reads and makes, at least, and what it needs inside."""
+        """A bound on the operands and results of an equation, and on what its bodies need."""
         if not is_region(eqn):
             return self.operation(eqn)
         region, ports = region_of(eqn), self.graph.ports
@@ -134,7 +134,7 @@ class _Floors:
         return float(total[self.allowed[node.index]].min(initial=np.inf))
 
     def at_node(self, var: Var, index: int) -> float:
-        """A value in the least of the shardings that a node may choose."""
+        """The least bytes of a value over the shardings that a node may choose."""
         if var in self.elsewhere:
             return 0.0
         return float(self.bytes(var, self.graph.nodes[index].shardings)[self.allowed[index]].min(initial=np.inf))
@@ -143,7 +143,7 @@ class _Floors:
         return device_bytes(var) / np.array([s.num_shards(self.graph.mesh) for s in shardings])
 
     def least(self, var: Var) -> float:
-        """A copy of a value that is split as far as it can be; nothing where it is not held."""
+        """Bytes of a value that is split as far as possible; 0 if it is not held."""
         if var in self.elsewhere or var not in self.held:
             return 0.0
         shape = tuple(var.aval.shape)
@@ -153,7 +153,7 @@ class _Floors:
 
 
 def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:
-    """Each variable once, and where it stands first."""
+    """Each variable, with the position of its first occurrence."""
     seen: dict[Var, int] = {}
     for k, atom in enumerate(atoms):
         if isinstance(atom, Var):
@@ -162,7 +162,7 @@ def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:
 
 
 def _most_shards(shape: Sequence[int], axis_sizes: Mapping[str, int]) -> int:
-    """Into how many parts the axes of a mesh can split an array of this shape."""
+    """The most shards that the axes of a mesh can split an array of this shape into."""
     found = {(tuple(shape), 1)}
     for size in axis_sizes.values():
         for dims, count in list(found):

@@ -1,15 +1,15 @@
-"""The decision graph: what must be chosen to shard a program, and which choices meet where.
+"""The decision graph: the choices that shard a program, and the values on which they have to agree.
 
 In:     (data only; `build_graph.py` builds it.)
-Out:    `Graph`: nodes with their choices, edges on which one choice's sharding must become another's.
-Method: three kinds of node. An *operation* chooses a strategy of its rule. A *port* chooses the sharding of a value at a
-        boundary: an argument, an output, what enters and leaves a `scan`, `while` or `cond`; loop bodies are part of the
-        same graph, their edges weighted by the trip count. A *hub* stands behind a value with several readers and
-        chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward pass, backward
-        pass and update have a hub each. A *keep* stands between the readers of the forward pass and those of the
-        backward pass, or the results of a loop's body: it chooses the sharding in which the value waits, which is made
-        of the copy that the forward pass worked with. So a gather is kept or recomputed, whichever is better.
-        New state has the old state's port: a port with two roles is one choice (the alias rows).
+Out:    `Graph`: nodes with choices, edges on which one node's sharding is converted to another's.
+Method: four kinds of node. An *operation* chooses a strategy of its rule. A *port* chooses the sharding of a value at a
+        boundary: an argument, an output, whatever enters or leaves a `scan`, `while` or `cond`; loop bodies are part of the
+        same graph, their edges weighted by the trip count. A *hub* follows a value with several readers and chooses the
+        sharding that they share, so that one gather that serves q, k and v is paid once; forward pass, backward pass and
+        update have a hub each. A *keep* stands between the readers of the forward pass and those of the backward pass, or
+        the results of a loop's body: it chooses the sharding in which the value waits, which is converted from the copy
+        that the forward pass read. So a gather is kept or recomputed, whichever is better. New state shares the port of
+        the old state, so that both are one choice.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from autopar.ir.region import Role
 from autopar.mesh import LogicalMesh, Sharding
 
 Shardings = tuple[Sharding, ...]
-"""One sharding per choice of a node; equal lists are the same object, so that costs are computed once."""
+"""One sharding per choice of a node; equal tuples are one object, so that costs are computed once."""
 Phase = typing.Literal["f", "b", "u", "o"]
 PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
-"""Who reads a value: the forward pass, the backward pass, what follows it, or a boundary as result of its body."""
+"""Reader of a value: the forward pass, the backward pass, the update, or an output of the program or body."""
 
 NodeKind = typing.Literal["op", "port", "hub", "keep"]
-"""As the document above tells them apart."""
+"""Explained in the module's docstring."""
 
 
 class Moves(Protocol):
-    """How a method wants values to get to their readers; equal ones want the same."""
+    """A method's preferences among conversions; equal objects have equal preferences."""
 
     def price(self, given: Shardings, wanted: Shardings) -> np.ndarray:
-        """`[choice of the source, choice of the target]`: how many times its seconds each conversion counts."""
+        """`[source's choice, target's choice]`: factor on the seconds of each conversion."""
         ...
 
 
@@ -53,16 +53,16 @@ class Node:
     Attributes:
         index: Position in `Graph.nodes`.
         kind: Operation, port, hub or keep.
-        name: For people and for tests: the equation, or the boundary and the value.
-        strategies: Choices of an operation (empty for all others).
+        name: For people and tests: the primitive, or the boundary.
+        strategies: Choices of an operation (empty for other kinds).
         shardings: Choices of a port, hub or keep.
-        weight: Executions in one step.
+        weight: Executions per step.
         eqn: The operation's equation.
         rule: The operation's rule.
-        carried: Its linear groups that partial sums pass.
+        carried: The rule's linear groups through which partial sums pass.
         var: The value of a port, hub or keep.
         communicates: Whether conversions and reductions here may communicate (not inside a loop of unknown length).
-        signature: Equal for nodes of a graph that have the same choices for the same reasons.
+        signature: Number that is equal for nodes with equal choices and costs; an index into `Graph.signatures`.
     """
 
     index: int
@@ -86,10 +86,10 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Edge:
-    """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
+    """A value that `source` makes in sharding `given[choice]` and `target` reads in `wanted[choice]`.
 
-    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state. `phase` is that of
-    the readers behind `target`. `moves` makes some ways there dearer; None: all count as they are.
+    `is_sample` is False for values without batch dims that no sample waits for: parameters, gradients, optimizer state.
+    `phase` is that of the readers. `moves` makes some conversions dearer; None: none.
     """
 
     source: int
@@ -116,7 +116,7 @@ class Edge:
 
 
 class Produced(NamedTuple):
-    """Where a value comes from: a node, and the value's sharding for each of its choices."""
+    """The origin of a value: a node, the value's sharding under each of its choices, and the index of the result."""
 
     node: int
     shardings: Shardings
@@ -125,8 +125,8 @@ class Produced(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keep:
-    """How a value waits for the readers of a later phase: `node` chooses the sharding, and the copy is made of `used`,
-    which the readers of the earlier phase share."""
+    """How a value waits for readers of a later phase: `node` chooses the sharding, converted from `used`, the copy that
+    readers of the earlier phase share."""
 
     node: int
     used: Produced
@@ -134,14 +134,14 @@ class Keep:
 
 @dataclass(eq=False, slots=True)
 class Tables:
-    """What all programs on one mesh have in common, as far as it is known.
+    """Caches that all programs on one mesh share.
 
     Attributes:
-        lists: Of equal tuples of shardings the first: they are told apart by identity.
-        ports: All shardings of a shape, with partial sums or without.
-        choices: Of what is equal for equal equations, their strategies, and the shardings that these want and give.
-        conversions: What conversions take (`costs.py`).
-        operations: Of what is equal for equal operations, what one run takes under each strategy (`costs.py`).
+        lists: Tuple of shardings -> the first equal one: they are compared by identity.
+        ports: (shape, whether with partial sums) -> all its shardings.
+        choices: Signature of an equation -> its strategies, and the shardings that these want and give.
+        conversions: Seconds of conversions (`costs.py`).
+        operations: Signature of an operation, ... -> seconds of one run under each strategy (`costs.py`).
     """
 
     lists: dict[Shardings, Shardings] = field(default_factory=dict)
@@ -159,25 +159,25 @@ class Graph:
         jaxpr: The program.
         mesh: The logical mesh.
         nodes: Decisions, in program order.
-        edges: Where two decisions meet.
+        edges: Values on which two decisions have to agree.
         produced: Origin of each value.
         op_node: Node of each plain equation.
-        ports: Nodes of a structured equation's boundary, by (equation, role, index).
-        hubs: Node of (value, phase) with several readers.
-        keeps: Of (value, phase) whose readers get the value as it waited since an earlier phase.
-        used: The copy of a value that the readers of a phase share: the hub's, or that of the only one.
+        ports: Nodes at the boundary of a loop or branch, by (equation, role, index).
+        hubs: Hub of (value, phase), for values with several readers.
+        keeps: Keep of (value, phase), for values that wait since an earlier phase.
+        used: (value, phase) -> the copy that the phase's readers share: the hub's, or that of the only reader.
         phases: Phase of each equation.
         inputs: Port of each program input.
         outputs: Port of each program output.
-        batch: Which dims run over samples.
-        samples: Values on edges that samples own or wait for.
-        traffic: What each operation brings through memory, once that is known (`traffic.py`).
-        held: Values that take memory, and how many times their bytes, once that is known (`held.held_values`).
-        priced: What operations take, as far as that is known (`costs.py`).
-        computes: Of operations, their instructions under choices that were lowered, by node and choice (`lower.py`).
-        readers: Of programs of it that were lowered, where each phase reads each value last (`lower.py`).
-        signatures: What the signature of a node stands for.
-        tables: What the graphs of other programs on this mesh may share.
+        batch: Batch dims.
+        samples: Values on edges that have samples or that samples wait for.
+        traffic: Memory traffic of each operation; a cache (`traffic.py`).
+        held: Value that takes memory -> factor on its bytes; a cache (`held.held_values`).
+        priced: Prices of operations; a cache (`costs.py`).
+        computes: Node -> choice -> lowered instruction; a cache (`lower.py`).
+        readers: Program -> (value, phase) -> position of the last reader; a cache (`lower.py`).
+        signatures: What each node's signature stands for.
+        tables: Caches shared with other programs on this mesh.
     """
 
     jaxpr: Jaxpr
@@ -205,5 +205,5 @@ class Graph:
 
 
 def stacked(sharding: Sharding) -> Sharding:
-    """The sharding of a stack of arrays that are sharded so: the leading, looped dim is whole."""
+    """The sharding of a stack of arrays of this sharding: the leading dim is not split."""
     return Sharding(((), *sharding.dims), sharding.partial)

@@ -1,15 +1,15 @@
-"""The methods of the papers, as restrictions: data parallelism with ZeRO, and Megatron-LM's tensor parallelism beside it.
+"""Expresses the papers' methods as restrictions: data parallelism with ZeRO, and Megatron-LM's tensor parallelism.
 
 In:     the decision graph of a step or of one stage, the method's settings.
-Out:    `Allowed`, extended; edges that say what is meant to happen to a value along the tensor axis.
-Method: choices are forbidden, or dear; which of the others is cheapest the ILP finds, so that columns and rows, heads and
+Out:    `Allowed`, extended; edges with preferences (`Edge.moves`) along the tensor axis.
+Method: choices are forbidden or made dear, and the ILP finds the cheapest of the others, so that columns, rows, heads and
         vocabulary are nowhere named. Along the tensor axis:
-        a product of samples with a parameter splits the parameter, so that no weight is ever gathered;
-        nothing splits samples, and an activation is gathered or exchanged only where no reader could take it in parts,
-        or where there is no other way.
-        What remains is to split by columns, and to add up what was split by rows: two all-reduces in the forward pass of
-        a layer and two in the backward. With `sequence` no operation on samples is done by all devices of the axis alike:
-        what is between two products is done in parts, for which sums are scattered, and gathered for the next product.
+        - a product of samples with a parameter splits the parameter, so that no weight is gathered;
+        - no operation splits samples, and an activation is gathered or exchanged only if no reader takes it split, or if
+          there is no other way.
+        What remains are column splits, and sums over row splits: two all-reduces in the forward pass of a layer and two in
+        the backward. With `sequence`, no operation on samples is replicated over the axis: work between two products is
+        split, so that sums are reduce-scattered, and gathered for the next product.
         Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing activation recomputation", 2022;
         Rajbhandari et al., "ZeRO", SC 2020.
 """
@@ -33,7 +33,7 @@ from autopar.mesh import Sharding
 from autopar.tuning import TUNING
 
 REPLICATED, PARTIAL = -1, -2
-"""Beside the number of a dim: the placements of a value on one axis."""
+"""The placements of a value on one axis, besides the number of the dim that it splits."""
 
 
 def restrict_to_data_parallel(
@@ -41,16 +41,16 @@ def restrict_to_data_parallel(
 ) -> None:
     """Forbid everything but data parallelism of one ZeRO stage over all axes of the mesh.
 
-    Every operation on samples splits them and nothing else; what is made for samples, such as the random bits of a
-    dropout, may be made in the same parts. Stage 0: state and update are whole on every device. 1 and 2: what is state
-    but no parameter (optimizer moments) is stored split, so gradients are reduce-scattered and new parameters gathered;
-    without gradient accumulation both stages are one plan. 3: parameters are stored split too.
+    Every operation on samples splits them and nothing else; values made for samples, such as the random bits of a dropout,
+    may be split alike. Stage 0: state and update are replicated. 1 and 2: state other than parameters (optimizer moments)
+    is stored split, so that gradients are reduce-scattered and new parameters gathered; without gradient accumulation both
+    stages are one plan. 3: parameters are stored split, too.
 
     Args:
-        graph: The decisions of the step.
+        graph: The decision graph of the step.
         allowed: Extended.
         batch_inputs: Inputs whose leading dim is the batch.
-        state_inputs: Inputs that come back as new state.
+        state_inputs: Inputs that are returned as new state.
         zero: ZeRO stage, 0 to 3.
     """
     _split_samples(graph, allowed, zero)
@@ -74,12 +74,12 @@ def restrict_to_data_parallel(
 
 
 def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
-    """Operations on samples split them and nothing else; at stage 0 all others split nothing but what is made for samples."""
+    """Let operations on samples split them and nothing else; at stage 0, others split only values made for samples."""
     batch = graph.batch
     known: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def masks(node: Node, factors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Which strategies split these factors and nothing else, and which of them do split one."""
+        """The strategies that split no other than these factors, and those that split at least one of them."""
         key = (id(node.strategies), factors)  # equal operations share their strategies
         if key not in known:
             split = np.array([_splits_only(s.choice, factors) for s in node.strategies])
@@ -91,7 +91,7 @@ def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
             factors = factors_of(node.eqn, node.rule, batch)
             if factors:
                 only, some = masks(node, factors)
-                # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
+                # A loop of unknown length may not communicate: there, splitting samples is optional.
                 allowed.only(node, some if some.any() and node.communicates else only, ("batch", factors))
             elif zero == 0:
                 lent = batch.lent_factors(node.eqn, node.rule)
@@ -100,23 +100,23 @@ def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """Along "tensor" a value is sliced and added up on its way to a reader, and hardly ever gathered: see above.
+    """Preferences along the axis "tensor": values may be sliced and reduced; gathers are dear (see the module's docstring).
 
     Attributes:
-        scatters: Whether sums may be left in parts and gathered later (sequence parallelism).
+        scatters: Whether sums may be reduce-scattered and gathered later (sequence parallelism).
     """
 
     scatters: bool
 
     def price(self, given: Shardings, wanted: Shardings) -> np.ndarray:
-        """`[choice of the source, choice of the target]`: how many times its seconds each conversion counts."""
+        """`[source's choice, target's choice]`: factor on the seconds of each conversion."""
         sources, targets = (np.array([_state_on(s, "tensor") for s in side]) for side in (given, wanted))
         source, target = sources[:, None], targets[None, :]
         meant = (source == target) | (source == REPLICATED) | ((source == PARTIAL) & (target == REPLICATED))
         if self.scatters:
             meant |= (source == PARTIAL) | ((source >= 0) & (target == REPLICATED))
-        nobody_takes_it_so = ~np.isin(sources, targets)[:, None] & (source >= 0)
-        return np.where(meant | nobody_takes_it_so, 1.0, TUNING.unmeant_gather)
+        no_reader_takes_it = ~np.isin(sources, targets)[:, None] & (source >= 0)
+        return np.where(meant | no_reader_takes_it, 1.0, TUNING.unmeant_gather)
 
 
 def _state_on(sharding: Sharding, axis: str) -> int:
@@ -133,14 +133,14 @@ def restrict_to_axes(
     zero: int = 0,
     sequence: bool = False,
 ) -> None:
-    """Data parallelism over the axis "data" of a mesh, tensor parallelism over "tensor", as Megatron-LM has them.
+    """Restrict to Megatron-LM's data parallelism over the axis "data" and tensor parallelism over "tensor".
 
     Args:
-        graph: The decisions of a stage.
+        graph: The decision graph of a stage.
         allowed: Extended.
         state_inputs: Inputs that are state.
-        zero: What of the state is split over the data axis, as of `restrict_to_data_parallel`.
-        sequence: Whether activations are split over the tensor axis between products.
+        zero: ZeRO stage over the data axis, as in `restrict_to_data_parallel`.
+        sequence: Whether activations between products are split over the tensor axis.
     """
     at = {axis: k for k, axis in enumerate(graph.mesh.axis_sizes)}
     multiplied: dict[Var, None] = {}
@@ -167,7 +167,7 @@ def restrict_to_axes(
 def _axis_mask(
     node: Node, graph: Graph, factors: Sequence[str], data: int, tensor: int, zero: int, sequence: bool
 ) -> np.ndarray:
-    """What an operation may choose: of each wish in turn as much as leaves a choice."""
+    """The choices of an operation: each wish in turn is applied unless it would leave none."""
     lent = graph.batch.lent_factors(node.eqn, node.rule)
     over_data = factors or lent
     mask = np.array(
@@ -177,28 +177,28 @@ def _axis_mask(
             for s in node.strategies
         ]
     )
-    if not factors or not node.communicates:  # a loop of unknown length may not communicate: nothing is asked of it
+    if not factors or not node.communicates:  # a loop of unknown length may not communicate: no wishes
         return mask
-    weights, alike = _weight_factors(node, graph.batch), _done_by_all(node.rule)
+    weights, replicated = _weight_factors(node, graph.batch), _replicated_work(node.rule)
     wishes = [
         [s.choice[data] in factors for s in node.strategies],
         [s.choice[tensor] in weights for s in node.strategies],
     ]
     if sequence:
-        wishes.append([s.choice[tensor] not in alike for s in node.strategies])
+        wishes.append([s.choice[tensor] not in replicated for s in node.strategies])
     for wish in map(np.array, wishes):
         mask = mask & wish if (mask & wish).any() else mask
     return mask
 
 
-def _done_by_all(rule: ShardingRule) -> tuple[str, ...]:
-    """What an axis may do of an operation such that all its devices do as much; sums of parts are none, products are."""
+def _replicated_work(rule: ShardingRule) -> tuple[str, ...]:
+    """Choices on an axis under which each device does the whole work: idle, or partial operands unless all are partial."""
     groups = {f"+{k}": len(group) == len(rule.operands) for k, group in enumerate(rule.linear)}
     return (IDLE, *(name for name, is_sum in groups.items() if not is_sum))
 
 
 def _weight_factors(node: Node, batch: BatchDims) -> tuple[str, ...]:
-    """Factors of the parameter in a product with samples, which is summed over one of them; none in other operations."""
+    """Factors of the parameters in a product with samples that sums over one of them; () for other operations."""
     operands = list(zip(node.eqn.invars, node.rule.operands, strict=True))
     weights = [term for atom, term in operands if not isinstance(atom, Literal) and atom in batch.readers]
     own = factors_in(*weights)
@@ -206,7 +206,7 @@ def _weight_factors(node: Node, batch: BatchDims) -> tuple[str, ...]:
 
 
 def _store(node: Node, axis: str, split: bool, allowed: Allowed, verb: str) -> None:
-    """State is split over an axis, where it can be; or whole."""
+    """Store state split over an axis, if possible; or not split."""
     wanted = np.array([any(axis in axes for axes in s.dims) == split for s in node.shardings])
     if (wanted & allowed.masks.get(node.index, True)).any() or not split:
         allowed.only(node, wanted, ("stored", axis, split), f"the method {verb} over axis {axis!r}")
@@ -221,14 +221,14 @@ def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
 
 
 def _parameters(graph: Graph) -> dict[Var, None]:
-    """What samples meet, and all that it is made of without samples."""
+    """The parameters, and values computed from them alone; cached."""
     if graph.batch.parameters is None:
         graph.batch.parameters = _made_of(graph, graph.batch.readers)
     return graph.batch.parameters
 
 
 def _made_of(graph: Graph, read: Iterable[Var]) -> dict[Var, None]:
-    """Values that samples meet, and all that these are made of without samples: the parameters are among them."""
+    """The values in `read`, and all values without batch dims that they depend on."""
     found = dict.fromkeys(read)
     _collect(graph.jaxpr, graph.batch, found)
     return found

@@ -1,15 +1,16 @@
-"""Which values take memory while they wait. The others are recomputed by each kernel that reads them.
+"""Finds the values that are held in memory; the others are fused into, and recomputed by, each kernel that reads them.
 
 In:     `Graph`.
-Out:    the values that are held, and how many times their bytes; what reads another reads what that is made of (`liveness.py`).
-Method: compilers put elementwise operations, slices and the like into the kernels that read them, into each of several
-        where these then move fewer bytes: n kernels that read a value of S bytes move S (n + 1) and the A bytes that it is
-        made of, or n A if each recomputes it. That nothing waits in memory for the later of them is no reason for XLA.
-        So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, or if
-        so fewer bytes are moved: of how many arrays it is made does not matter to a kernel, of how large ones does. What is
-        scattered into zeros to be added to a value is scattered into that. Numbers of bfloat16 that are worked out in
-        float32 (a quotient, a hyperbolic tangent) wait in float32 where a reader takes them so: XLA may compute more exactly
-        than it is told, and leaves the rounding between the two out. 8-bit floats that are multiplied along two dims are there
+Out:    the held values, with a factor on their bytes. Readers of other values read what these are computed from
+        (`liveness.py`).
+Method: compilers fuse elementwise operations, slices and the like into the kernels that read them; into several kernels if
+        that moves fewer bytes: n kernels that read a value of S bytes, computed from A bytes, move A + S (n + 1), or n A if
+        each recomputes it. XLA does not consider the memory that this would save. So a value is held if a product, a
+        collective, a loop or the like reads or makes it, if it is slow to compute, or if holding it moves fewer bytes; the
+        number of arrays that it is computed from does not matter, their size does.
+        A scatter into zeros whose only reader adds it to a value is done in place in that value. bfloat16 values that are
+        computed in float32 (a quotient, a hyperbolic tangent) are held in float32 if a reader takes them so: XLA may compute
+        more exactly than told, and omits the rounding in between. 8-bit floats that are contracted along two dims are held
         twice.
 """
 
@@ -30,19 +31,16 @@ SLOW = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc expm1 lgamma log log1p logistic pow sin"
     " sinh tan tanh".split()
 )
-"""What several read of these is held: many instructions for each element; exponentials and roots are single ones."""
+"""Many instructions per element: results with several readers are held. Exponentials and roots are single instructions."""
 
 
 _IN_FLOAT32 = SLOW | {"clamp", "div", "exp", "exp2", "rem", "rsqrt", "sqrt"}
-"""What GPUs do with numbers of bfloat16 in float32; sums, products, the larger one they do as it is."""
+"""Operations that GPUs do on bfloat16 in float32; they add, multiply and compare bfloat16 as it is."""
 
 
 def held_values(graph: Graph) -> Mapping[Var, int]:
-    """Values that take memory, and how many times the bytes of their type: 2 of those that wait in float32, and of 8-bit
-    floats that lie in two ways, else 1.
-
-    Found once for a graph.
-    """
+    """Held values, with the factor on the bytes of their type: 2 for bfloat16 held in float32, and for 8-bit floats held in
+    two layouts, else 1; cached in the graph."""
     if graph.held is None:
         nodes = [node for node in graph.nodes if node.kind == "op"]
         held, wide = _find_held(graph, nodes), {*_wide_values(nodes), *_both_ways(graph, nodes)}
@@ -81,7 +79,7 @@ def _find_held(graph: Graph, nodes: Sequence[Node]) -> set[Var]:
 
 
 def _wide_values(nodes: Sequence[Node]) -> Iterator[Var]:
-    """Values of bfloat16 that are worked out in float32 and that a reader takes so, none as an array of bfloat16."""
+    """bfloat16 values computed in float32 that a reader takes in float32, and none as an array of bfloat16."""
     made = {node.eqn.outvars[0] for node in nodes if _is_in_float32(node)}
     taken = {var for node in nodes if _is_in_float32(node) or _widens(node) for var in inputs_of(node.eqn)}
     narrow = {var for node in nodes for var in _read_from_memory(node)}
@@ -89,8 +87,8 @@ def _wide_values(nodes: Sequence[Node]) -> Iterator[Var]:
 
 
 def _both_ways(graph: Graph, nodes: Sequence[Node]) -> Iterator[Var]:
-    """Values of 8-bit floats that products of one phase sum over their last dim, and others over another: the kernels of such
-    products want what they sum over to lie last, so that there are two arrays."""
+    """8-bit floats that products of one phase contract along the last dim, and others along another one: their kernels need
+    the contracted dim to be minor, so that there are two arrays."""
     ways: dict[tuple[Var, Phase], set[bool]] = {}
     for node in nodes:
         if node.eqn.primitive.name == "dot_general":
@@ -110,8 +108,8 @@ def _widens(node: Node) -> bool:
 
 
 def _leaves(node: Node, made_of: Mapping[Var, Mapping[Var, int]]) -> dict[Var, int]:
-    """The held values from which an operation makes its result, and how many bytes of each it reads: a slice no more than
-    it returns."""
+    """The held values that an operation's result is computed from, and the bytes read of each; a slice reads what it
+    returns."""
     found: dict[Var, int] = {}
     for var in inputs_of(node.eqn):
         for leaf, size in made_of.get(var, {var: num_bytes(var)}).items():
@@ -123,12 +121,12 @@ def _leaves(node: Node, made_of: Mapping[Var, Mapping[Var, int]]) -> dict[Var, i
 
 
 def _makes_again(node: Node) -> bool:
-    """Whether an operation can be part of the kernels that read its results."""
+    """Whether an operation can be fused into the kernels that read its results."""
     return is_fused(node) and not copies_to_or_from_host(node.eqn) and not node.rule.summed and not node.rule.reduced
 
 
 def _read_from_memory(node: Node) -> list[Var]:
-    """Operands that must be there as arrays: not the one of a sum or what is picked from, nor what a scatter writes over."""
+    """Operands that must be arrays in memory: not those of reductions, the source of a slice, or the target of a scatter."""
     if is_fused(node) or len([o for o in node.rule.operands if o]) <= 1 and not copies_to_or_from_host(node.eqn):
         return []
     first = 1 if is_picking(node) or _scatters(node) else 0
@@ -136,8 +134,8 @@ def _read_from_memory(node: Node) -> list[Var]:
 
 
 def _as_written(var: Var, made_by: Mapping[Var, Node]) -> Var:
-    """What is in memory where a value is to be: elementwise work writes its result as the reader wants it turned, and who
-    reads it otherwise finds it there; what a product makes, or the program is given, is turned by a kernel of its own."""
+    """The value that is in memory for a value made by views: elementwise work writes its result in the reader's layout; a
+    product's result, or an input, is transposed by a kernel of its own, and is then itself in memory."""
     written, maker = var, made_by.get(var)
     while maker is not None and is_view(maker.eqn):
         (written,) = inputs_of(maker.eqn)
@@ -150,7 +148,7 @@ def _scatters(node: Node) -> bool:
 
 
 def _scattered_sums(nodes: Sequence[Node], readers: Mapping[Var, int]) -> Iterator[tuple[Var, Var]]:
-    """What is scattered and read by a sum alone, and that sum."""
+    """Results of scatters whose only reader is an addition, with the sum."""
     scattered = {node.eqn.outvars[0] for node in nodes if _scatters(node) and readers.get(node.eqn.outvars[0]) == 1}
     for node in nodes:
         if node.eqn.primitive.name in ("add", "add_any"):

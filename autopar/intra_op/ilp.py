@@ -1,11 +1,11 @@
-"""The integer linear program of a choice problem.
+"""Solves a choice problem as an integer linear program.
 
-In:     `Problem` (usually what `elimination.py` left), a solver's name, a time limit.
-Out:    `Solution` with an honest status: solvers say "optimal" also when they ran out of time, so the bound decides.
-Method: one 0/1 variable per node and choice, exactly one chosen; one continuous variable per pair of choices of an
-        edge whose sums over either side equal the choices (the local marginal polytope: tight on trees). Rows and
-        columns of an edge's matrix that are equal share a variable. Zheng et al., "Alpa", OSDI 2022, sec. 4.2, without
-        its products of one-hot vectors.
+In:     `Problem` (usually the core that `elimination.py` leaves), a solver's name, a time limit.
+Out:    `Solution`, whose status follows from the bound: solvers report "optimal" also when they ran out of time.
+Method: one 0/1 variable per node and choice, exactly one of a node's chosen; one continuous variable per pair of choices of
+        an edge, whose sums over either side equal the choices (the local marginal polytope, tight on trees). Equal rows and
+        columns of an edge's matrix share variables. Zheng et al., "Alpa", OSDI 2022, sec. 4.2, without its products of
+        one-hot vectors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autopar.intra_op.milp import Ended, Model, solve_model
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
 
 _TIES = 1e-7
-"""Part of the cost by which choices are told apart that cost the same: less than counts as a gap."""
+"""Relative perturbation that breaks ties between choices; smaller than any gap that counts."""
 
 
 def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
-    """Solve `problem` to optimality or until the time is up.
+    """Solve `problem` to optimality or until the time limit.
 
     Args:
         problem: Node and edge costs in seconds, memory rows in bytes.
@@ -32,7 +32,7 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
         gap: Relative gap at which it may stop.
 
     Returns:
-        The best assignment found; status `"infeasible"` with no choices where there is none.
+        The best assignment found; without choices, and with status `"infeasible"`, if there is none.
     """
     if not problem.costs:
         return Solution((), 0.0, 0.0, "optimal", "nothing to choose")
@@ -47,14 +47,14 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     scale = min(1e5 / about, 1e8 / max(largest, about))
     program = _Program(problem, scale, about)
     model = program.model()
-    # Where nothing may be left, not even ties are.
+    # A proof leaves no gap at all, so that ties are broken, too.
     ended = solve_model(model, solver, seconds, gap / 2 if gap > PROVED else 0.0)
     size = f"{solver} on {len(problem.costs)} nodes, {len(model.costs)} variables, {len(model.lower)} rows"
     return _read_solution(problem, program, ended, size, scale, gap)
 
 
 def _about(problem: Problem) -> float:
-    """What an assignment costs, roughly: each node by itself takes its least choice; the largest cost if that is forbidden."""
+    """Order of magnitude of the cost: with each node's cheapest choice; if that is forbidden, the largest finite cost."""
     cost = problem.cost([int(np.argmin(cost)) for cost in problem.costs])
     if np.isfinite(cost) and cost > 0:
         return cost
@@ -63,9 +63,9 @@ def _about(problem: Problem) -> float:
 
 
 def _without_ties(problem: Problem, about: float) -> list[np.ndarray]:
-    """Costs that differ a little by the numbers of node and choice, so that of equal assignments one is the least.
+    """Perturb costs a little, so that of equally good assignments one is the least.
 
-    Solvers take whichever of them they see first, which may depend on how they are run.
+    Solvers return whichever of them they see first, which may depend on how they are run.
     """
     step = _TIES * about / len(problem.costs)
     random = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def _without_ties(problem: Problem, about: float) -> list[np.ndarray]:
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of a sparse matrix while they are being collected: `(row, column, value)` in pieces, bounds of each row."""
+    """Collects the rows of a sparse matrix: pieces of `(row, column, value)`, and bounds of each row."""
 
     count: int = 0
     rows: list[np.ndarray] = field(default_factory=list)
@@ -84,13 +84,13 @@ class _Rows:
     lower: list[np.ndarray] = field(default_factory=list)
 
     def put(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray | float) -> None:
-        """Entries of the rows that are added next; `rows` counts from the first of them."""
+        """Add entries of the open rows; `rows` counts from the first open row."""
         self.rows.append(self.count + rows)
         self.columns.append(columns)
         self.values.append(np.broadcast_to(np.asarray(values, np.float64), columns.shape))
 
     def close(self, lower: np.ndarray, upper: np.ndarray) -> None:
-        """The rows that were put are done; their bounds."""
+        """Close the open rows, with their bounds."""
         self.lower.append(lower)
         self.upper.append(upper)
         self.count += len(lower)
@@ -100,7 +100,7 @@ class _Program:
     """The columns and rows of a choice problem.
 
     Attributes:
-        column_of: Of each node, the column of each of its choices; -1: forbidden.
+        column_of: Per node, the column of each of its choices; -1: forbidden.
     """
 
     def __init__(self, problem: Problem, scale: float, about: float):
@@ -133,15 +133,15 @@ class _Program:
             self.memory(row, self.taken[number])
 
     def edge(self, u: int, v: int, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Add an edge's pair variables.
+        """Add an edge's pair variables, one per pair of classes of choices that are the same to this edge.
 
         Args:
             u: One end.
-            v: The other.
-            tables: What a pair of choices costs, and what it takes in each memory row, `[u, v, 1 + rows]`.
+            v: The other end.
+            tables: Cost of each pair of choices, and its bytes in each memory row, `[u, v, 1 + rows]`.
 
         Returns:
-            The columns of the pairs of classes of choices that are the same to this edge, and their tables, `[pair, 1 + rows]`.
+            The columns of the pairs, and their tables, `[pair, 1 + rows]`.
         """
         merged, row_of = _merged(tables)
         turned, column_of = _merged(merged.swapaxes(0, 1))
@@ -175,7 +175,7 @@ class _Program:
         self.rows.close(np.array([-np.inf]), np.array([most]))
 
     def model(self) -> Model:
-        """As arrays."""
+        """The program as arrays."""
         rows, columns, values = map(np.concatenate, (self.rows.rows, self.rows.columns, self.rows.values))
         matrix = coo_array((values, (rows, columns)), shape=(self.rows.count, self.count)).tocsr()
         matrix.eliminate_zeros()
@@ -189,7 +189,7 @@ class _Program:
 
 
 def _merged(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct ones along the first dim, in order of first appearance, and which of them each one is."""
+    """The distinct tables along the first dim, in order of first appearance; and for each table, the index of its equal."""
     keys: dict[bytes, int] = {}
     which = np.array([keys.setdefault(table.tobytes(), len(keys)) for table in np.ascontiguousarray(tables)])
     first = np.unique(which, return_index=True)[1]
@@ -197,7 +197,7 @@ def _merged(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unit(row: MemoryRow) -> float:
-    """Bytes that count as one in a row: solvers like numbers near one."""
+    """Bytes per unit of a memory row: solvers need coefficients near one."""
     return max(row.budget_bytes, 1.0)
 
 
@@ -208,7 +208,7 @@ def _nothing(size: str) -> Solution:
 def _read_solution(problem: Problem, program: _Program, ended: Ended, size: str, scale: float, gap: float) -> Solution:
     if ended.values is None:
         return _nothing(size)
-    values = np.append(ended.values, -1.0)  # of what is forbidden
+    values = np.append(ended.values, -1.0)  # at index -1: forbidden choices
     choices = tuple(int(np.argmax(values[columns])) for columns in program.column_of)
     objective = problem.cost(choices)
     if not (np.isfinite(objective) and problem.fits(choices)):

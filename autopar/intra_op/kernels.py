@@ -1,9 +1,9 @@
-"""What an operation is as a kernel on one device, under each of its strategies.
+"""Describes an operation as the kernel that one device runs under a strategy.
 
-In:     an operation of the graph, what it pays for (`traffic.py`), the shapes that a strategy leaves to one device.
+In:     an operation of the graph, its memory traffic (`traffic.py`), its local shapes under a strategy.
 Out:    `Kernel` (`cost/kernels.py`).
-Method: a product is told by its dimension numbers; a convolution is one over the elements under its window (the implicit
-        product of Chetlur et al., "cuDNN", 2014); what else computes much is a kernel of several products.
+Method: a product's sizes follow from its dimension numbers; a convolution is a product over the elements under its window
+        (the implicit product of Chetlur et al., "cuDNN", 2014); other contractions are fused products.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
 
 
 def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
-    """The kernels that one device runs for an operation under each of its strategies."""
+    """The kernel that one device runs for an operation, for each of its strategies."""
     known: list[dict[Sharding, _Part]] = []
     for k, atom in enumerate((*node.eqn.invars, *node.eqn.outvars)):
         ways = dict.fromkeys((*s.operands, *s.results)[k] for s in node.strategies)
         known.append({sharding: _part(atom, sharding, mesh) for sharding in ways})
     computes, found = _computes(node), []
-    alike: dict[object, Kernel] = {}  # by all that a strategy tells of a kernel
+    alike: dict[object, Kernel] = {}  # by all that a kernel depends on
     for strategy in node.strategies:
         parts = tuple([of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)])
         share = split_fraction(strategy, mesh.axis_sizes) if computes else 1.0
@@ -58,7 +58,7 @@ def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
 
 
 def _computes(node: Node) -> bool:
-    """Whether its FLOPs count."""
+    """Whether the FLOPs of an operation count."""
     return is_contraction(node.rule) and not is_indexing(node)
 
 
@@ -70,7 +70,7 @@ def _part(atom: Atom, sharding: Sharding, mesh: LogicalMesh) -> _Part:
 def _kernel(
     node: Node, share: float, traffic: Traffic, parts: Sequence[_Part], computes: bool, grouped: _Grouped | None
 ) -> Kernel:
-    """As `kernel_of`; `share`: one device's of the work, `parts`: of operands and results, `computes`: whether FLOPs count."""
+    """The kernel, given the device's share of the work, local shapes and bytes (`parts`), and whether FLOPs count."""
     eqn = node.eqn
     shapes, sizes = [shape for shape, _ in parts], [size for _, size in parts]
     if copies_to_or_from_host(eqn):
@@ -91,25 +91,25 @@ def _kernel(
     if grouped is not None:
         num_bytes += 2 * grouped.masked_bytes
         if len(shapes[0]) == 2 and len(shapes[1]) == 3:
-            groups, depth, columns = shapes[1]  # of a device
+            groups, depth, columns = shapes[1]  # local
             if grouped.masked_bytes:
                 rows = shapes[0][0] * grouped.num_devices
                 return Product(1, rows, columns, groups * depth, num_bytes, dtypes[:2])
-            # Its rows are of all groups, unless they travel to it.
+            # The device's rows belong to all groups, unless rows were sent to their groups.
             of_groups = groups if grouped.num_devices > 1 else eqn.invars[1].aval.shape[0]
             return Product(groups, math.ceil(shapes[0][0] / of_groups), columns, depth, num_bytes, dtypes[:2])
-        if grouped.masked_bytes and len(shapes[-1]) == 3:  # each group's own sum is over the rows of all
+        if grouped.masked_bytes and len(shapes[-1]) == 3:  # each group's sum runs over the rows of all groups
             flops *= eqn.outvars[0].aval.shape[0]
     return FusedProducts(flops, num_bytes, dtypes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """How rows in groups are multiplied.
+    """How a grouped product is computed.
 
     Attributes:
-        num_devices: Between how many of them rows travel to their groups.
-        masked_bytes: Of rows that are there for each group.
+        num_devices: Number of devices between which rows are sent to their groups.
+        masked_bytes: Bytes of rows copied for each group, masked to it; 0: rows are not masked.
     """
 
     num_devices: int
@@ -126,7 +126,7 @@ def _grouped(node: Node, strategy: Strategy, mesh: LogicalMesh) -> _Grouped | No
 def _product(
     eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
 ) -> Product | Pass:
-    """A product of matrices; with vectors (inner, outer, matrix by vector) XLA multiplies and sums in one pass."""
+    """A product of matrices; products with vectors are passes: XLA multiplies and sums elementwise."""
     if 1 in _lengths(eqn, [tuple(atom.aval.shape) for atom in eqn.invars])[1:]:
         return Pass(num_bytes)
     lengths = _lengths(eqn, shapes)
@@ -134,7 +134,7 @@ def _product(
 
 
 def _lengths(eqn: JaxprEqn, shapes: Sequence[Shape]) -> tuple[int, int, int, int]:
-    """How many products, and the rows, columns and depth of each, of operands of these shapes."""
+    """Number of products, and rows, columns and depth of each, for operands of these shapes."""
     (lhs_depth, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
     lhs, rhs = shapes[0], shapes[1]
     count = math.prod(lhs[d] for d in lhs_batch)
@@ -144,7 +144,7 @@ def _lengths(eqn: JaxprEqn, shapes: Sequence[Shape]) -> tuple[int, int, int, int
 
 
 def _is_turned(eqn: JaxprEqn) -> bool:
-    """Whether the contracted dims stand before the rows of the first operand."""
+    """Whether the contracted dims come before the row dims in the first operand."""
     (depth, _), (batch, _) = eqn.params["dimension_numbers"]
     rows = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in (*depth, *batch)]
     return bool(rows and depth) and max(depth) < max(rows)
@@ -153,7 +153,7 @@ def _is_turned(eqn: JaxprEqn) -> bool:
 def _convolution(
     eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
 ) -> Product:
-    """An image's pixels are the rows, output channels the columns, what lies under a window the depth."""
+    """The implicit product of a convolution: pixels are rows, output channels columns, elements under the window depth."""
     params = eqn.params
     _, rhs_spec, out_spec = params["dimension_numbers"]
     groups = max(1, min(max(params["feature_group_count"], params["batch_group_count"]), shapes[1][rhs_spec[0]]))
@@ -168,14 +168,14 @@ def _work(eqn: JaxprEqn) -> float:
 
 
 def _is_highest(eqn: JaxprEqn) -> bool:
-    """Whether all digits of float32 are asked for; by default JAX does not."""
+    """Whether full float32 precision is requested; JAX's default is lower."""
     precision = eqn.params.get("precision")
     every = precision if isinstance(precision, tuple) else (precision,)
     return any(p in (jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.F32_F32_F32) for p in every)
 
 
 def is_contraction(rule: ShardingRule) -> bool:
-    """Whether its FLOPs count: everything else is bound by memory."""
+    """Whether an operation's FLOPs count; all others are memory-bound."""
     results = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.results)
     operands = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.operands)
     return rule.flops > 4 * (results + operands) or len([o for o in rule.operands if o]) > 1 and bool(rule.summed)

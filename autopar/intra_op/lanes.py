@@ -1,12 +1,12 @@
-"""The sharded program on a clock: a lane for kernels, a lane for collectives.
+"""Simulates a sharded program on two lanes: one for kernels, one for collectives.
 
-In:     `Body`, seconds of each operation, the mesh, the part of a collective that leaves the kernels alone.
-Out:    `Lanes`: seconds of the program, and of each collective how many of its seconds nothing hides.
-Method: each lane does one thing after the other: of what could start the first in the program, kernels that a collective
-        waits for before others. What reads a collective's result waits for it. So XLA's latency-hiding scheduler orders a
-        program, given memory enough. In a loop what does not wait for the turn before, such as gathering
-        the parameters of the next layer, runs behind it (pipelined collectives). Seconds are those of the kernels and those
-        exposed: when the kernels' lane waits, or is stopped, it is for the collective that then runs.
+In:     `Body`, seconds of each operation, the mesh, the fraction of a collective that overlaps with kernels.
+Out:    `Lanes`: seconds of the program, and the exposed seconds of each collective.
+Method: list scheduling: each lane runs one task at a time, of those that are ready the first in program order, but kernels
+        that a collective waits for before others. XLA's latency-hiding scheduler orders a program like this, given enough
+        memory. In a loop, work that does not depend on the trip before, such as gathering the next layer's parameters,
+        overlaps with that trip (pipelined collectives). A program's seconds are those of its kernels plus exposed ones:
+        when the kernels' lane waits or is stopped, the collective that runs then is exposed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """A program on the clock.
+    """The simulated times of a program.
 
     Attributes:
-        seconds: From its beginning to the end of its last kernel or collective.
-        compute_seconds: Of its kernels.
-        exposed: Of each collective, in the order of `collectives_of`, the seconds that nothing hides; all times together.
+        seconds: Until the end of its last kernel or collective.
+        compute_seconds: Seconds of its kernels.
+        exposed: Exposed seconds of each collective, in the order of `collectives_of`, over all its executions.
     """
 
     seconds: float
@@ -50,14 +50,14 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Something on one of the lanes.
+    """A task of one of the lanes.
 
     Attributes:
         kernel: Seconds on the kernels' lane; None: it is a collective.
-        sent: Seconds on the collectives' lane, of an operation that reduces at once after its kernel.
-        needs: Tasks that must be done before.
-        places: The collectives that it is or, being a loop, holds; by their place in the body.
-        inner: Of a loop or branches, what is exposed of each.
+        sent: Seconds on the collectives' lane; of an operation, those of immediate reductions after its kernel.
+        needs: Tasks that it depends on.
+        places: Indices of its collectives, or, of a loop, of those in it, among all of the body.
+        inner: For a loop or branches, the exposed seconds of each of `places`.
     """
 
     kernel: float | None
@@ -68,10 +68,10 @@ class _Task:
 
 
 def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, overlap: float) -> Lanes:
-    """Put a program on the clock.
+    """Simulate a program.
 
     `seconds_of`: seconds of one run of a plain equation on one device.
-    `overlap`: part of a collective that leaves the kernels alone; 0: every collective stops them.
+    `overlap`: fraction of a collective that overlaps with kernels; 0: collectives stop them.
     """
     build = _Build(seconds_of, mesh, overlap)
     build.add(body, {}, in_turn=True)
@@ -80,7 +80,7 @@ def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: Logical
 
 
 class _Build:
-    """Tasks of a body, or of several turns of one."""
+    """Builds the tasks of a body, or of several trips of one."""
 
     def __init__(self, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, overlap: float):
         self.seconds_of, self.mesh, self.overlap = seconds_of, mesh, overlap
@@ -91,10 +91,10 @@ class _Build:
     def add(
         self, body: Body, given: Mapping[Copy, tuple[int, ...]], in_turn: bool = False
     ) -> dict[Copy, tuple[int, ...]]:
-        """Append a body's tasks; returns the tasks that each of its copies waits for.
+        """Append a body's tasks; returns the tasks that each of its copies depends on.
 
-        What lies in the host's memory from the beginning comes from there not before its turn, if `in_turn`: until then no
-        memory is counted for it.
+        If `in_turn`, inputs in host memory are copied to the device in program order, not earlier: until then no device
+        memory is counted for them.
         """
         maker, place = dict(given), 0
         waiting = set(body.inputs) if in_turn else set()
@@ -114,7 +114,7 @@ class _Build:
                 self.tasks.append(task)
                 place += len(task.places)
                 self.latest = (len(self.tasks) - 1,) if task.kernel is not None else self.latest
-            # A view or a slice is made where it is read: whoever reads it waits for what it is made of.
+            # Views and slices are no tasks: their readers depend on what they are made of.
             made = (len(self.tasks) - 1,) if task is not None else needs
             for copy in instruction.makes:
                 maker[copy] = made
@@ -126,7 +126,7 @@ class _Build:
         own: list[Collective] = []
         if isinstance(instruction, Compute):
             kernel = self.seconds_of(instruction.eqn)
-            if copies_to_or_from_host(instruction.eqn):  # beside the kernels, like collectives
+            if copies_to_or_from_host(instruction.eqn):  # overlaps with kernels, like a collective
                 return _Task(None, kernel, needs)
         if not isinstance(instruction, Compute) or instruction.strategy.reductions or instruction.strategy.travels:
             own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
@@ -136,7 +136,7 @@ class _Build:
         return _Task(kernel, sent, needs, tuple(range(place, place + len(own))))
 
     def region(self, region: Region, needs: tuple[int, ...], place: int) -> _Task:
-        """A loop, or branches: one task."""
+        """A loop, or branches, as one task."""
         trips = trip_count(region.eqn)
         seconds, exposed = 0.0, []
         for inner in region.bodies:
@@ -146,7 +146,7 @@ class _Build:
         return _Task(seconds, 0.0, needs, tuple(range(place, place + len(exposed))), tuple(exposed))
 
     def turns(self, region: Region, inner: Body, trips: int) -> tuple[float, list[float]]:
-        """Seconds and what is exposed of all turns of a loop: the first few are simulated."""
+        """Seconds of all trips of a loop, and exposed seconds per collective, extrapolated from the first few trips."""
         build = _Build(self.seconds_of, self.mesh, self.overlap)
         ends: list[tuple[float, tuple[float, ...]]] = []
         given: dict[Copy, tuple[int, ...]] = {}
@@ -168,7 +168,7 @@ class _Build:
 
 
 class _Lane:
-    """What a lane does next: of the tasks whose operands are there the first by rank, else the one that can start first."""
+    """A lane's queue: of the tasks that are ready, the first by rank is next; else the one that is ready first."""
 
     def __init__(self, ranks: Sequence[tuple[int, int]]):
         self.ranks = ranks
@@ -180,7 +180,7 @@ class _Lane:
         heapq.heappush(self.coming, (when, number))
 
     def start(self) -> float:
-        """When the lane can go on; inf: it has nothing to do yet."""
+        """When the lane's next task can start; inf: it has none yet."""
         while self.coming and self.coming[0][0] <= self.free:
             number = heapq.heappop(self.coming)[1]
             heapq.heappush(self.waiting, (self.ranks[number], number))
@@ -191,11 +191,11 @@ class _Lane:
 
 
 class _Clock:
-    """Both lanes, event by event.
+    """Runs tasks on both lanes, event by event.
 
     Attributes:
-        exposed: Of each collective, the seconds that no kernel hides.
-        spans: Of collectives so far: when they begin and end, and which they are.
+        exposed: Exposed seconds of each collective.
+        spans: Collectives so far: begin, end, indices.
     """
 
     def __init__(self, tasks: Sequence[_Task], count: int, overlap: float):
@@ -206,14 +206,14 @@ class _Clock:
         for number, task in enumerate(tasks):
             for need in task.needs:
                 self.readers[need].append(number)
-        # A kernel that a collective waits for goes before others: that is what hides it.
+        # Kernels that a collective waits for go first, so that it can overlap with the others.
         feeds = [any(tasks[reader].kernel is None for reader in those) for those in self.readers]
         ranks = [(int(task.kernel is not None and not feeds[number]), number) for number, task in enumerate(tasks)]
         self.kernels, self.sending = _Lane(ranks), _Lane(ranks)
         self.spans: list[tuple[float, float, tuple[int, ...]]] = []
 
     def run(self) -> tuple[float, tuple[float, ...]]:
-        """The end of the last task, and what is exposed of each collective."""
+        """Run all tasks; returns the end of the last one, and the exposed seconds of each collective."""
         for number in range(len(self.tasks)):
             self.announce(number)
         for _ in self.tasks:
@@ -227,7 +227,7 @@ class _Clock:
         return self.kernels.free, tuple(self.exposed)
 
     def announce(self, number: int) -> None:
-        """Put a task into its lane if all that it needs is on its way."""
+        """Queue a task in its lane if all that it needs is scheduled."""
         if not self.missing[number]:
             task = self.tasks[number]
             lane = self.sending if task.kernel is None else self.kernels
@@ -240,7 +240,7 @@ class _Clock:
             self.announce(reader)
 
     def wait(self, until: float) -> None:
-        """The kernels' lane does nothing from now on: whichever collectives run then are exposed."""
+        """Let the kernels' lane idle until a time: the collectives that run meanwhile are exposed."""
         free = self.kernels.free
         for begin, end, places in reversed(self.spans):
             if end <= free:
@@ -249,7 +249,7 @@ class _Clock:
         self.kernels.free = max(free, until)
 
     def send(self, number: int, start: float) -> None:
-        """A collective: of a part of it kernels stand still."""
+        """Run a collective, which stops kernels for a fraction of it."""
         task = self.tasks[number]
         stopping = (1 - self.overlap) * task.sent
         self.wait(start)
@@ -260,7 +260,7 @@ class _Clock:
         self.finish(number, self.sending.free)
 
     def compute(self, number: int, start: float) -> None:
-        """A kernel, or a whole loop, which has both lanes for itself."""
+        """Run a kernel; or a whole loop, which occupies both lanes."""
         task, kernels, sending = self.tasks[number], self.kernels, self.sending
         self.wait(max(start, sending.free) if task.inner else start)
         kernels.free += task.kernel or 0.0

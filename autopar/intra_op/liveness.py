@@ -1,13 +1,13 @@
-"""Bytes alive on one device at each moment of the sharded program.
+"""Computes the bytes alive on one device at each moment of a sharded program.
 
-In:     `Body`, the mesh, which values are stored at all, which inputs are donated.
-Out:    `Liveness`: bytes of arguments and results, the peak, when it is, and who is alive then.
-Method: a copy lives from the instruction that makes it to its last reader. Inputs live throughout unless donated, then
-        to their last reader. A loop's body adds its own peak; its stacked outputs live from before the loop. Values
-        that kernels make again take no memory of their own (`held.py`): what they are made of lives until it is read there.
-        Of a stage of a pipeline some values are not there, and some are there for several microbatches (`Waiting`). What
-        lies in the host's memory lives as long, under another name behind a barrier too (`host_peak_bytes`). What every
-        sharding needs, whatever the order, is another question: `floor.py`.
+In:     `Body`, the mesh, which values are held, which inputs are donated.
+Out:    `Liveness`: the peak, its moment, and the copies alive then.
+Method: the live range of a copy extends from the instruction that makes it to its last reader. Inputs live throughout;
+        donated ones until their last reader. A loop's body adds its own peak; its stacks live from before the loop. Values
+        that are not held (`held.py`) take no memory, but extend the live ranges of what they are computed from. In a stage
+        of a pipeline, some values are elsewhere, and some exist once per microbatch in flight (`Waiting`). Values in host
+        memory are counted likewise, also under another name after a barrier (`host_peak_bytes`). A bound over all
+        shardings and orders is in `floor.py`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """How what a stage of a pipeline holds differs from what its program does, which is of one microbatch at a time.
+    """How the memory of a pipeline stage differs from that of its joint program, which runs one microbatch at a time.
 
     Attributes:
-        elsewhere: Values that take no memory here, but in loops.
-        in_flight: Microbatches that are between their forward and their backward pass at once.
-        kept: Values that each of these holds.
+        elsewhere: Values that take memory in loop bodies only.
+        in_flight: Number of microbatches in flight: between their forward and their backward pass.
+        kept: Values that each microbatch in flight holds.
     """
 
     elsewhere: AbstractSet[Var] = frozenset()
@@ -54,7 +54,7 @@ class Waiting:
 
 
 ONE_PROGRAM = Waiting()
-"""Of a program that is no stage's."""
+"""For a program that is not a stage's."""
 
 
 class Alive(NamedTuple):
@@ -62,10 +62,10 @@ class Alive(NamedTuple):
 
     Attributes:
         copy: The value and its sharding.
-        num_bytes: On one device, `times` times.
-        times: How many there are, of as many microbatches; what waits in float32 counts as two of 16 bits.
-        body: Where it is: the program, or the body of a loop or branch.
-        position: The moment: index of an instruction there.
+        num_bytes: Bytes on one device, all `times` instances together.
+        times: Number of instances: of microbatches in flight; twice that for 16 bits held in float32.
+        body: The program, or the body of a loop or branch, that it is in.
+        position: The moment: index of an instruction in that body.
     """
 
     copy: Copy
@@ -81,12 +81,12 @@ class Liveness:
 
     Attributes:
         peak_bytes: Most bytes alive at once, arguments included.
-        moment: Index of the instruction at the peak; -1: the beginning.
-        alive: Copies alive at the peak, outermost body first; inner copies weighted once.
-        packed: Moves that are being sent as one at the peak, packed into an array of their own.
-        at: The innermost instruction at the peak; None: the beginning.
-        argument_bytes: All program inputs; of the body of a loop or branch, 0.
-        curve: Bytes alive at each instruction of the program, those inside it at their most.
+        moment: Index of the instruction at the peak; -1: the start.
+        alive: Copies alive at the peak, outermost body first.
+        packed: Fused moves at the peak, packed into an array of their own.
+        at: The innermost instruction at the peak; None: the start.
+        argument_bytes: Bytes of all program inputs; for the body of a loop or branch, 0.
+        curve: Bytes alive at each instruction of the program, including the peak inside it.
     """
 
     peak_bytes: int
@@ -108,14 +108,14 @@ def measure_liveness(
     donated: Sequence[bool] = (),
     in_place: AbstractSet[Copy] = frozenset(),
 ) -> Liveness:
-    """Memory of a sharded program at its fullest moment.
+    """Memory of a sharded program at its peak.
 
     Args:
         body: The program.
         mesh: Its mesh.
-        stored: Values that take memory, and how many times their bytes (`held.py`).
-        donated: For each input, whether its memory may be reused after its last reader.
-        in_place: Results that are written over inputs.
+        stored: Held values, with the factor on their bytes (`held.py`).
+        donated: Per input, whether its memory may be reused after its last reader.
+        in_place: Results that overwrite inputs.
     """
     return fullest_moments(body, mesh, stored, donated, in_place=in_place)[0]
 
@@ -130,23 +130,23 @@ def fullest_moments(
     in_place: AbstractSet[Copy] = frozenset(),
     over: float = 0.0,
 ) -> tuple[Liveness, ...]:
-    """Memory of a sharded program at up to `count` moments, each the fullest of its part of the program, fullest first.
+    """Memory of a sharded program at up to `count` local peaks, the highest first.
 
-    A moment's part ends where memory has fallen by a hundredth. Those behind the first have more than `over` bytes.
-    `waiting`: of a stage of a pipeline. The other arguments as of `measure_liveness`.
+    A local peak ends where memory has fallen by a hundredth. All but the highest have more than `over` bytes.
+    `waiting`: for a pipeline stage. Other arguments as in `measure_liveness`.
     """
     arguments = sum(local_bytes(var, sharding, mesh) for var, sharding in body.inputs)
     curve: list[int] = []
     pinned = _pinned(body, donated)
-    given = waiting == ONE_PROGRAM  # the tasks of a stage do not hand on what they have turned
+    given = waiting == ONE_PROGRAM  # the tasks of a stage do not pass on transposed inputs
     peaks = _peaks(body, mesh, stored, pinned, count, curve, waiting=waiting, in_place=in_place, over=over, given=given)
     return tuple(dataclasses.replace(peak, argument_bytes=arguments, curve=curve) for peak in peaks)
 
 
 def host_peak_bytes(body: Body, mesh: LogicalMesh) -> int:
-    """Most bytes of one device that a program has in its host's memory at once, arguments and results left out.
+    """Peak bytes that one device's values take in host memory, without arguments and results of the program.
 
-    A row that a loop's body makes or reads is a part of the stack outside.
+    A row that a loop's body makes or reads is part of the stack outside.
     """
     made_here = (var for instruction in body.instructions for var, _ in copies_made(instruction))
     if not any(on_host(var.aval) for var in made_here):
@@ -174,7 +174,7 @@ def _inner_bodies(body: Body) -> Iterator[Body]:
 
 
 def _pinned(body: Body, donated: Sequence[bool]) -> set[Copy]:
-    """Inputs that stay to the end."""
+    """Inputs that live to the end."""
     return {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
 
 
@@ -191,10 +191,10 @@ def _peaks(
     over: float = 0.0,
     given: bool = False,
 ) -> list[Liveness]:
-    """The `count` fullest moments, each of a part of the body, fullest first.
+    """Up to `count` local peaks of a body, the highest first.
 
-    What is alive at each instruction is added to `curve`. Copies in `free` are counted by the caller, those `in_place` lie in
-    inputs. Moments behind the first have more than `over` bytes. `given`: inputs lie as they were given.
+    Bytes alive at each instruction are appended to `curve`. Copies in `free` are counted by the caller, those `in_place`
+    overwrite inputs. All peaks but the highest have more than `over` bytes. `given`: inputs are in the layout given.
     """
     made = find_versions(body, pinned, stored, given)
     times = _times(made, body, waiting)
@@ -224,19 +224,19 @@ def _peaks(
         if total + inner.peak_bytes > most.peak_bytes:
             most = Liveness(total + inner.peak_bytes, position, inner.alive, inner.packed, inner.at or instruction)
         total += freed
-    # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
+    # Live copies are looked up at the end only: most instructions of a step are fuller than all before them.
     first, *others = sorted((*peaks, most), key=lambda peak: -peak.peak_bytes)[:count]
     fullest = (first, *(peak for peak in others if peak.peak_bytes > over))
     return [dataclasses.replace(p, alive=(*_alive(made, body, p.moment, size, times), *p.alive)) for p in fullest]
 
 
 def _times(made: Versions, body: Body, waiting: Waiting) -> list[int]:
-    """How many there are of each copy: of one that waits for the backward pass, as many as microbatches are in flight."""
+    """Instances of each copy: for residuals that wait for the backward pass, one per microbatch in flight."""
     found = list(made.widths)
     if waiting.in_flight > 1:
         made_at = [start for copy, start in zip(made.copies, made.starts, strict=True) if copy[0] in waiting.kept]
         made_at = [at for at in made_at if at >= 0 and isinstance(body.instructions[at], Compute | Region)]
-        last = max(made_at, default=-1)  # from here on all that is kept is there
+        last = max(made_at, default=-1)  # from here on all residuals exist
         for k, (copy, start, end) in enumerate(zip(made.copies, made.starts, made.ends, strict=True)):
             if copy[0] in waiting.kept and start <= last < end:
                 found[k] = waiting.in_flight
@@ -244,20 +244,20 @@ def _times(made: Versions, body: Body, waiting: Waiting) -> list[int]:
 
 
 def _alive(made: Versions, body: Body, moment: int, size: Sequence[int], times: Sequence[int]) -> Iterator[Alive]:
-    """Copies that are alive at a moment: made by then, and read there or later; or made there."""
+    """Copies alive at a moment: made by then and read then or later, or made then."""
     for copy, num_bytes, number, start, end in zip(made.copies, size, times, made.starts, made.ends, strict=True):
         if num_bytes and start <= moment and (start == moment or end >= moment):
             yield Alive(copy, num_bytes, number, body, moment)
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
-    """What sending a move together with others takes: it is packed into one array, and arrives as one."""
+    """Bytes that a fused move takes for packing: its shares of the array sent and of the array received."""
     num_bytes = local_bytes(move.var, move.source, mesh) + local_bytes(move.var, move.target, mesh)
     return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 
 
 def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var, int], waiting: Waiting) -> Liveness:
-    """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
+    """What an instruction needs beyond its operands and results: packing, workspace, or the peak of its bodies."""
     if isinstance(instruction, Fused):
         num_bytes = sum(packed_bytes(move, mesh) for move in instruction.moves)
         return Liveness(num_bytes, 0, packed=instruction.moves)

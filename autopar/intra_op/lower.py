@@ -1,12 +1,12 @@
-"""Lower a solved graph to the sharded program: every conversion in its place, those that were chosen and no others.
+"""Lowers a solved graph to the sharded program, with exactly the conversions that were chosen.
 
 In:     the flat program, the decision graph, one choice per node.
 Out:    `Body` (`sharded.py`).
-Method: values are converted when first needed, through the hub's sharding where the value has one; within one phase all
-        copies made on the way may be used again. Between two phases a value waits in the sharding that its keep chose,
-        and is converted to it after its last reader of the earlier phase; the later phase has that copy alone. What is
-        recomputed waits for what the gather before the last was made for: one at a time is ahead.
-        Then what nothing reads goes (`unread.py`), and small collectives are sent together (`fuse.py`).
+Method: values are converted when first needed, through the hub's sharding if there is a hub; within a phase all copies
+        made on the way may be reused. Between phases a value waits in the sharding of its keep, to which it is converted
+        after its last reader in the earlier phase; the later phase has that copy alone. A gather that is repeated waits
+        for the results of the one before the last, so that at most one is ahead of its use.
+        Then unread copies are dropped (`unread.py`), and small collectives fused (`fuse.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.mesh import Sharding
 
 
 def lower(graph: Graph, choices: Sequence[int]) -> Body:
-    """The sharded program of a graph's program under one choice per node."""
+    """Lower a graph's program under one choice per node."""
     chosen = [graph.nodes[node].shardings[choices[node]] for node in (*graph.inputs, *graph.outputs)]
     inputs, outputs = chosen[: len(graph.inputs)], chosen[len(graph.inputs) :]
     return run_passes(LOWER, Lowered(graph.jaxpr, graph, choices, inputs, outputs), check_lowered).body
@@ -47,15 +47,15 @@ def lower_task(
     outputs: Sequence[Sharding],
     gates: Mapping[JaxprEqn, Sequence[Var]] | None = None,
 ) -> Body:
-    """The sharded program of a task: of some equations of a graph's program.
+    """Lower a task: some equations of a graph's program.
 
     Args:
-        jaxpr: Some of its equations; the invars may be any of its variables.
-        graph: Decisions of the whole program.
+        jaxpr: The task's equations; its invars may be any variables of the program.
+        graph: The decision graph of the whole program.
         choices: One per node.
-        inputs: The sharding in which each invar arrives.
-        outputs: The sharding in which each outvar leaves.
-        gates: Equations from which on the readers of some values wait for another: that one first.
+        inputs: The sharding of each invar.
+        outputs: The sharding of each outvar.
+        gates: Equation -> (awaited, *delayed): from there on, readers of the delayed values wait for the awaited one.
     """
     given = Lowered(jaxpr, graph, choices, inputs, outputs, gates or {}, is_task=True)
     return run_passes(LOWER, given, check_lowered).body
@@ -63,7 +63,7 @@ def lower_task(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
-    """A program on its way to a sharded one; attributes as of `lower_task`, and the body as far as it is."""
+    """A program that is being lowered: arguments as in `lower_task`, and the body so far."""
 
     jaxpr: Jaxpr
     graph: Graph
@@ -76,7 +76,7 @@ class Lowered:
 
 
 def check_lowered(lowered: Lowered) -> None:
-    """Assert that the sharded program can be carried out."""
+    """Assert that the sharded program can be run."""
     check_body(lowered.body, lowered.graph.mesh)
 
 
@@ -100,21 +100,21 @@ LOWER: tuple[Pass[Lowered], ...] = (
         lambda given: dataclasses.replace(given, body=fuse_collectives(given.body, given.graph.mesh)),
     ),
 )
-"""Of each program that a mesh runs: a step, or each task of a stage."""
+"""The passes that lower a step, or a task of a stage."""
 
 
 class _Lowering:
     def __init__(self, graph: Graph, choices: Sequence[int], gates: Mapping[JaxprEqn, Sequence[Var]]):
         self.graph, self.choices, self.mesh, self.gates = graph, choices, graph.mesh, gates
         self.made: dict[Var, Sharding] = {}
-        self.arrived: dict[Var, Sharding] = {}  # what a part has from elsewhere, in which no keep has a say any more
-        self.copies: dict[tuple[Var, Phase], list[Sharding]] = {}  # at hand in each phase
+        self.arrived: dict[Var, Sharding] = {}  # inputs of a task: their keeps are already applied
+        self.copies: dict[tuple[Var, Phase], list[Sharding]] = {}  # available in each phase
         self.ever: dict[Copy, None] = {}
         self.narrow: dict[Copy, np.dtype | None] = {}
         self.emitted: list[list[Instruction]] = []
         self.last: Copy | None = None
-        self.pace: list[list[Copy]] = []  # of each open body, what was computed from recomputed copies, in order
-        self.is_again = False
+        self.pace: list[list[Copy]] = []  # per open body, first results computed from repeated gathers, in order
+        self.is_again = False  # whether the current equation reads a repeated gather
 
     def chosen(self, node: int) -> Sharding:
         """The chosen sharding of a port, hub or keep."""
@@ -146,7 +146,7 @@ class _Lowering:
         )
 
     def leaving(self, jaxpr: Jaxpr, outputs: Sequence[Sharding]) -> dict[int, list[tuple[Var, Phase]]]:
-        """By the place of its last reader of the earlier phase, each value that then waits for a later one."""
+        """Position of an equation -> the (value, phase) keeps to be made after it, the last reader in the earlier phase."""
         keeps, reads = self.graph.keeps, self.last_readers(jaxpr)
         wanted = dict.fromkeys([place for place in reads if place in keeps])
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
@@ -162,7 +162,7 @@ class _Lowering:
         return found
 
     def last_readers(self, jaxpr: Jaxpr) -> dict[tuple[Var, Phase], int]:
-        """The place of the last equation of each phase that reads a value; found once for a program."""
+        """(value, phase) -> position of its last reader in that phase; cached."""
         known: dict[tuple[Var, Phase], int] | None = self.graph.readers.get(jaxpr)
         if known is None:
             phases = self.graph.phases
@@ -174,7 +174,7 @@ class _Lowering:
         return known
 
     def gate(self, earlier: Var, *gated: Var) -> None:
-        """Whoever reads `gated` values from here on waits for another."""
+        """Make readers of `gated` values wait for `earlier` from here on."""
         copies = [(var, s) for (var, _), found in self.copies.items() if var in gated for s in found]
         copies += [(var, self.made[var]) for var in gated]
         self.emit(Gate((earlier, self.made[earlier]), tuple(dict.fromkeys(copies))))
@@ -189,7 +189,7 @@ class _Lowering:
         self.emitted[-1].append(instruction)
 
     def need(self, atom: Var | Literal, sharding: Sharding, eqn: JaxprEqn | None = None) -> None:
-        """Have the copy of `atom` in `sharding` that `eqn` reads (None: it is a result), converting it now if there is none."""
+        """Make the copy of `atom` in `sharding` for `eqn` (None: a result), unless it exists."""
         if isinstance(atom, Literal):
             return
         phase: Phase = "o" if eqn is None else self.graph.phases.get(eqn, "f")
@@ -204,11 +204,11 @@ class _Lowering:
         self.convert(atom, sharding, copies, phase, eqn)
 
     def was_made(self, var: Var, sharding: Sharding) -> bool:
-        """Whether any phase of this body had this copy."""
+        """Whether any phase of this body had the copy."""
         return any(sharding in self.copies.get((var, phase), ()) for phase in PHASES)
 
     def at_hand(self, var: Var, phase: Phase, reader: JaxprEqn | None) -> list[Sharding]:
-        """The copies of a value that a phase may begin with."""
+        """The copies of a value available in a phase; on first use, the one that the phase begins with."""
         if (var, phase) not in self.copies:
             keep = self.graph.keeps.get((var, phase))
             if keep is None or var in self.arrived:
@@ -218,7 +218,7 @@ class _Lowering:
         return self.copies[var, phase]
 
     def kept(self, var: Var, keep: Keep, phase: Phase, reader: JaxprEqn | None) -> Sharding:
-        """Have the copy in which a value waits."""
+        """Make the copy in which a value waits, unless it exists."""
         target = self.chosen(keep.node)
         copies = self.copies.get((var, "f")) or self.copies.get((var, "b")) or [self.made[var]]
         if target not in (self.made[var], *copies):
@@ -229,7 +229,7 @@ class _Lowering:
     def convert(
         self, var: Var, target: Sharding, copies: list[Sharding], phase: Phase, reader: JaxprEqn | None
     ) -> None:
-        """Have one more of the copies at hand."""
+        """Convert one of the available copies to `target`, by the cheapest reshard."""
         if target in copies:
             return
         shape, itemsize = tuple(var.aval.shape), var.aval.dtype.itemsize
@@ -237,7 +237,7 @@ class _Lowering:
         at, route = min(routes, key=lambda pair: (pair[1].seconds, len(pair[1].steps)))
         for step in route.steps:
             following = apply_to_sharding(step, at, self.mesh)
-            if following not in copies and step_kind(step) is None and self.is_there(var, following):
+            if following not in copies and step_kind(step) is None and self.exists(var, following):
                 copies.append(following)
             elif following not in copies:
                 again = (var, following) in self.ever and step_kind(step) is not None
@@ -249,12 +249,12 @@ class _Lowering:
             at = following
         assert at == target, f"reshard of {var} ended in {at}, not {target}"
 
-    def is_there(self, var: Var, sharding: Sharding) -> bool:
-        """Whether a copy is there that another phase of this body began with, or made."""
+    def exists(self, var: Var, sharding: Sharding) -> bool:
+        """Whether any phase of this body began with the copy or made it."""
         return self.made[var] == sharding or self.was_made(var, sharding)
 
     def hold_back(self) -> Copy | None:
-        """What a copy that is recomputed waits for: what was computed from the one before the last."""
+        """The copy that a repeated gather waits for: the result computed from the one before the last."""
         pace = self.pace[-1]
         if not pace and self.last is not None:
             pace.append(self.last)
@@ -274,7 +274,7 @@ class _Lowering:
                 self.need(var, sharding, eqn)
         if instruction.rule.moves:
             self.emit(instruction)
-        else:  # it makes new values, of which nothing is known
+        else:  # new values, which are not narrow
             self.emitted[-1].append(instruction)
         self.define(instruction.makes)
 
