@@ -11,18 +11,7 @@ from __future__ import annotations
 from autopar._jax import Literal
 from autopar.cost.steps import apply_to_sharding
 from autopar.intra_op.graph import Graph
-from autopar.intra_op.sharded import (
-    Body,
-    Compute,
-    Copy,
-    Fused,
-    Move,
-    Region,
-    copies_awaited,
-    copies_made,
-    copies_read,
-    describe,
-)
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Move, Region, copies_awaited, describe
 from autopar.ir.region import region_of
 from autopar.mesh import LogicalMesh, Sharding
 
@@ -54,7 +43,7 @@ def check_body(body: Body, mesh: LogicalMesh) -> None:
     defined: set[Copy] = set(body.inputs)
     assert len(defined) == len(body.inputs), "an input comes twice"
     for instruction in body.instructions:
-        for copy in (*copies_read(instruction), *copies_awaited(instruction)):
+        for copy in (*instruction.reads, *copies_awaited(instruction)):
             assert copy in defined, f"{instruction}: {copy[0]} in {copy[1]} is not defined"
         match instruction:
             case Move() | Fused():
@@ -66,7 +55,7 @@ def check_body(body: Body, mesh: LogicalMesh) -> None:
                 assert len(rule.results) == len(strategy.results) == len(eqn.outvars), f"{instruction}: results"
             case Region():
                 _check_boundary(instruction, mesh)
-        defined.update(copies_made(instruction))
+        defined.update(instruction.makes)
     for atom, sharding in body.outputs:
         known = isinstance(atom, Literal) or (atom, sharding) in defined
         assert known, f"the result {atom} is not defined in {sharding}"

@@ -19,18 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autopar._jax import Var, on_host
-from autopar.intra_op.sharded import (
-    Body,
-    Compute,
-    Copy,
-    Fused,
-    Instruction,
-    Move,
-    Region,
-    copies_made,
-    local_bytes,
-    share_bytes,
-)
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, local_bytes, share_bytes
 from autopar.intra_op.versions import Versions, find_versions
 from autopar.intra_op.workspace import workspace_at
 from autopar.ir.region import kind_of
@@ -148,7 +137,7 @@ def host_peak_bytes(body: Body, mesh: LogicalMesh) -> int:
 
     A row that a loop's body makes or reads is part of the stack outside.
     """
-    made_here = (var for instruction in body.instructions for var, _ in copies_made(instruction))
+    made_here = (var for instruction in body.instructions for var, _ in instruction.makes)
     if not any(on_host(var.aval) for var in made_here):
         return max((host_peak_bytes(inner, mesh) for inner in _inner_bodies(body)), default=0)
     made, results = find_versions(body, frozenset(), None), set(body.outputs)

@@ -39,7 +39,7 @@ class Move:
         earlier: A copy that the move waits for: what is recomputed is not made too early.
         phase: Of the reader.
         narrow: The dtype in which it travels (`narrow.py`); None: its own.
-        reads, makes: As of `copies_read`, `copies_made`.
+        reads, makes: The copies that it reads, and makes.
     """
 
     var: Var
@@ -161,16 +161,6 @@ def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
             return tuple(move.earlier for move in moves if move.earlier is not None)
         case _:
             return ()
-
-
-def copies_read(instruction: Instruction) -> tuple[Copy, ...]:
-    """Copies an instruction reads."""
-    return instruction.reads
-
-
-def copies_made(instruction: Instruction) -> tuple[Copy, ...]:
-    """Copies an instruction makes."""
-    return instruction.makes
 
 
 def _note(instruction: Instruction, reads: tuple[Copy, ...], makes: tuple[Copy, ...]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar._jax import Literal
-from autopar.intra_op.sharded import Body, Copy, Instruction, Move, Region, copies_awaited, copies_made, copies_read
+from autopar.intra_op.sharded import Body, Copy, Instruction, Move, Region, copies_awaited
 
 
 def drop_unread(body: Body) -> Body:
@@ -18,7 +18,7 @@ def drop_unread(body: Body) -> Body:
     read: set[Copy] = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
     kept: list[Instruction] = []
     for instruction in reversed(body.instructions):
-        made = copies_made(instruction)
+        made = instruction.makes
         if isinstance(instruction, Move) and read.isdisjoint(made):
             continue
         if isinstance(instruction, Region):
@@ -26,7 +26,7 @@ def drop_unread(body: Body) -> Body:
             if any(new is not old for new, old in zip(bodies, instruction.bodies, strict=True)):
                 instruction = dataclasses.replace(instruction, bodies=bodies)
         read.difference_update(made)  # one that is made again is read from there on
-        read.update(copies_read(instruction), copies_awaited(instruction))
+        read.update(instruction.reads, copies_awaited(instruction))
         kept.append(instruction)
     if len(kept) == len(body.instructions) and all(
         a is b for a, b in zip(reversed(kept), body.instructions, strict=True)

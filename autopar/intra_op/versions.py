@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar._jax import Literal, Var
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, copies_made
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
 
@@ -174,5 +174,5 @@ def _passed_on(instruction: Instruction) -> dict[Copy, Copy]:
     if not isinstance(instruction, Region) or kind_of(instruction.eqn) != "barrier":
         return {}
     given = zip(instruction.eqn.invars, instruction.operands, strict=True)
-    pairs = zip(copies_made(instruction), given, strict=True)
+    pairs = zip(instruction.makes, given, strict=True)
     return {result: (atom, sharding) for result, (atom, sharding) in pairs if not isinstance(atom, Literal)}

@@ -25,18 +25,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from autopar._jax import Literal, on_host
-from autopar.intra_op.sharded import (
-    Body,
-    Compute,
-    Copy,
-    Fused,
-    Gate,
-    Instruction,
-    Move,
-    Region,
-    copies_made,
-    copies_read,
-)
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, region_of
 from autopar.tuning import TUNING
@@ -61,13 +50,11 @@ class Ahead:
         self.made_at = dict.fromkeys(body.inputs, -1)
         self.readers: dict[Copy, list[int]] = {}
         for position, instruction in enumerate(body.instructions):
-            for copy in copies_read(instruction):
+            for copy in instruction.reads:
                 self.readers.setdefault(copy, []).append(position)
-            self.made_at.update(dict.fromkeys(copies_made(instruction), position))
+            self.made_at.update(dict.fromkeys(instruction.makes, position))
         given = self._given()
-        self.waits = [
-            k for k, i in enumerate(body.instructions) if waits_at(i) and not given.issuperset(copies_read(i))
-        ]
+        self.waits = [k for k, i in enumerate(body.instructions) if waits_at(i) and not given.issuperset(i.reads)]
         self.stay = {*body.inputs, *((a, s) for a, s in body.outputs if not isinstance(a, Literal))}
         self.of_large = dict(self._of_large())
 
@@ -78,8 +65,8 @@ class Ahead:
             is_form = isinstance(instruction, Move | Fused) or (
                 isinstance(instruction, Compute) and not instruction.rule.summed
             )
-            if is_form and given.issuperset(copies_read(instruction)):
-                given.update(copies_made(instruction))
+            if is_form and given.issuperset(instruction.reads):
+                given.update(instruction.makes)
         return given
 
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
@@ -90,16 +77,16 @@ class Ahead:
         """Large copies that a loop at this position reads and that depend on constants alone, such as a mask."""
         made: set[Copy] = set()
         for instruction in self.body.instructions[:position] if self._is_loop(position) else ():
-            if isinstance(instruction, Compute) and made.issuperset(copies_read(instruction)):
-                made.update(copies_made(instruction))
-        read = dict.fromkeys(copies_read(self.body.instructions[position]))
+            if isinstance(instruction, Compute) and made.issuperset(instruction.reads):
+                made.update(instruction.makes)
+        read = dict.fromkeys(self.body.instructions[position].reads)
         return [copy for copy in read if copy in made and self.num_bytes(copy) >= TUNING.late_bytes]
 
     def behind_loop(self, position: int) -> list[Copy]:
         """Stacks with large rows that the scan at this position makes and another loop reads."""
         region = self.body.instructions[position]
         assert isinstance(region, Region)
-        made, loop = copies_made(region), region_of(region.eqn)
+        made, loop = region.makes, region_of(region.eqn)
         stacks = [copy for copy in made[len(loop.carries) :] if not on_host(copy[0].aval)]
         wide = [copy for copy in stacks if self.num_bytes(copy) >= TUNING.late_bytes * loop.trips]
         return [copy for copy in wide if any(map(self._is_loop, self.readers.get(copy, ())))]
@@ -118,7 +105,7 @@ class Ahead:
         if isinstance(instruction, Gate):
             latest, delayed = instruction.earlier, list(instruction.copies)
         else:
-            read = [copy for copy in dict.fromkeys(copies_read(instruction)) if not on_host(copy[0].aval)]
+            read = [copy for copy in dict.fromkeys(instruction.reads) if not on_host(copy[0].aval)]
             if position not in self.waits or all(self.made_at[copy] < 0 for copy in read):
                 return [], []
             latest = max(read, key=lambda copy: self.made_at[copy])
@@ -142,14 +129,14 @@ class Ahead:
                 still = frozenset(idle)
                 freeing = [at for at in freeing if at in still]
                 first = {at: freed for at, freed in self._freed(position, idle, TUNING.late_bytes) if at in freeing}
-                smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
+                smallest = min(instruction.reads, key=self.num_bytes, default=None)
                 enough = TUNING.late_part * max(first.values(), default=0)
                 if first and smallest is not None and self.num_bytes(smallest) <= enough:
                     freeing = [at for at in freeing if at not in first]
                     yield position, (smallest, [*self._results(position, first, idle)])
             if self._frees(position):
                 freeing.append(position)
-                line = [step for copy in copies_made(instruction) for step in self._line(copy)]
+                line = [step for copy in instruction.makes for step in self._line(copy)]
                 is_sum = bool(line) and line[-1][1] in self.stay
                 behind.update(at for at, _ in line if is_sum or self._is_cast(at))
 
@@ -162,14 +149,14 @@ class Ahead:
         instruction = self.body.instructions[position]
         if not isinstance(instruction, Compute | Region):
             return False
-        freed = max((self.num_bytes(copy) for copy in copies_read(instruction) if copy not in self.stay), default=0)
-        return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
+        freed = max((self.num_bytes(copy) for copy in instruction.reads if copy not in self.stay), default=0)
+        return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, instruction.makes)) < freed
 
     def _made_bytes(self, instruction: Instruction) -> int:
         """Bytes of the largest array that an operation makes; 0 for a broadcast, which its readers fuse."""
         if not isinstance(instruction, Compute) or instruction.eqn.primitive.name == "broadcast_in_dim":
             return 0
-        return max(map(self.num_bytes, copies_made(instruction)), default=0)
+        return max(map(self.num_bytes, instruction.makes), default=0)
 
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
         """Results of work since `begin` that `position` does not depend on and that frees arrays; and the bytes freed."""
@@ -182,24 +169,24 @@ class Ahead:
         for at in reversed(idle):
             instruction = self.body.instructions[at]
             if isinstance(instruction, Compute | Region):
-                read = [self.num_bytes(copy) for copy in copies_read(instruction) if not self._stays(copy, position)]
-                freed, made = max(read, default=0), copies_made(instruction)
+                read = [self.num_bytes(copy) for copy in instruction.reads if not self._stays(copy, position)]
+                freed, made = max(read, default=0), instruction.makes
                 if made and freed >= least_bytes and 2 * sum(map(self.num_bytes, made)) < freed:
                     yield at, freed
 
     def _results(self, position: int, places: Iterable[int], idle: Sequence[int]) -> Iterator[Copy]:
         """The results of instructions at `places`, followed through elementwise work before `position`."""
         among = frozenset(idle)
-        yield from (self._added(copies_made(self.body.instructions[at])[0], position, among) for at in places)
+        yield from (self._added(self.body.instructions[at].makes[0], position, among) for at in places)
 
     def _idle(self, position: int, begin: int) -> Iterator[int]:
-        needed = set(copies_read(self.body.instructions[position]))
+        needed = set(self.body.instructions[position].reads)
         for at in reversed(range(begin, position)):
             instruction = self.body.instructions[at]
-            if needed.isdisjoint(copies_made(instruction)):
+            if needed.isdisjoint(instruction.makes):
                 yield at
             else:
-                needed.update(copies_read(instruction))
+                needed.update(instruction.reads)
 
     def _stays(self, copy: Copy, position: int) -> bool:
         return copy in self.stay or self.readers[copy][-1] >= position
@@ -218,7 +205,7 @@ class Ahead:
         readers = self.readers.get(copy, [])
         while len(readers) == 1 and copy not in self.stay:
             reader, shape = self.body.instructions[readers[0]], copy[0].aval.shape
-            made = copies_made(reader)
+            made = reader.makes
             is_light = isinstance(reader, Move) or (isinstance(reader, Compute) and not reader.rule.summed)
             if not is_light or len(made) != 1 or made[0][0].aval.shape != shape:
                 return

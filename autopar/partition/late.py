@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from autopar._jax import Literal, copies_to_or_from_host
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, copies_made, copies_read
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move
 from autopar.intra_op.traffic import VIEWS, is_fused
 from autopar.tuning import TUNING
 
@@ -38,7 +38,7 @@ class _Walk:
 
     def waits(self) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
         for place, instruction in enumerate(self.body.instructions):
-            read = copies_read(instruction)
+            read = instruction.reads
             deepest = max((self.depth[copy] for copy in read), default=-1)
             self.deepest.append(deepest)
             is_light = _is_light(instruction)
@@ -47,7 +47,7 @@ class _Walk:
                 for k, copy in enumerate(read):
                     if self.depth[copy] < before and self.num_bytes(copy) >= TUNING.again_bytes:
                         yield from self._begin(copy, before, place if _is_turned(instruction, k) else None)
-            for copy in copies_made(instruction):
+            for copy in instruction.makes:
                 self.depth[copy], self.maker[copy] = deepest if is_light else place, place
 
     def _work_before(self, place: int) -> int:
@@ -59,17 +59,17 @@ class _Walk:
     def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
         """The wait of the first elementwise instruction that leads to a copy; for an input, of a `reader` that transposes
         it."""
-        awaited = copies_made(self.body.instructions[before])[0]
+        awaited = self.body.instructions[before].makes[0]
         place, seen = self.maker.get(copy, -1), {copy}
         line = [place] if place > before else []
         for at in line:
-            for operand in copies_read(self.body.instructions[at]):
+            for operand in self.body.instructions[at].reads:
                 if operand not in seen and self.maker.get(operand, -1) > before:
                     seen.add(operand)
                     line.append(self.maker[operand])
         first = min((at for at in line if not _is_view(self.body.instructions[at])), default=None)
         if first is not None:
-            yield first, (min(copies_read(self.body.instructions[first]), key=self.num_bytes), awaited)
+            yield first, (min(self.body.instructions[first].reads, key=self.num_bytes), awaited)
         elif reader is not None and copy not in self.maker:
             yield reader, (copy, awaited)
 

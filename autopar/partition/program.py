@@ -18,7 +18,7 @@ from jax import lax
 
 from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, on_host
 from autopar.cost.steps import Mask, Step
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region, copies_made
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import kind_of, region_of
 from autopar.ir.rules.rule import Shard, ShardingRule
@@ -177,7 +177,7 @@ def _delayed_carries(ahead: Ahead, position: int, copies: Copies) -> Copies:
     if not isinstance(region, Region) or kind_of(region.eqn) != "scan" or not communicates(region):
         return {}
     rows = [copies[copy] for copy in ahead.behind_loop(position)]
-    return {copy: after(copies[copy], *rows) for copy in copies_made(region)[: len(region_of(region.eqn).carries)]}
+    return {copy: after(copies[copy], *rows) for copy in region.makes[: len(region_of(region.eqn).carries)]}
 
 
 def _begin_after(

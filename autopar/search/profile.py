@@ -14,7 +14,7 @@ from typing import Any
 from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.read_off import Sharded
-from autopar.intra_op.sharded import Body, Compute, Instruction, Region, computed, copies_made
+from autopar.intra_op.sharded import Body, Compute, Instruction, Region, computed
 from autopar.ir.gradient import is_backward
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of
@@ -91,7 +91,7 @@ def _parts_of_program(
     names = {"F": "kept for the backward pass", "B": "gradients", "U": "the update"}
     for i in sharded.body.instructions:
         if isinstance(i, Compute | Region):
-            for var, _ in copies_made(i):
+            for var, _ in i.makes:
                 maker.setdefault(var, names[phases[i.eqn]])
     totals: dict[str, int] = {}
     for alive in sharded.liveness.alive:
