@@ -37,6 +37,12 @@ they are 0.45 of the step (torchtitan, commit 7a04053: Llama 3 8B on 8 H100)."""
 ADAM_BYTES = 34
 """Moved by an update for each parameter, in mixed precision: gradient read twice, once for its norm, weights of both
 widths and moments read and written."""
+ADDED_BYTES = 6
+"""Moved to add gradients of a microbatch to those before it, for each parameter: two reads and a write."""
+FSDP_BYTES = 14
+"""Moved by PyTorch's FSDP for each gathered parameter and microbatch. Of its first version, gradients of views into the flat
+parameter are put together, divided, and made 32 bits wide (`_flat_param.py`, `_post_backward_hook`); of its second, what is
+gathered is copied into parameters twice, and gradients, 32 bits wide, into one array (`_fsdp_collectives.py`)."""
 OMNI_PATH = 0.405
 """Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host: 5.06 of 12.5 GB/s, as the
 users of Jean Zay measured it (BigScience, experiments/bandwidth, all_reduce_bench-a100-n4)."""
@@ -105,6 +111,17 @@ def stage_layers(run: Run) -> list[int]:
         most = (run.layers + 2) // count
         return [most - 1, *[most] * (count - 2), most - 1]
     return [*[most] * (count - 1), run.layers - most * (count - 1)]
+
+
+def gradient_bytes(run: Run) -> float:
+    """Bytes that go through memory for the gradient of each parameter with every microbatch, besides those of its product."""
+    added = ADDED_BYTES if run.count > 1 else 0
+    return FSDP_BYTES + added / run.shards if is_fsdp(run) else added
+
+
+def is_fsdp(run: Run) -> bool:
+    """Whether PyTorch's FSDP splits the state: frameworks without a program of the whole step have it, but for two."""
+    return run.zero > 1 and not run.whole and not re.search("Megatron|DeepSpeed", run.framework)
 
 
 def usual_pipeline(run: Run) -> dict[str, int]:

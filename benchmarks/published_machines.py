@@ -59,7 +59,7 @@ def machine_of(run: Run) -> Machine:
     per_host = model.devices_per_host if "NVL72" in run.network else run.per_host or model.devices_per_host
     # A job has equal parts of its hosts, or of their domains: 64 devices of each rack of 72, where those make 256.
     per_host = max(part for part in range(1, per_host + 1) if run.devices % part == 0)
-    rate = _network_rate(run.network, per_host)
+    rate = None if model.torus else _network_rate(run.network, per_host, model.inter_peak)
     if rate is not None:
         reached = OMNI_PATH if "Omni-Path" in run.network else inter.bytes_per_second / model.inter_peak
         inter = replace(inter, bytes_per_second=rate * reached)
@@ -117,7 +117,9 @@ def model_of(run: Run) -> Model:
         return sold[1]
     power = re.search(r"(\d+) ?W\b", run.device)
     limited = f"-{power[1]}w" if power else ""
-    name = re.sub(r",.*|\bchips?\b|\(.*?\)|^\d+ ?[x×]|\b(?:DGX|HGX|SXM\d?|NVL\d+)\b", "", run.device).strip(" -")
+    name = re.sub(r",.*|\bchips?\b|\(.*?\)|^(?:\d+ ?[x×X] ?)+|\b(?:DGX|HGX|SXM\d?|NVL\d+)\b", "", run.device).strip(
+        " -"
+    )
     if limited:
         try:
             return find_device(re.sub(r"-\d+GB$", "", name) + limited)
@@ -151,20 +153,33 @@ _PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "HDR100": 100, "EDR": 100, "FDR": 
 """Gb/s of a port of InfiniBand by its generation."""
 
 
-def _network_rate(text: str, per_host: int) -> float | None:
-    """Bytes per second of one device, out of words like "8x400 Gb/s IB", "3.2 Tb/s EFA" or "25 Gb/s Ethernet per host"."""
+_CARDS = (
+    r"(?:(?:Mellanox|NVIDIA|ConnectX|CX|Slingshot|Omni-Path|InfiniBand|IB|RoCE|[EFHNX]DR|NIC|HCA|card|port|rail)s?"
+    r"(?:-?\d+)?\s*(?:of )?)"
+)
+"""What people call them between how many there are and their rate."""
+
+
+def _network_rate(text: str, per_host: int, usual: float = 0.0) -> float | None:
+    """Bytes per second of one device, out of words like "8x400 Gb/s IB", "3.2 Tb/s EFA" or "25 Gb/s Ethernet per host".
+
+    Where it is not said how many cards a host has, a rate that is `usual` for the card of one device is that of each.
+    """
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
-    count = r"(?:(\d+)\s*(?:[x×*]|(?:NIC|HCA|card|port|rail)s?(?: of)?|Omni-Path)\s*)?"
-    bits = re.search(
-        count + r"(?:[A-Z]+\d* ?)?\(?(\d+(?:\.\d+)?) ?(Gb/s|Gbps|Gbit|GbE|Gb\b|Gigabit|Tb/s|Tbps|Tbit)(.*)", text
-    )
+    count = rf"(?:(\d+)\s*(?:{_CARDS}*[x×*]\s*{_CARDS}*|{_CARDS}+))?\(?"
+    bits = re.search(count + r"(\d+(?:\.\d+)?) ?(Gb/s|Gbps|Gbit|GbE|Gb\b|G\b|Gigabit|Tb/s|Tbps|Tbit)(.*)", text)
     of_bytes = re.search(
-        count + r"(\d+(?:\.\d+)?) ?GB/s (?:per NIC|each|IB|Infini|EFA|RoCE|Ethernet|per (?:node|host))", text
+        count
+        + r"(\d+(?:\.\d+)?) ?(GB/s)(?=\)| (?:each|IB|Infini|EFA|RoCE|Ethernet|per (?:NIC|node|host|GPU|device)))(.*)",
+        text,
     )
-    named = re.search(rf"(\d+)\s*[x×]\s*({'|'.join(sorted(_PORTS, reverse=True))})", text)
-    if bits:
-        total = int(bits[1] or 1) * float(bits[2]) / 8 * (1e12 if bits[3][0] == "T" else 1e9)
-        return total if re.search(r"(per|each|a) (GPU|chip|device|accelerator)", bits[4]) else total / per_host
-    if of_bytes:
-        return int(of_bytes[1] or 1) * float(of_bytes[2]) * 1e9 / per_host
-    return int(named[1]) * _PORTS[named[2]] / 8 * 1e9 / per_host if named else None
+    bare = re.search(rf"(\d+)(?:\s*[x×]\s*|\s+)({'|'.join(sorted(_PORTS, reverse=True))}|[124]00(?!\d|\s*G))", text)
+    if found := bits or of_bytes:
+        scale = {"G": 1e9 / 8, "T": 1e12 / 8, "B": 1e9}
+        total = int(found[1] or 1) * float(found[2]) * scale[found[3][0] if bits else "B"]
+        is_each = re.search(r"(per|each|a) (GPU|chip|device|accelerator)", found[4])
+        is_usual = (
+            total == usual and not found[1] and not re.search(r"Ethernet|GbE|(per|each|a) (node|host|machine)", text)
+        )
+        return total if is_each or is_usual else total / per_host
+    return int(bare[1]) * float(_PORTS.get(bare[2], bare[2])) / 8 * 1e9 / per_host if bare else None

@@ -149,7 +149,8 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     """What the backward passes wait for, of all microbatches in flight, and what one of them works with."""
     tokens = run.microbatch * (run.tokens + run.decoder) // run.context
     residual = 2 * tokens * run.width // (run.tensor if run.sequence else 1)
-    whole = layer.kept_bytes if run.compiled and not _is_of(run, FUSED) else eager_bytes(run, tokens)
+    is_compiler = run.compiled and not _is_of(run, FUSED)
+    whole = layer.kept_bytes + wide_bytes(run, tokens) if is_compiler else eager_bytes(run, tokens)
     if run.recompute == "full":
         kept, again = residual, whole
     elif run.recompute == "selective" and not run.flash:
@@ -170,6 +171,15 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     if stage < run.pipeline - 1:
         return waiting + in_layer + gathered
     return waiting + max(in_layer, ends_bytes(run, tokens, ends)) + gathered
+
+
+def wide_bytes(run: Run, tokens: int) -> float:
+    """What PyTorch's compiled products of 8 bits keep more than a program of XLA's: their operands in 16 bits, which the
+    backward pass makes narrow again (torchao, `float8_linear.py`)."""
+    if run.whole or run.dtype not in NARROW:
+        return 0.0
+    # Those of tensor parallelism are gathered as they are multiplied (`float8_tensor_parallel.py`).
+    return tokens * (2 * run.width + run.heads * run.head_size + run.hidden) / run.tensor
 
 
 def is_planned(run: Run) -> bool:

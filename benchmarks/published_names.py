@@ -22,7 +22,7 @@ _ENCODERS = r"bert|electra|\bvit|deit|\bdino|\bclip|siglip|encoder"
 _IMAGES = r"\bvit|deit|\bdino|siglip"
 _GATED = (
     r"llama|qwen|mistral|mixtral|gemma|deepseek|\byi[-_ ]|palm|glm|internlm|baichuan|olmo|gpt[-_ ]?oss|phi[-_ ]?[34]|smollm|"
-    r"grok|kimi|dbrx|glu|flan|\bmt5|t5[-_ .]?v?1[._]1"
+    r"grok|kimi|dbrx|granite|command|moonlight|vicuna|alpaca|glu|flan|\bmt5|t5[-_ .]?v?1[._]1"
 )
 _PLAIN = r"gpt|bert|bart|mpt|\bopt|bloom|megatron|pythia|falcon|nemotron|\bvit|deit|gshard|switch|\bmoe"
 _NEAR = 0.1

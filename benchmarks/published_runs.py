@@ -42,6 +42,7 @@ from published_cells import (
 from published_experts import Dense, Experts, experts_of, has_experts
 from published_names import check_family, has_decoder, head_size_of, is_encoder, is_gated, sees_images
 from published_nets import Net, as_layers, mesh_of, net_of
+from published_usual import is_compiled, is_sequence_parallel, is_split, overlaps
 
 DATA = Path(__file__).parent / "data" / "published_runs.tsv"
 MOST_TOKENS = 1 << 15
@@ -228,7 +229,7 @@ def _run(row: Cells, line: int) -> Run:
         stated("mesh", None, (devices,))
     layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, heads, batch, devices)
     # Who splits the state splits tensors only where there are not samples enough.
-    likely = [one for one in layouts if one[0] == min(layouts)[0] or not _is_split(row)]
+    likely = [one for one in layouts if one[0] == min(layouts)[0] or not is_split(row)]
     tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *likely)
     if batch % data:
         raise ValueError("the batch does not divide")
@@ -289,12 +290,12 @@ def _run(row: Cells, line: int) -> Run:
         by_rows=says(row, "row[- ]?wise|per[- ]row", "precision"),
         zero=zero,
         shards=shards,
-        sequence=_is_sequence_parallel(row),
+        sequence=is_sequence_parallel(row),
         flash=kernel > 0,
         kernel=kernel,
-        compiled=is_jax or says(row, _COMPILERS, "framework", "notes") and not says(row, _EAGER, "framework", "notes"),
+        compiled=is_jax or is_compiled(row),
         whole=is_jax or says(row, "Alpa", "framework"),
-        overlaps=_overlaps(row),
+        overlaps=overlaps(row),
         hides_gradients=is_kept or says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
         ranks_only=says(row, "not for absolute", "quality"),
         is_profiled=says(row, "profiler", "quality"),
@@ -330,7 +331,7 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
     within = [n for n in (1, 2, 4, 8) if n <= (count_of(row, "gpus_per_node") or 8)]
     one, other = degree_of(row, "tp"), degree_of(row, "pp")
     tensors = [one] if one else within
-    pipelines = [other] if other else [1] if _is_split(row) else [1, 2, 4, 8, 16]
+    pipelines = [other] if other else [1] if is_split(row) else [1, 2, 4, 8, 16]
     found = []
     for tensor, pipeline in itertools.product(tensors, pipelines):
         data, rest = divmod(devices, tensor * pipeline * context)
@@ -346,11 +347,6 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
     if not found:
         raise ValueError("the degrees do not multiply to the devices")
     return found
-
-
-def _is_split(row: Cells) -> bool:
-    """Whether what is run says that devices have other samples and nothing else: its tensors are not split further."""
-    return says(row, "fsdp|sdp|^3", "zero") or says(row, JAX + r"|\bFSDP|\bDDP\b|Composer|fairscale", "framework")
 
 
 def _dense(run: Run) -> Dense:
@@ -380,23 +376,3 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
 
 
 _HARDWARE = r"hardware|incl. recompute|\bHFU\b"
-_EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
-_COMPILERS = r"torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow|llm\.c|(fused|transformer) kernels"
-
-
-def _overlaps(row: Cells) -> bool:
-    """NeMo's configurations for these models have it on (`ub_tp_comm_overlap` in NeMo-Framework-Launcher).
-
-    Megatron-Bridge's recipes for performance have it too (`tp_comm_overlap_cfg`), but with products of 4 bits.
-    """
-    if says(row, "Megatron-Bridge", "framework"):
-        return dtype_of(row) != "float4"
-    return says(row, "overlap", "schedule") or says(row, "AsyncTP", "notes") or says(row, "NeMo", "framework")
-
-
-def _is_sequence_parallel(row: Cells) -> bool:
-    said = says(row, "sequence parallel|reduce_scatter", "recompute", "schedule", "notes")
-    # No other tensor parallelism can hide its collectives behind products. It came before Hopper: on devices from then on it is
-    # taken for granted, but where a solver decided.
-    newer = says(row, r"\bG?[BH]\d|MI3", "gpu_type") and not says(row, "auto", "framework")
-    return said or newer or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from published_frameworks import is_fsdp
 from published_machines import Machine
 from published_runs import Run
 
@@ -119,6 +120,7 @@ def data_seconds(
 
     # Parameters that are stored split are gathered, and their gradients reduced, by layers.
     num_bytes = params * width / (layers if run.zero == 3 else 1)
+    wide = num_bytes * (4 / width if is_fsdp(run) else 1)
     if run.zero == 0:
         reduced, gathered = seconds("all-reduce", num_bytes, every), 0.0
     elif run.zero == 1 and "DeepSpeed" in run.framework:
@@ -126,8 +128,8 @@ def data_seconds(
         reduced, gathered = seconds("all-reduce", num_bytes, every), seconds("all-gather", num_bytes)
     else:
         # Who has the same part of the state adds up that part of the gradients.
-        between = seconds("all-reduce", num_bytes / math.prod(group.shape), others)
-        reduced, gathered = seconds("reduce-scatter", num_bytes) + between, seconds("all-gather", num_bytes)
+        between = seconds("all-reduce", wide / math.prod(group.shape), others)
+        reduced, gathered = seconds("reduce-scatter", wide) + between, seconds("all-gather", num_bytes)
     if run.zero == 3:
         alone = exposed(gathered, forward) + exposed(gathered + reduced, whole - forward)
         return gathered + reduced, layers * alone

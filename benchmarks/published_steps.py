@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from published_frameworks import ADAM_BYTES, OVERLAPPED, hides_tokens, stage_layers, waiting_part
+from published_frameworks import ADAM_BYTES, OVERLAPPED, gradient_bytes, hides_tokens, stage_layers, waiting_part
 from published_images import net_parts
 from published_machines import Machine, by_devices, machine_of
 from published_memory import capacity_of, memory_of
@@ -90,8 +90,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     end, end_tensor = ends.busy(PHASES, device, run), sum(ends.communication(phase, mesh) for phase in PHASES)
     layers = stage_layers(run)
     most, params, experts = max(layers), params_of(run, layers[0], 0), expert_params_of(run, layers[0])
-    # Gradients of a microbatch are added to those before it: two reads and a write.
-    adding = kernel_seconds(Pass(3 * 2 * (params + experts)), device) if run.count > 1 else 0.0
+    adding = kernel_seconds(Pass(gradient_bytes(run) * (params + experts)), device)
     fullest = max((most, 0.0, 0.0), (layers[-1], end, end_tensor), key=lambda s: s[0] * (work + tensor) + s[1] + s[2])
     busy, sending = fullest[0] * work + fullest[1] + adding, fullest[0] * tensor + fullest[2]
     bubble = waiting_part(run) * (run.pipeline - 1) / run.chunks * (most * (work + tensor) + adding)

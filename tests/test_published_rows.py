@@ -119,6 +119,9 @@ def test_names_of_architectures_are_not_of_others():
     """Each is found by its own name only: of two that fit, the first one would be taken."""
     names = {"mixtral-8x7B": 4096, "Mistral 7B": 4096, "gpt-oss-20b": 2880, "TinyLlama": 2048, "Llama-3.2-3B": 3072,
              "llama 7b": 4096, "Qwen3_235B_a22b": 4096, "kimi-k2": 7168, "GPT-2 (124M)": 768, "GPT 2.7B": 2560,
+             "DeepSeek-V2": 5120, "DeepSeek-V2-Lite": 2048, "DeepSeek-V3": 7168, "Mistral-Nemo-12B": 5120,
+             "StarCoder2-7B": 4608,
+             "OLMo-7B": 4096, "OLMoE-1B-7B": 2048, "Qwen1.5-MoE-A2.7B": 2048, "Phi-3.5-MoE": 4096, "SmolLM2-1.7B": 2048,
              "my own 7B": None, "nanoGPT": None}  # fmt: skip
     found = {name: with_sizes({"model": name})[0].get("hidden") for name in names}
     assert {name: width and int(width) for name, width in found.items()} == names

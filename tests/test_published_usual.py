@@ -10,9 +10,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 from published_cells import recomputed_part, zero_of  # noqa: E402
 from published_choices import alternatives, settle  # noqa: E402
-from published_frameworks import expert_launches  # noqa: E402
+from published_frameworks import ADDED_BYTES, FSDP_BYTES, expert_launches, gradient_bytes  # noqa: E402
 from published_machines import _network_rate, machine_of, model_of  # noqa: E402
-from published_memory import ends_bytes, state_bytes  # noqa: E402
+from published_memory import ends_bytes, state_bytes, wide_bytes  # noqa: E402
 from published_steps import Prediction, data_seconds, params_of, predict  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
 from published_work import PHASES, Work, layer_of  # noqa: E402
@@ -98,7 +98,7 @@ def test_over_how_many_the_state_is_split(cells, expected):
 
 def test_who_has_the_same_part_of_the_state_adds_it_up(read):
     """Parameters that are split within hosts are not gathered between them, gradients still cross."""
-    cells = {"gpus": "64", "dp": "64", "global_batch": "64", "gpu_type": "A100", "framework": "PyTorch"}
+    cells = {"gpus": "64", "dp": "64", "global_batch": "64", "gpu_type": "A100", "framework": "JAX"}
     apart, whole = (read(**cells, zero=text) for text in ("HSDP", "FSDP"))
     machine = machine_of(whole)
 
@@ -140,7 +140,11 @@ def test_batches_in_tokens_are_whole_samples_of_every_replica(read):
 
 
 def test_runs_without_a_compiler_say_so(read):
-    assert read(framework="torchtitan").compiled and not read(framework="torchtitan", notes="eager, FSDP").compiled
+    """torchtitan compiles where it is told to, which 8 bits and collectives behind products need."""
+    titan = {"framework": "torchtitan"}
+    assert read(**titan).compiled and not read(**titan, notes="eager, FSDP").compiled
+    assert not read(**titan, notes="FSDP").compiled and read(**titan, notes="FSDP + torch.compile").compiled
+    assert read(**titan, notes="AsyncTP").compiled and read(**titan, notes="FSDP", precision="fp8 linear").compiled
     assert not read(framework="PyTorch", notes="no torch.compile").compiled
     assert read(framework="PyTorch", notes="torch.compile").compiled
 
@@ -176,11 +180,42 @@ def test_devices_among_other_words(read, name, device):
     "text, gigabits",
     [("8x400 Gb/s IB", 400), ("3.2 Tb/s EFA per node", 400), ("1,600 Gbit/s", 200), ("4x HDR 200 Gb/s", 100),
      ("8x HDR (200Gb/s)", 200), ("NVLink 600 GB/s; 8 NICs of 200 Gb/s", 200), ("400 Gb/s RDMA per GPU", 400),
+     ("8x HDR InfiniBand (200 Gb/s)", 200), ("4x Slingshot 200 Gb/s", 100), ("8 Mellanox HDR 200G", 200), ("8x400G", 400),
+     ("Slingshot-11 (4 NICs x 25 GB/s)", 100), ("50 GB/s per GPU", 400), ("RoCE 4x200", 100), ("8 HDR HCAs", 200),
+     ("3200 Gbps EFA", 400), ("NVIDIA Quantum-2 400Gb/s InfiniBand", 50),
      ("100 Gigabit Ethernet", 12.5), ("8 x NDR", 400), ("NVLink 900 GB/s, 400 GB/s IB", 400), ("NVLink; IB", None),
      ("NVLink 4 links; 4 Omni-Path 100 Gb/s per node", 50)],
 )  # fmt: skip
 def test_networks_of_many_spellings(text, gigabits):
     assert _network_rate(text, 8) == (gigabits and pytest.approx(gigabits / 8 * 1e9))
+
+
+def test_a_card_of_the_usual_rate_is_that_of_one_device(read):
+    """Who says no number of cards means each one's rate, unless a host is said to have it. Links of a torus are no cards."""
+    run = read(gpus="64", dp="64", global_batch="64")
+    usual = machine_of(run).inter
+    assert machine_of(replace(run, network="400 Gb/s NDR InfiniBand")).inter == usual
+    less = machine_of(replace(run, network="400 Gb/s InfiniBand per node")).inter.bytes_per_second
+    assert less == pytest.approx(usual.bytes_per_second / 8)
+    pod = replace(run, device="TPU v5p")
+    assert machine_of(replace(pod, network="ICI 4800 Gbps")) == machine_of(pod)
+
+
+def test_fsdp_copies_what_it_gathers_and_reduces_wide(read):
+    """With every microbatch; Megatron, which has buffers for it, does not."""
+    cells = {"zero": "3", "microbatch": "2"}
+    runs = {name: read(**cells, framework=name) for name in ("PyTorch FSDP", "Megatron-LM", "JAX")}
+    assert {name: gradient_bytes(run) for name, run in runs.items()} == {
+        "PyTorch FSDP": FSDP_BYTES,
+        "Megatron-LM": 0,
+        "JAX": 0,
+    }
+    # In several microbatches each device adds up its part only.
+    assert gradient_bytes(read(zero="3", framework="PyTorch FSDP")) == FSDP_BYTES + ADDED_BYTES / 8
+    assert gradient_bytes(read(zero="1", framework="PyTorch")) == ADDED_BYTES
+    fsdp, other = runs["PyTorch FSDP"], runs["Megatron-LM"]
+    wide, narrow = (data_seconds(run, machine_of(run), 1e9, 1, 0.0, 0.0)[1] for run in (fsdp, other))
+    assert narrow < wide < 4 / 3 * narrow * 1.01
 
 
 def test_cards_send_over_pcie(read):
@@ -254,3 +289,13 @@ def test_a_loss_over_a_split_vocabulary_is_made_of_four_tensors_of_its_logits(re
         == ends_bytes(read(**cells, framework="NeMo"), 512, ends)
         == 5
     )
+
+
+def test_operands_of_8_bits_are_kept_in_16_by_pytorch(read):
+    """So that its memory is that of 16 bits; Transformer Engine keeps what it multiplies."""
+    cells = {"recompute": "none", "microbatch": "2"}
+    narrow, wide = (read(**cells, framework="torchtitan", precision=name) for name in ("fp8", "bf16"))
+    assert wide_bytes(narrow, 1024) == 1024 * (3 * 256 + 512) and wide_bytes(wide, 1024) == 0
+    assert wide_bytes(read(**cells, precision="fp8"), 1024) == 0  # a program of XLA's
+    kept = [predict(run).memory_bytes for run in (narrow, wide)]
+    assert 0.92 * kept[1] < kept[0] <= kept[1]

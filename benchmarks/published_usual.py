@@ -1,0 +1,54 @@
+"""What a run's framework does where its row does not say it: compiles, hides collectives, splits sequences or the state.
+
+In:     a row, the text of each column.
+Out:    yes or no.
+Method: what manuals and configurations of the frameworks say; cited at each.
+"""
+
+from __future__ import annotations
+
+from published_cells import JAX, Cells, dtype_of, says, text_of
+
+
+def is_compiled(row: Cells) -> bool:
+    """Whether a compiler fuses elementwise work.
+
+    torchtitan does where it is told to (`compile.enable`), which collectives behind products and products of 8 bits need; whose
+    notes name what is on and not this had it off.
+    """
+    is_usual = dtype_of(row) == "float8" or not text_of(row, "notes")
+    is_needed = says(row, "torchtitan", "framework") and is_usual
+    said = is_needed or says(row, _COMPILERS, "framework", "notes")
+    return said and not says(row, _EAGER, "framework", "notes")
+
+
+_EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
+_COMPILERS = (
+    r"torch[. ]compile|\bcompiled?\b|inductor|AsyncTP|"
+    r"Alpa|NeMo|Megatron-Bridge|OneFlow|llm\.c|(fused|transformer) kernels"
+)
+
+
+def overlaps(row: Cells) -> bool:
+    """Whether collectives of tensor parallelism run behind products.
+
+    NeMo's configurations for these models have it on (`ub_tp_comm_overlap` in NeMo-Framework-Launcher), and Megatron-Bridge's
+    recipes for performance (`tp_comm_overlap_cfg`), but with products of 4 bits.
+    """
+    if says(row, "Megatron-Bridge", "framework"):
+        return dtype_of(row) != "float4"
+    return says(row, "overlap", "schedule") or says(row, "AsyncTP", "notes") or says(row, "NeMo", "framework")
+
+
+def is_sequence_parallel(row: Cells) -> bool:
+    """Whether tensor-parallel devices split sequences between their products."""
+    said = says(row, "sequence parallel|reduce_scatter", "recompute", "schedule", "notes")
+    # No other tensor parallelism can hide its collectives behind products. It came before Hopper: on devices from then on it is
+    # taken for granted, but where a solver decided.
+    newer = says(row, r"\bG?[BH]\d|MI3", "gpu_type") and not says(row, "auto", "framework")
+    return said or newer or overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
+
+
+def is_split(row: Cells) -> bool:
+    """Whether what is run says that devices have other samples and nothing else: its tensors are not split further."""
+    return says(row, "fsdp|sdp|^3", "zero") or says(row, JAX + r"|\bFSDP|\bDDP\b|Composer|fairscale", "framework")
