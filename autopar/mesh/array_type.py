@@ -1,11 +1,10 @@
-"""The type of an array between programs, and how it lies on a mesh.
+"""The type of an array that passes between programs: shape, dtype, and sharding on a mesh.
 
 In:     a shape, an element type, a `Sharding`, a `LogicalMesh`.
-Out:    `ArrayType`, which can be compared and sent; what each device holds; the same over devices, as JAX has it.
-Method: a partial sum has no global array of its own: between programs it is one whose first dim is so many times longer as
-        devices hold a part, part behind part; on each it is shaped as the sum is, so that one program's result takes the
-        memory of another's. A number's parts are a vector. What is stacked over microbatches has a leading dim of them, which
-        is never split.
+Out:    `ArrayType`, which can be compared and sent; the box that each device holds; JAX's sharding over given devices.
+Method: JAX has no global array for a partial sum. Between programs it is one whose first dim concatenates the devices'
+        partial values; on each device it has the shape of the sum, so that one program's result can take the memory of
+        another's. Partial scalars become a vector. A value stacked over microbatches has a leading dim, never split.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autopar.mesh.logical_mesh import LogicalMesh
 from autopar.mesh.sharding import Sharding
 
 Box = tuple[tuple[int, int], ...]
-"""For each dim (first, behind the last) position."""
+"""For each dim (start, stop)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,11 @@ class ArrayType:
     """An array on a mesh.
 
     Attributes:
-        shape: Of the whole.
+        shape: Global shape.
         dtype: Its element type.
-        sharding: How its last dims lie on the mesh; those before are whole.
+        sharding: Sharding of its last dims; leading dims that it does not name are not split.
         mesh: The mesh.
-        on_host: Whether it lies in the memory of the devices' hosts.
+        on_host: Whether it is in the memory of the devices' hosts.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +45,7 @@ class ArrayType:
 
     @property
     def array(self) -> ArrayType:
-        """As programs hold it: a partial sum with its longer dim, every dim told."""
+        """The type of the JAX array: a partial sum with its concatenated dim, the sharding with every dim."""
         num_leading = len(self.shape) - len(self.sharding.dims)
         if not self.sharding.partial and not num_leading:
             return self
@@ -60,40 +59,40 @@ class ArrayType:
 
     @property
     def num_partial(self) -> int:
-        """Of how many parts the whole is the sum."""
+        """How many partial values the whole is the sum of."""
         return math.prod(self.mesh.size_of(axis) for axis in self.sharding.partial)
 
     @property
     def is_vector(self) -> bool:
-        """Whether programs hold a number's parts."""
+        """Whether it is a vector of partial scalars."""
         return bool(self.sharding.partial) and not self.sharding.dims
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the whole."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def local_bytes(self) -> int:
-        """Of one device's share."""
+        """Bytes of one device's shard."""
         leading = len(self.shape) - len(self.sharding.dims)
         local = self.sharding.local_shape(self.shape[leading:], self.mesh)
         return math.prod((*self.shape[:leading], *local)) * self.dtype.itemsize
 
     def on(self, places: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:
-        """How the array of `array` lies over these devices, as JAX has it."""
+        """JAX's sharding of the array over these devices."""
         spec, memory = self.array.sharding.partition_spec(), "pinned_host" if self.on_host else None
         made = NamedSharding(places, spec, memory_kind=memory)
-        # Devices that are only compiled for say that they have no such memory; of their mesh JAX believes it.
-        is_believed = memory is None or made.memory_kind == memory
-        return made if is_believed else NamedSharding(places.abstract_mesh, spec, memory_kind=memory)
+        # Devices that are only compiled for deny having such a memory; with their abstract mesh JAX accepts it.
+        is_accepted = memory is None or made.memory_kind == memory
+        return made if is_accepted else NamedSharding(places.abstract_mesh, spec, memory_kind=memory)
 
     def struct(self, places: jax.sharding.Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
-        """The array of `array` over these devices, as JAX wants it for lowering."""
+        """The array over these devices, as JAX's lowering takes it."""
         return jax.ShapeDtypeStruct(self.array.shape, self.dtype, sharding=self.on(places))
 
     def boxes(self) -> list[Box]:
-        """What each device holds of the array of `array`, in mesh order."""
+        """The box of `array` that each device holds, in mesh order."""
         array = self.array
         return boxes(array.shape, array.sharding, array.mesh)
 
@@ -102,7 +101,7 @@ class ArrayType:
 
 
 def boxes(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> list[Box]:
-    """The part of the tensor that each device of a mesh holds, in mesh order."""
+    """The box of a tensor that each device of a mesh holds, in mesh order."""
     found = []
     for place in itertools.product(*(range(n) for n in mesh.shape)):
         at = dict(zip(mesh.axis_sizes, place, strict=True))

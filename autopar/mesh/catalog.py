@@ -1,24 +1,24 @@
-"""The accelerators that people use: rates, memory, what kernels reach of them, and how they are usually connected.
+"""The catalog of accelerators: rates, memory, what kernels reach of them, and their usual hosts and links.
 
 In:     (data only; `find_device.py` finds a device by its name.)
-Out:    `MODELS`: of each device a `Model`: its rates, the devices of a usual host, the link within it and that between hosts.
-Method: peak rates are dense, without sparsity, as the vendors' datasheets state them; beside them stands what is reached.
+Out:    `MODELS`: a `Model` per device: its rates, the devices of a usual host, the links within and between hosts.
+Method: peak rates are dense, without sparsity, from the vendors' datasheets; beside each is the fraction that is reached.
         Products: what the best of many shapes reaches for seconds (Bekman, "Machine Learning Engineering", tables of
-        maximum achievable matmul FLOPS; of devices that are not in them 0.7, or that of their sister), times `SUSTAINED`, the
-        part of it that a device holds all through a step. Of 8 bits H100 reaches 0.709 of the peak there, of 16 0.803.
+        maximum achievable matmul FLOPS; for devices not in them 0.7, or the figure of a sister model), times `SUSTAINED`, the
+        fraction of it that a device holds through a whole step. H100 reaches 0.709 of its 8-bit peak there, 0.803 of 16 bits.
         Fused attention: 0.6 of the peak while it multiplies (Dao, "FlashAttention-2", 2023, on A100; Shah et al.,
-        "FlashAttention-3", 2024, on H100; long causal sequences, both passes, heads of 128). Of that, H100 takes 0.24 for
-        exponentials, 16 in a clock of a multiprocessor. Blackwell multiplies twice as fast and takes no more of them, which
-        leaves 0.46 to 0.48 of its peak; Blackwell Ultra takes twice as many (NVIDIA, "Inside NVIDIA Blackwell Ultra", 2025).
-        A link's rate is what one device sends in one direction (half of the datasheet's figure), times what large
-        collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
-        The link to the host is PCIe x16 in one direction: 3.0 of V100, T4 and TPUs (16 GB/s), 4.0 of Ampere and Ada (32), 5.0
-        since H100 (64); or NVLink-C2C of Grace (450: half of its datasheet's 900).
-        The host's memory is that of the usual host, shared among its devices: 512 GB of DGX-1, 1 and 2 TB of DGX A100, 2 TB
-        of DGX H100, H200, B200 and B300, 480 GB of a Grace for one or two; 48 GB for each card of 24 where they are rented
-        (G5, G6), 96 and 192 GB for larger ones; and what Google Cloud's documentation has of hosts of TPUs.
-        Watts are what a device is rated for, as its datasheet has it.
-        Latencies are those of a hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
+        "FlashAttention-3", 2024, on H100; long causal sequences, both passes, heads of 128). H100 spends 0.24 of its time on
+        exponentials, 16 per clock and multiprocessor. Blackwell multiplies twice as fast and computes no more of them, which
+        leaves 0.46 to 0.48 of its peak; Blackwell Ultra twice as many (NVIDIA, "Inside NVIDIA Blackwell Ultra", 2025).
+        A link's rate is what one device sends in one direction (half of the datasheet's figure), times the fraction that
+        large collectives reach. The rate between hosts is one network card per device where such hosts have one.
+        The link to the host is PCIe x16 in one direction: 3.0 for V100, T4 and TPUs (16 GB/s), 4.0 for Ampere and Ada (32),
+        5.0 since H100 (64); or Grace's NVLink-C2C (450: half of its datasheet's 900).
+        Host memory is that of the usual host, shared among its devices: 512 GB for DGX-1, 1 and 2 TB for DGX A100, 2 TB
+        for DGX H100, H200, B200 and B300, 480 GB for a Grace with one or two; for rented cards 48 GB per card of 24 GB (G5,
+        G6), 96 and 192 GB per larger one; for TPUs as in Google Cloud's documentation.
+        Watts are the rated power of the datasheet.
+        Latencies are those per hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link, torus_parts
 
 SUSTAINED = 0.915
-"""Part of the best product's rate that training holds: fitted to published steps on A100, H100 and V100, one number for all."""
+"""Fraction of the best product's rate that training holds: fitted to published steps on A100, H100, V100; one for all."""
 _MEMORY = 0.88
-"""Part of the memory's rate that long streams reach; BabelStream's triad: 0.87 on V100 and A100, 0.90 on H100."""
+"""Fraction of the memory's rate that long streams reach; BabelStream's triad: 0.87 on V100 and A100, 0.90 on H100."""
 _LAUNCH, _TILE = 4e-6, 1.9e-6
 """Seconds of a launch, and to fill and empty a tile's pipeline: fitted, with the balance of Hopper's tiles, to the products
 that OpenXLA's cost model lists as measured on an H100 (`matmul_interpolator_data.h`, 70 shapes, mean error 4 %)."""
 _NVLINK, _NETWORK = 0.8, 0.92
-"""Parts of their rates that NCCL's rings reach: 235 of 300 GB/s between A100s and 360 of 450 between H100s, 23 of 25 GB/s
+"""Fractions of their rates that NCCL's rings reach: 235 of 300 GB/s between A100s and 360 of 450 between H100s, 23 of 25 GB/s
 over InfiniBand HDR (nccl-tests)."""
 _HOST = 0.8
-"""Part of the link to the host that copies of pinned memory reach: 12.8 of 16 GB/s on V100, 26 of 32 on A100 (CUDA's
+"""Fraction of the link to the host that copies of pinned memory reach: 12.8 of 16 GB/s on V100, 26 of 32 on A100 (CUDA's
 bandwidthTest)."""
 _NARROW = 0.709 / 0.803
 _OVERLAP = 0.85
-"""Part of a collective that leaves the kernels beside it alone: NCCL's own kernels hold 16 to 24 of 132 multiprocessors."""
+"""Fraction of a collective that does not slow kernels beside it: NCCL's kernels occupy 16 to 24 of 132 multiprocessors."""
 _HOPS, _PCIE_HOPS = (3.4e-6, 9.6e-6), (5.7e-6, 9.6e-6)
-"""Latency of a hop over NVLink, or PCIe, and over a network, NCCL's protocol for long messages (`src/graph/tuning.cc`)."""
+"""Latency of a hop within a host (NVLink, PCIe) and over a network, in NCCL's protocol for long messages
+(`src/graph/tuning.cc`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +57,15 @@ class Model:
 
     Attributes:
         device: Rates and memory, and what is reached.
-        devices_per_host: In a usual host.
-        intra: Link between devices of a host, as reached.
-        inter: Link between hosts, per device, as reached.
-        intra_peak: Bytes per second of the former as the datasheet has it, one device in one direction.
-        inter_peak: The same of the latter.
+        devices_per_host: Devices in a usual host.
+        intra: Link between devices of a host, with the rate that is reached.
+        inter: Link between hosts, per device, with the rate that is reached.
+        intra_peak: Datasheet's bytes per second within a host, of one device in one direction.
+        inter_peak: The same between hosts.
         source: Where the figures are from.
-        torus: Axes of the torus that its links form, and a multiple of which length closes such an axis; None: no torus.
-        capability: Compute capability of a GPU by NVIDIA; None of other devices.
-        per_chip: Devices that JAX makes of what is sold as one: of a chip of a TPU, of a module of two dies.
+        torus: (axes of the torus that its links form, multiple of the length at which an axis closes); None: no torus.
+        capability: Compute capability of an NVIDIA GPU; None for other devices.
+        per_chip: How many JAX devices one sold unit is: a TPU chip, a module of two dies.
     """
 
     device: Device
@@ -79,7 +80,7 @@ class Model:
     per_chip: int = 1
 
     def links_of(self, num_devices: int) -> tuple[Link, Link]:
-        """Links inside a host and between hosts, of a machine with so many devices."""
+        """Links within a host and between hosts, in a machine of `num_devices`."""
         if self.torus is None:
             return self.intra, self.inter
         parts = torus_parts(num_devices, *self.torus)
@@ -135,7 +136,7 @@ def _card(
     inter_gb_per_second: float = 12.5,
     host_gigabytes: float | None = None,
 ) -> Model:
-    """A GPU on a card: what it sends to others of its host goes over PCIe x16 as well."""
+    """A GPU on a card, whose link to the others of its host is PCIe x16 too."""
     return _gpu(
         name,
         tflops,
@@ -166,9 +167,9 @@ def _tpu(
     per_chip: int = 1,
     fused: float = 0.5,
 ) -> Model:
-    """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
+    """A TPU chip: hosts are connected by the same links as the chips of one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
-    # Programs are compiled whole, so nothing is launched; the units take tiles of 128 or 256 one after the other.
+    # A program is compiled as a whole, so there are no launches; the matrix units process tiles of 128 or 256 in sequence.
     achieved = Achieved(product=0.85, memory=_MEMORY, fused=fused, overlap=0.95)
     host = host_gigabytes / per_host * 1e9
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
@@ -179,7 +180,7 @@ def _tpu(
 
 
 def _reached(best: float, cores: int, fused: float = 0.6, balance: float = 137.0, narrow: float = _NARROW) -> Achieved:
-    """What a GPU reaches: the best product as a part of the peak, its multiprocessors, the part fused attention reaches."""
+    """What a GPU reaches. `best`: the best product's fraction of the peak; `cores`: multiprocessors; `fused`: attention's."""
     return Achieved(
         product=SUSTAINED * best,
         memory=_MEMORY,
@@ -196,20 +197,20 @@ def _reached(best: float, cores: int, fused: float = 0.6, balance: float = 137.0
 def _rates(
     eight: float, sixteen: float, tfloat32: float, single: float, double: float | None = None
 ) -> dict[str, float]:
-    """Peak TFLOP/s of products by the bits of what is multiplied."""
+    """Peak TFLOP/s of products by the operands' dtype."""
     rates = {"float8": eight, "int8": eight, "bfloat16": sixteen, "float16": sixteen}
     rates |= {"tfloat32": tfloat32, "float32": single}
     return rates if double is None else {**rates, "float64": double}
 
 
 def _ampere(sixteen: float, single: float, double: float | None = None) -> dict[str, float]:
-    """The same of a generation without products of 8-bit floats."""
+    """As `_rates`, for a generation without products of 8-bit floats."""
     rates = _rates(2 * sixteen, sixteen, sixteen / 2, single, double)
     return {dtype: rate for dtype, rate in rates.items() if dtype != "float8"}
 
 
 _OLD_TILES = 80.0
-"""Balance of tiles before Hopper: a core multiplies 0.6 times as fast and loads as fast."""
+"""Balance of tiles before Hopper: a core multiplies 0.6 times as fast, and loads as fast."""
 _VOLTA = {"float16": 125, "float32": 15.7, "float64": 7.8}
 _TURING = {"float16": 65, "float32": 8.1, "int8": 130}
 _HOPPER = _rates(1979, 989.5, 494.5, 67, 67)
@@ -222,12 +223,12 @@ _A100 = _reached(0.869, 108, 0.6, _OLD_TILES)
 _H100 = _reached(0.803, 132)
 _B200 = _reached(0.776, 148, 0.48)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
-"""A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
-rings through a group of four find four."""
+"""The hybrid cube of V100s in DGX-1 and p3.16xlarge: of each one's six links, one joins the first two devices of a host, and
+rings through a group of four use four."""
 _HALF_FILLED = 0.25
-"""Of fused attention on arrays of 256 by 256, which heads of 128 fill to a half, in both products."""
+"""Fused attention on matrix units of 256 by 256, which heads of 128 fill to a half in both products."""
 _CUBES, _SQUARES = (3, 4), (2, 16)
-"""Tori of TPUs: slices of whole cubes of 4 x 4 x 4 chips close on all axes, those on 2 axes on sides of 16."""
+"""TPU tori, (axes, closing length): 3D slices of whole cubes of 4 x 4 x 4 chips close on all axes, 2D ones on sides of 16."""
 _PCIE3, _PCIE4, _PCIE5, _C2C = 16.0, 32.0, 64.0, 450.0
 
 # fmt: off

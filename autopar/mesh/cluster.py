@@ -1,7 +1,7 @@
-"""The machine: hosts, the devices in each, and how they are connected.
+"""Clusters: hosts, their devices, and the links between them.
 
-In:     numbers, a line of text (`"8x8 h100"`), or the devices of this process.
-Out:    `Cluster`; it may describe a machine that one does not own, planning touches no device.
+In:     numbers, a line of text (`"8x8 h100"`), the devices of this process, or a Ray cluster.
+Out:    `Cluster`; it may describe a machine that one does not own, since planning touches no device.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autopar.mesh.machine_profile import MachineProfile, read_profile
 from autopar.mesh.ray_nodes import RayMachine, find_hosts
 
 CPU = Device("cpu", 5e10, memory_bytes_per_second=1e10)
-"""One virtual CPU device: of the order of one core. Its memory is the host's, which is not ours to divide."""
+"""One virtual CPU device, about one core. Its memory is the host's, and has no limit here."""
 CPU_LINK = Link(2e-5, 2e9)
 
 
 @dataclass(frozen=True, repr=False)
 class Cluster:
-    """Equal hosts with equal devices; a cluster of several kinds holds one such group for each.
+    """Equal hosts with equal devices; a cluster of several kinds of devices has one such group for each.
 
     Attributes:
         hosts: Number of hosts.
@@ -39,15 +39,15 @@ class Cluster:
         intra: Link between devices of one host.
         inter: Link between hosts; its rate is per device, while all devices of a host use it.
         devices: The real devices, host by host; None where the cluster is only described.
-        groups: The parts of a cluster of several kinds; () for a uniform one.
-        machine: The Ray cluster that it is; None: this process, or only described.
-        price_per_hour: Of one device, in whatever currency; None: not stated. Nothing is decided by it.
-        profile: What was measured on it (`autopar calibrate`); None: its figures are the catalog's, or the user's.
+        groups: One cluster per kind of device; () for a uniform cluster.
+        machine: The Ray cluster; None: this process, or only described.
+        price_per_hour: Price of one device, in any currency; None: not stated. It has no influence on plans.
+        profile: Measurements of it (`autopar calibrate`); None: its figures are the catalog's, or the user's.
         hosts_per_pod: Hosts that `inter` connects, such as those on one rail or under one switch; 0: all.
         across: Link between pods; its rate is per device, as that of `inter`. None: there is one pod.
 
     Raises:
-        ClusterError: A count below one, or a part that is none; pods that are not equally large.
+        ClusterError: A count below one, a field of a wrong type, or pods of unequal size.
     """
 
     hosts: int = 1
@@ -85,22 +85,22 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
+        """Number of all devices."""
         return sum(g.num_devices for g in self.groups) if self.groups else self.hosts * self.devices_per_host
 
     @property
     def devices_per_pod(self) -> int:
-        """Devices that are connected without leaving a pod."""
+        """Devices of one pod."""
         return (self.hosts_per_pod or self.hosts) * self.devices_per_host
 
     def level_over(self, reach: int) -> int:
-        """Over which level groups of so many neighbouring devices are connected: 0 in hosts, 1 in pods, 2 between pods."""
+        """The level that connects groups of `reach` neighbouring devices: 0 within hosts, 1 within pods, 2 between pods."""
         if self.devices_per_host % reach == 0:
             return 0
         return 1 if self.across is None or self.devices_per_pod % reach == 0 else 2
 
     def level_between(self, first: int, last: int) -> int:
-        """Over which level the devices from one to another are connected."""
+        """The level that connects the devices from `first` to `last`."""
         if first // self.devices_per_host == last // self.devices_per_host:
             return 0
         return 1 if self.across is None or first // self.devices_per_pod == last // self.devices_per_pod else 2
@@ -118,14 +118,14 @@ class Cluster:
         inter: Link | None = None,
         profile: MachineProfile | str | Path | None = None,
     ) -> Cluster:
-        """The devices of this process, or some of them.
+        """A cluster of the devices of this process, or some of them.
 
         Args:
-            devices: `jax.devices()` by default.
+            devices: The devices; by default `jax.devices()`.
             device: Rates to plan with; by default the catalog's for this kind of device.
             intra: Link within a host; by default the catalog's.
             inter: Link between hosts; by default the catalog's.
-            profile: What `autopar calibrate` has measured here, or the path of its file: takes the place of the catalog.
+            profile: What `autopar calibrate` measured here, or the path of its file; overrides the catalog.
 
         Raises:
             ProfileError: The profile cannot be read, or is of other devices.
@@ -166,17 +166,17 @@ class Cluster:
     def of(cls, text: str, *, profile: MachineProfile | str | Path | None = None) -> Cluster:
         """A cluster described in a line: `"8x8 h100"` is 8 hosts with 8 H100 each, `"4 a100"` one host with 4.
 
-        Several kinds are joined with `+`: `"2x8 h100 + 4x8 a100-40"`. `"8xh100"` is `"8 h100"`, and slices of TPUs have
-        the names that they are sold under: `"v5p-64"` is 32 chips, for there the number is that of cores.
+        Several kinds are joined with `+`: `"2x8 h100 + 4x8 a100-40"`. `"8xh100"` is `"8 h100"`. Slices of TPUs have their
+        product names: `"v5p-64"` is 32 chips, since its number counts cores.
 
         Args:
-            text: Such a line.
-            profile: What `autopar calibrate` has measured on a host with such devices, or the path of its file: takes the
-                place of the catalog's figures.
+            text: The line.
+            profile: What `autopar calibrate` measured on a host with such devices, or the path of its file; overrides the
+                catalog.
 
         Raises:
             ProfileError: The profile cannot be read, or is of other devices.
-            ClusterError: The text cannot be read, or names no known device.
+            ClusterError: The text cannot be parsed, or names no known device.
         """
         groups = tuple(_parse_group(part, text) for part in str(text).split("+"))
         if profile is not None:
@@ -208,27 +208,25 @@ class Cluster:
         silence_seconds: float = 10.0,
         start_seconds: float = 120.0,
     ) -> Cluster:
-        """The machines of a Ray cluster.
+        """A cluster of the nodes of a Ray cluster.
 
         Args:
             address: As of `ray.init`: `"auto"`, or host and port; None: the cluster this process is connected to, one that
                 runs on this machine, or else a new one there.
-            hosts: How many of its nodes; None: all with so many devices. Where there are no GPUs a node can be several
-                hosts.
+            hosts: How many of its nodes; None: all with enough devices. Without GPUs one node may serve as several hosts.
             devices_per_host: How many devices of each; None: all GPUs, or one virtual CPU device.
             device: Rates to plan with; by default the catalog's for this kind of device.
             intra: Link within a host; by default the catalog's.
             inter: Link between hosts; by default the catalog's.
-            profile: What `autopar calibrate` has measured on one of its hosts, or the path of its file: takes the place of
-                the catalog.
-            wait_seconds: How long a worker may stand at one place of a step, at a message of another or a program, before
-                the step fails.
+            profile: What `autopar calibrate` measured on one of its hosts, or the path of its file; overrides the catalog.
+            wait_seconds: How long a worker may wait at one instruction of a step, for a message or a program, before the
+                step fails.
             silence_seconds: How long a worker may not answer before it counts as hung.
             start_seconds: How long the workers may take to start.
 
         Raises:
             ProfileError: The profile cannot be read, or is of other devices.
-            ClusterError: Ray is not installed or not there, or its nodes do not form such a cluster.
+            ClusterError: Ray is not installed or not reachable, or its nodes do not form such a cluster.
         """
         found, count, accelerator = find_hosts(address, hosts, devices_per_host)
         machine = RayMachine(found, count, accelerator, wait_seconds, silence_seconds, start_seconds)
@@ -262,12 +260,12 @@ class Cluster:
 
     @property
     def calibrated_text(self) -> str:
-        """What is said of a cluster whose figures were measured; "" of others."""
+        """A note with the day of measurement, if the figures were measured; else ""."""
         return "" if self.profile is None else f" (calibrated {self.profile.day})"
 
 
 def more_devices_text(cluster: Cluster, wanted: int) -> str:
-    """What to type for more virtual devices, where a cluster is this process's CPU and has too few; else ""."""
+    """The command for more virtual devices, if the cluster is this process's CPU and has too few; else ""."""
     first = cluster.devices[0] if cluster.devices else None
     if getattr(first, "platform", "") != "cpu" or wanted <= cluster.num_devices:
         return ""
@@ -313,7 +311,7 @@ def _rated(
     profile: MachineProfile | str | Path | None,
     **others: Any,
 ) -> Cluster:
-    """A cluster of devices of a kind, whose rates are those that are stated, else those measured, else the catalog's."""
+    """A cluster of devices of one kind; each rate is the user's `stated` one, else the profile's, else the catalog's."""
     device, intra, inter = stated
     if profile is not None:
         profile = read_profile(profile, platform, kind, f"Cluster.{maker}()")
@@ -339,12 +337,12 @@ def _of_catalog(maker: str, kind: str, platform: str, num_devices: int) -> tuple
 
 
 def _catalog_name(name: str) -> str:
-    """The catalog's name of a device; of one that it does not have, the same."""
+    """The catalog's name of a device; the name itself if the catalog does not have it."""
     model = known_device(name)
     return name if model is None else model.device.name
 
 
 def _meant(part: str) -> str:
-    """`h100 x 8` and `h100:8` are counts behind the name; a name alone has none."""
+    """A suggestion for text with the count after the name, `h100 x 8` or `h100:8`, or with none; else ""."""
     found = re.fullmatch(r"\s*([a-z].*?)\s*(?:[x*:,]\s*(\d+))?\s*", part, re.IGNORECASE)
     return "" if found is None or known_device(found[1]) is None else f'did you mean "{found[2] or 8} {found[1]}"? Or '

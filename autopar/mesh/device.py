@@ -1,7 +1,7 @@
-"""One accelerator: how fast it computes and reads memory, and how much of that it has.
+"""One accelerator: its compute rates, and the rate and size of its memory.
 
 In:     numbers from a datasheet, or measured.
-Out:    `Device`, with what its kernels reach of it (`Achieved`); `catalog.py` holds those that people use.
+Out:    `Device`, with what its kernels reach (`Achieved`); `catalog.py` has the common ones.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ _STAND_INS: Mapping[str, tuple[str, ...]] = {
     "uint8": ("int8", "float8", "bfloat16", "float16"),
     "int4": ("int8", "float8", "bfloat16", "float16"),
 }
-"""Whose rate counts for a dtype that has none of its own; at the end the slowest one."""
+"""For a dtype without a rate of its own, the dtypes whose rate it takes, in order; else the slowest of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Achieved:
-    """What kernels reach of a device's datasheet: a few numbers, each of which can be measured by itself.
+    """What kernels reach of a device's datasheet rates: a few numbers, each of which can be measured by itself.
 
-    The defaults are a device that always reaches it. `cost/kernels.py` says how the numbers are used.
+    The defaults reach the datasheet. `cost/kernels.py` says how the numbers are used.
 
     Attributes:
-        product: Part of its peak that large products keep up, at the clock that its power allows.
-        memory: Part of its memory's rate that long streams reach.
-        fused: Part of its peak that kernels of several products reach, such as attention that never writes its scores.
-        launch_seconds: From the end of a kernel to the beginning of the next.
-        cores: Cores among which the tiles of a product are dealt out; 0: products of every size take their share.
-        tile: Rows and columns of the largest tile of a product that one core works at.
+        product: Fraction of the peak that large products sustain, at the clock that power allows.
+        memory: Fraction of the memory's rate that long streams reach.
+        fused: Fraction of the peak that kernels of several products reach, such as attention that never writes its scores.
+        launch_seconds: From the end of a kernel to the start of the next.
+        cores: Cores that the tiles of a product are distributed over; 0: products of any size run at the same rate.
+        tile: Rows and columns of the largest tile of a product that one core computes.
         tile_seconds: To fill a core's pipeline with a tile, and to write the tile when it is done.
         balance: A tile whose 2 / (1 / rows + 1 / columns) is this takes as long to load as to multiply.
-        overlap: Part of a collective that leaves kernels alone which run meanwhile; 0: kernels wait for collectives.
-        convolution: Rate of convolutions, as a part of that of products of their size.
-        narrow: Part of their peak that products of 8 bits and fewer keep up, over that of wider ones: they need more power.
-        host_cores: Cores of a host that all its devices share, as virtual CPU devices do: the rates are those of a device
-            while all of them work, and fewer that work are faster (`sharing_speed`); 0: every device has its own.
+        overlap: Fraction of a collective that does not slow kernels beside it; 0: kernels wait for collectives.
+        convolution: Rate of convolutions relative to products of their size.
+        narrow: `product` of 8 bits and fewer relative to that of wider dtypes: they need more power.
+        host_cores: Cores of a host that all its devices share, as virtual CPU devices do: the rates hold while all devices
+            are busy, and are higher while fewer are (`sharing_speed`); 0: every device has its own.
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
-            cannot compute meanwhile; others compute while the next program is started.
-        fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
+            cannot compute meanwhile; other devices compute while the next program is started.
+        fresh_bytes_per_second: Rate at which a program gets memory for its results, if each run allocates from the system
             anew, as XLA's CPU programs do; inf: memory is kept.
-        kept_bytes: A program that needs no more than this is given memory that is there, as C libraries keep some.
-        passes: How often elementwise work on samples goes through memory, and in how many kernels, for each time that it
-            would if all of it that stands together were one kernel; compilers for GPUs come near 1, XLA's for CPUs does not.
-        update_passes: The same of work on parameters alone, such as an optimizer's.
-        turned: Rate of products whose first operand lies the other way round, what is summed over before its rows, as a part
-            of that of others: gradients of weights are such. Libraries for GPUs read either way as fast, those for CPUs not.
-        turning: How many times as long a pass takes over an array that it reads in another order of dims than that in which
-            the array lies. Kernels of GPUs turn tiles in fast memory; loops on CPUs get one element of each line.
+        kept_bytes: A program that needs no more than this reuses memory that the C library keeps.
+        passes: How often elementwise work on samples goes through memory, and in how many kernels, relative to one kernel
+            for all adjacent elementwise work; compilers for GPUs come near 1, XLA's for CPUs does not.
+        update_passes: The same for work on parameters alone, such as an optimizer's.
+        turned: Rate of products whose first operand has the summed dim before its rows, as gradients of weights have,
+            relative to others. Libraries for GPUs read both layouts equally fast, those for CPUs do not.
+        turning: How many times as long a pass takes that reads an array in another order of dims than its layout's.
+            Kernels on GPUs transpose tiles in fast memory; loops on CPUs use one element of each cache line.
 
     Raises:
-        ClusterError: A share that is not between 0 and 1, or something negative.
+        ClusterError: A fraction that is not between 0 and 1, or a negative number.
     """
 
     product: float = 1.0
@@ -97,12 +97,12 @@ class Achieved:
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)
 
     def program_seconds(self, num_bytes: float) -> float:
-        """What a program takes besides kernels and collectives: to start, and to get memory besides its operands."""
+        """Seconds of a program besides kernels and collectives: to start, and to allocate `num_bytes` beyond its operands."""
         starting = self.dispatch_seconds if self.host_cores else 0.0
         return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > self.kept_bytes else 0.0)
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
-        """How much faster devices are than their rates while others of their host rest: none uses more than a core."""
+        """Speed of busy devices relative to their rates while others of their host idle; a device uses one core at most."""
         if not self.host_cores:
             return 1.0
         return num_devices / max(num_busy, min(self.host_cores, num_devices))
@@ -118,10 +118,9 @@ class Device:
         memory_bytes: Bytes of memory.
         memory_bytes_per_second: Rate of reading or writing it.
         achieved: What its kernels reach of these rates.
-        watts: Power that it is rated for; None: not stated. Nothing is decided by it.
-        host_bytes_per_second: That copies to its host's memory or back reach, in one direction; over PCIe 3.0 if it is not
-            stated.
-        host_memory_bytes: Its share of its host's memory; inf: not stated, and what is offloaded is taken to fit.
+        watts: Rated power; None: not stated. It has no influence on plans.
+        host_bytes_per_second: Rate of copies to its host's memory or back, in one direction; by default that of PCIe 3.0.
+        host_memory_bytes: Its share of its host's memory; inf: not stated, and offloaded state is assumed to fit.
 
     Raises:
         ClusterError: A rate or size is no positive number.
@@ -155,7 +154,7 @@ class Device:
         return list(self.peak_flops.values()) if isinstance(self.peak_flops, Mapping) else [self.peak_flops]
 
     def flops_per_second(self, dtype: Any) -> float:
-        """Peak FLOP/s in a dtype; one that has no rate of its own is computed at a relative's."""
+        """Peak FLOP/s in a dtype; one without a rate of its own takes a related dtype's."""
         if not isinstance(self.peak_flops, Mapping):
             return float(self.peak_flops)
         name = jnp.dtype(dtype).name
@@ -168,12 +167,12 @@ class Device:
         return min(self.peak_flops.values())
 
     def product_flops_per_second(self, dtypes: Sequence[Any], highest: bool = False) -> float:
-        """Peak FLOP/s of a product of operands of these dtypes, whatever it is added up in.
+        """Peak FLOP/s of a product with operands of these dtypes, whatever dtype it accumulates in.
 
         Args:
-            dtypes: Of the operands.
-            highest: Whether the program asks for all digits of float32; JAX multiplies those rounded unless it does, as
-                TF32 on GPUs that have it and as bfloat16 on TPUs.
+            dtypes: Those of the operands.
+            highest: Whether the program asks for full float32 precision; otherwise JAX rounds float32 operands, to TF32 on
+                GPUs that have it and to bfloat16 on TPUs.
         """
         return min(self._product_rate(jnp.dtype(dtype), highest) for dtype in dtypes)
 
@@ -181,7 +180,7 @@ class Device:
         if not isinstance(self.peak_flops, Mapping) or dtype != jnp.float32:
             return self.flops_per_second(dtype)
         if highest:
-            # Six products of its parts make one where there is no rate for float32 itself.
+            # A device without float32 products splits the operands and does six narrower products.
             return self.peak_flops.get("float32", self.flops_per_second(dtype) / 6)
         return self.peak_flops.get("tfloat32", self.flops_per_second(dtype))
 

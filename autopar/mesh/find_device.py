@@ -1,7 +1,7 @@
-"""A device of the catalog by its name, as people, clouds and drivers write it.
+"""Finds a device of the catalog by its name, as people, clouds and drivers write it.
 
 In:     a name, such as `"h100"`, `"NVIDIA H100 80GB HBM3"` or `"v5p-64"`.
-Out:    its `Model`; of a slice of TPUs the number of its chips; of a GPU its compute capability.
+Out:    its `Model`; for a slice of TPUs the number of its chips; for a GPU its compute capability.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ALIASES = {
     "v6lite": "tpu-v6e",
 }
 _CORES_PER_DEVICE = {"v4": 2, "v5p": 2}
-"""Of TPUs that are sold by cores of which JAX makes a device of several."""
+"""For TPUs that are sold by cores, the cores that JAX presents as one device."""
 
 
 def slice_chips(text: str) -> tuple[int, Model] | None:
-    """The chips of a slice of TPUs under the name that it is sold by, such as `v5p-64` or `v5litepod-16`; None: it is none.
+    """The chips and model of a TPU slice by its product name, such as `v5p-64` or `v5litepod-16`; None: it is no slice.
 
     Raises:
-        ClusterError: There is no such slice, or no such TPU in the catalog.
+        ClusterError: No such slice exists, or the catalog has no such TPU.
     """
     found = re.fullmatch(r"\s*(?:tpu[\s_-]*)?(v\d+[a-z]*?)(?:lite)?(?:pod)?[\s_-]+(\d+)\s*", text, re.IGNORECASE)
     if found is None or (found[1].lower() == "v100"):
@@ -95,12 +95,12 @@ def _plain(name: str) -> str:
 
 
 def _without_memory(text: str) -> str:
-    """A name that ends in gigabytes, without them; `h100-pcie` may have them in its middle."""
+    """A name without the gigabytes at its end, or before `pcie`."""
     sizes = "16|24|32|40|48|64|80|94|96|141|144|180|192|256|288|480"
     return re.sub(rf"(?<=\w\w)({sizes})(pcie)?$", r"\2", text)
 
 
 def compute_capability(device: Device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU of the catalog; None of other devices."""
+    """The compute capability of an NVIDIA GPU of the catalog; None for other devices."""
     model = known_device(device.name)
     return None if model is None else model.capability

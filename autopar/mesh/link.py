@@ -1,12 +1,13 @@
-"""The connection between neighbours along one mesh axis; and that of a torus, as TPUs are connected.
+"""The link between neighbours along one mesh axis, and that of a torus, which connects TPUs.
 
-In:     latency and rates; the chips of a slice, how many axes its torus has, what length of an axis closes to a ring.
-Out:    `Link`; `torus_parts`: (devices, part of one ring's rate), for `Link.torus`.
-Method: a slice is as near to a square or cube as powers of two allow, as Google's tables of slices have it. Along an axis that
-        closes, a collective runs both ways round the ring at once; along one that does not, or along a part of it, a chain has
-        half of that. Devices that fill several axes use the rings of all at once, each for a part of the bytes. Google Cloud's
-        TPU documentation, "TPU v5p", "TPU v5e"; Jouppi et al., "TPU v4", ISCA 2023; Austin et al., "How to scale your
-        model", 2025, ch. 3.
+In:     latency and rates; the chips of a slice, the number of axes of its torus, and the length at which an axis wraps around
+        to a ring.
+Out:    `Link`; `torus_parts`: (devices, fraction of one ring's rate), for `Link.torus`.
+Method: a slice is as near to a square or cube as powers of two allow, as in Google's tables of slices. Along an axis that
+        wraps around, a collective runs both ways round the ring at once; along another, or along a part of an axis, a chain
+        has half of that rate. Devices that fill several axes use all their rings at once, each for a share of the bytes.
+        Google Cloud's TPU documentation, "TPU v5p", "TPU v5e"; Jouppi et al., "TPU v4", ISCA 2023; Austin et al., "How to
+        scale your model", 2025, ch. 3.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from autopar.errors import ClusterError, check_number
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one device sends to the next along an axis, while all others do the same.
+    """Latency and rate at which one device sends to the next along an axis, while all others do the same.
 
     Attributes:
         latency_seconds: Time before the first byte of a message arrives.
         bytes_per_second: Rate in one direction, per device, that collectives reach.
-        switch_bytes_per_second: Rate at which a switch adds up what all devices send it and hands the sum out, such as
-            NVLink SHARP; 0: no switch does.
-        has_short_messages: Whether the library has protocols for short messages, of less latency and a lower rate, as NCCL.
-        groups: Where the links are no switch: (devices of a group, part of the rate that so many neighbours reach).
-        torus: Where they are those of a torus, as of `groups` (`torus_parts`): the rate is that of the ring along one of its
-            axes, both ways, and devices that fill several axes have that of all their rings.
-        shared_memory: Whether there is no wire: the devices share one memory, as virtual CPU devices do. A collective is
-            then one meeting of all who take part, a latency each, and copies whose bytes do not depend on how many they are.
+        switch_bytes_per_second: Rate at which a switch reduces data of all devices and returns the sum, such as NVLink
+            SHARP; 0: no switch does.
+        has_short_messages: Whether the library has protocols of lower latency and rate for short messages, as NCCL has.
+        groups: For links without a switch: (devices of a group, fraction of the rate that a group up to that size reaches).
+        torus: For links of a torus, like `groups` (`torus_parts`): the rate is that of a ring along one of its axes, both
+            ways, and a group that fills several axes has the sum of their rings' rates.
+        shared_memory: Whether the devices share one memory, as virtual CPU devices do. A collective then costs one latency
+            per participant, and copies whose bytes do not depend on the number of participants.
 
     Raises:
         ClusterError: A negative latency, or a rate that is not positive.
@@ -53,14 +54,14 @@ class Link:
             check_number("Link", name, getattr(self, name), least=least, kind=ClusterError, do=do)
 
     def within(self, num_devices: int) -> Link:
-        """The link as a group of so many neighbours has it."""
+        """The link as a group of `num_devices` neighbours has it."""
         if not self.groups:
             return self
         part = _part_of(self.groups, num_devices)
         return dataclasses.replace(self, bytes_per_second=self.bytes_per_second * part, groups=())
 
     def along(self, num_devices: int) -> Link:
-        """The link as a collective of so many neighbours on a torus has it."""
+        """The link as a collective of `num_devices` neighbours on a torus has it."""
         part = _part_of(self.torus, num_devices)
         return dataclasses.replace(self, bytes_per_second=self.bytes_per_second * part)
 
@@ -73,7 +74,7 @@ def _part_of(groups: tuple[tuple[int, float], ...], num_devices: int) -> float:
 
 
 OPEN = 0.5
-"""Part of a ring's rate that a chain has: what goes through it goes one way."""
+"""Fraction of a ring's rate that a chain has: data goes through it one way."""
 
 
 def slice_sides(num_chips: int, num_axes: int) -> tuple[int, ...]:
@@ -92,9 +93,9 @@ def slice_sides(num_chips: int, num_axes: int) -> tuple[int, ...]:
 
 
 def torus_parts(num_chips: int, num_axes: int, closes_at: int) -> tuple[tuple[int, float], ...]:
-    """For groups of neighbours of a slice: (devices up to, part of one ring's rate that they have), ascending.
+    """For groups of neighbours of a slice: (devices up to, fraction of one ring's rate that they have), ascending.
 
-    Of its axes, 2 or 3, those of a multiple of `closes_at` close to rings, on a 3D torus if all of them are such.
+    An axis whose length is a multiple of `closes_at` wraps around to a ring; on a 3D torus only if all three are.
     """
     sides = slice_sides(num_chips, num_axes)
     closed = [side % closes_at == 0 for side in sides]

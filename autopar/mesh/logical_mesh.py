@@ -1,10 +1,10 @@
-"""Logical meshes: devices arranged along named axes, each axis with the link its messages take.
+"""Logical meshes: devices arranged along named axes, each axis with the link of its messages.
 
 In:     a cluster and a number of its devices.
-Out:    every arrangement worth planning for.
+Out:    every mesh worth planning for.
 Method: a cluster has two physical axes, hosts and devices in a host; each may be split into several logical ones, hosts
-        outermost, which is the order of the device list. Axes over the same link cost the same in any order, so one
-        order is kept.
+        outermost, which is the order of the device list. Axes over the same link cost the same in any order, so only one
+        order is enumerated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LogicalMesh:
     Attributes:
         shape: Size of each axis.
         axis_names: Their names; `x`, `y`, `z` by default.
-        links: What messages along each axis take; equal ones by default.
+        links: The link of each axis; equal ones by default.
 
     Raises:
         MeshError: Sizes below one, or names or links that do not match the shape.
@@ -75,7 +75,7 @@ class LogicalMesh:
 
     @property
     def num_devices(self) -> int:
-        """Places in the mesh."""
+        """Number of devices."""
         return math.prod(self.shape)
 
     @property
@@ -105,10 +105,10 @@ class LogicalMesh:
 
 
 def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
-    """The mesh of one shape over a cluster's devices in their order; an axis that leaves the host takes its slow link.
+    """The mesh of a shape over a cluster's devices in their order; an axis that crosses hosts gets the link between them.
 
     Raises:
-        DeviceCountError: The shape has another number of places than there are devices.
+        DeviceCountError: The shape's product is not the number of devices.
     """
     if math.prod(shape) != cluster.num_devices:
         raise DeviceCountError(
@@ -124,7 +124,7 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
 
 
 def linked_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None) -> LogicalMesh:
-    """The mesh of one shape over neighbouring devices: an axis takes the link of the level that it reaches over."""
+    """The mesh of a shape over neighbouring devices: each axis gets the link of the level that it spans."""
     reaches = [math.prod(shape[axis:]) for axis in range(len(shape))]
     links = (cluster.link_at(cluster.level_over(reach)) for reach in reaches)
     within = (link.within(size) for link, size in zip(links, shape, strict=True))
@@ -136,11 +136,11 @@ def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: i
 
     Args:
         cluster: The machine.
-        num_devices: How many of its devices; None: all. Whole hosts, or a part of one.
-        max_axes: Axes at most. With 1, devices of several hosts form one axis over the slow link.
+        num_devices: How many of its devices, whole hosts or a part of one; None: all.
+        max_axes: The most axes. With 1, devices of several hosts form one axis over the slow link.
 
     Raises:
-        MeshError: So many devices are neither whole hosts nor fit into one.
+        MeshError: `num_devices` are neither whole hosts nor within one.
     """
     count = cluster.num_devices if num_devices is None else num_devices
     hosts, inside = 1, count
@@ -173,7 +173,7 @@ def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: i
 
 
 def _outer_axes(cluster: Cluster, hosts: int) -> Iterator[tuple[tuple[int, Link], ...]]:
-    """Axes over so many hosts, each with its link: within pods, and outside of these between pods."""
+    """The ways to arrange hosts in axes, as (size, link): axes between pods first, then axes within pods."""
     per_pod = cluster.hosts_per_pod
     slow = cluster.across
     if slow is None or hosts <= per_pod or hosts % per_pod:
@@ -189,11 +189,10 @@ def _outer_axes(cluster: Cluster, hosts: int) -> Iterator[tuple[tuple[int, Link]
 
 
 def finer_meshes(cluster: Cluster, num_devices: int, wide: bool = True) -> list[LogicalMesh]:
-    """Meshes of so many devices that take longer to plan for, or that win little, so that they are tried last.
+    """Meshes that are tried last, since they take longer to plan for or win little.
 
-    On several hosts those of two axes whose first goes over hosts and over a part of each: data and tensor parallelism
-    of any degree. What goes along it counts as if it all went over its slowest link. If `wide`, those of three axes
-    behind them.
+    On several hosts: meshes of two axes whose first spans the hosts and a part of each, so that data and tensor parallelism
+    can have any degree; the first axis is priced at its slowest link. If `wide`: then the meshes of three axes.
     """
     inside = cluster.devices_per_host
     several = num_devices > inside and num_devices % inside == 0
@@ -203,7 +202,7 @@ def finer_meshes(cluster: Cluster, num_devices: int, wide: bool = True) -> list[
 
 
 def _factorizations(number: int, least: int = 2) -> Iterator[tuple[int, ...]]:
-    """Ways to write a number as a product of ascending factors; () for 1."""
+    """The ways to write a number as a product of ascending factors; () for 1."""
     if number == 1:
         yield ()
         return

@@ -1,9 +1,8 @@
-"""A machine as it was measured: what `autopar calibrate` writes, and clusters are planned with.
+"""Machine profiles: parameters fitted to measurements of a machine, which `autopar calibrate` writes.
 
 In:     a JSON file.
-Out:    `MachineProfile`: the same few parameters as the catalog has (`Device`, `Link`), from measurements of this machine, and
-        how well they agree with each.
-Method: everything is checked when it is read. What the file does not state (links that were not there) is the catalog's.
+Out:    `MachineProfile`: the same parameters as in the catalog (`Device`, `Link`), and the error of each measurement.
+Method: every entry is checked when it is read. What the file does not state (links that were not measured) is the catalog's.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from autopar.mesh.link import Link
 
 FORMAT = "autopar machine profile"
 VERSION = 1
-"""Raised with every change that an older reader cannot take, or that gives a number another meaning."""
+"""Incremented with every change that an older reader cannot read, or that changes the meaning of a number."""
 _OF_HOST = "host_bytes_per_second", "host_memory_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One thing that was measured.
+    """One measurement.
 
     Attributes:
         kind: `"product"`, `"pass"`, `"all-reduce"`, ...
         case: Shapes and dtypes, or bytes and devices.
-        seconds: The least of several.
-        fitted_seconds: What the fitted parameters say of it.
+        seconds: The least of several runs.
+        fitted_seconds: The prediction of the fitted parameters.
     """
 
     kind: str
@@ -48,7 +47,7 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Part of the measured time by which the fitted one is off."""
+        """Relative error of the fitted time."""
         return abs(self.fitted_seconds / self.seconds - 1)
 
 
@@ -59,13 +58,13 @@ class MachineProfile:
     Attributes:
         platform: JAX's name of it: `"cpu"`, `"gpu"`, `"tpu"`.
         kind: JAX's name of the devices.
-        num_devices: Devices that were at work, all of one host.
-        machine: The host, its processor, the versions of what was used; for people.
-        date: When, as of ISO 8601.
+        num_devices: Devices that were busy, all of one host.
+        machine: The host, its processor and software versions; for people.
+        date: When, in ISO 8601.
         device: Rates of one device, and what is reached of them.
         intra: Link between the devices; None: not measured.
         inter: Link between hosts; None: not measured.
-        measured: Everything that was measured, beside what the parameters say of it.
+        measured: All measurements, with the fitted parameters' predictions.
     """
 
     platform: str
@@ -102,12 +101,12 @@ class MachineProfile:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Of each kind of measurement, the median error of the fitted parameters."""
+        """For each kind of measurement, the median error of the fitted parameters."""
         kinds = dict.fromkeys(m.kind for m in self.measured)
         return {kind: statistics.median(m.error for m in self.measured if m.kind == kind) for kind in kinds}
 
     def for_devices(self, num_devices: int) -> tuple[Device, Link | None, Link | None]:
-        """Device and links of a host with so many devices: those that share its cores share them with fewer, or more."""
+        """Device and links of a host with `num_devices`; devices that share its cores are rescaled to that number."""
         if not self.device.achieved.host_cores or num_devices == self.num_devices:
             return self.device, self.intra, self.inter
         slower = num_devices / self.num_devices
@@ -140,10 +139,12 @@ class MachineProfile:
 
 
 def read_profile(profile: MachineProfile | str | Path, platform: str, kind: str, given: str) -> MachineProfile:
-    """A profile, or that of a file, for devices of a kind (JAX's name or the catalog's); errors say what was `given`.
+    """A profile, or the one in a file, checked to be of devices of this kind (JAX's name or the catalog's).
+
+    `given`: what the user passed, for errors.
 
     Raises:
-        ProfileError: It is none, cannot be read, or is of other devices.
+        ProfileError: It is no profile, cannot be read, or is of other devices.
     """
     if isinstance(profile, str | os.PathLike):
         path, profile = str(profile), MachineProfile.load(profile)
@@ -200,7 +201,7 @@ def _link(entry: Entry) -> Link | None:
 
 
 def _device(entry: Entry) -> Device:
-    """What the file does not state of the host's memory and the link to it is the catalog's, or what `Device` takes."""
+    """The device; host memory and link that the file does not state are the catalog's, or else the defaults of `Device`."""
     device = _device_of(entry)
     known = known_device(device.name)
     if known is None:

@@ -1,8 +1,8 @@
-"""The machines of a Ray cluster.
+"""Finds the nodes of a Ray cluster.
 
 In:     the address of a Ray cluster, or none: the one this process is connected to, or that runs here, or a new one.
-Out:    `RayMachine`: its nodes, and how long to wait for them.
-Method: Ray knows its nodes and their GPUs. Nodes without GPUs count as hosts of virtual CPU devices.
+Out:    `RayMachine`: its nodes, and how long to wait for their workers.
+Method: Ray lists its nodes and their GPUs. Nodes without GPUs are hosts of virtual CPU devices.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 from autopar.errors import ClusterError
 
 ACCELERATOR = "accelerator_type:"
-"""What Ray's name of the resource begins with that says which accelerator a node has."""
+"""Prefix of the Ray resource that names a node's accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host: one node of the cluster, by Ray's name of it and its IP address; on CPU a part of one."""
+    """A host: a node of the cluster, as its Ray id and IP address; without GPUs it may be one of several on a node."""
 
     node: str
     address: str
 
 
 class RayMachine:
-    """A Ray cluster, and what runs there for autopar.
+    """A Ray cluster, and autopar's workers on it.
 
     Attributes:
-        hosts: In the order of the cluster's devices.
-        devices_per_host: Devices taken of each.
-        accelerator: What Ray calls the GPUs; None: the devices are virtual CPU devices.
-        wait_seconds: How long a worker may stand at one place of a step: a message of another, or a program.
+        hosts: The hosts, in the order of the cluster's devices.
+        devices_per_host: Devices used of each.
+        accelerator: Ray's name of the GPUs; None: the devices are virtual CPU devices.
+        wait_seconds: How long a worker may wait at one instruction of a step, for a message or a program.
         silence_seconds: How long a worker may not answer before it counts as hung.
         start_seconds: How long workers may take to start.
-        groups: Workers that were started, by the devices of their meshes.
+        groups: The started groups of workers, by the devices of their meshes.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class RayMachine:
         self.groups: dict[Any, Any] = {}
 
     def workers(self, layout: Any, start: Callable[[], Any]) -> Any:
-        """The workers of a layout; started at first use, and anew after they have ended."""
+        """The workers of a layout; started at first use, and again after they have ended."""
         group = self.groups.get(layout)
         if group is None or group.closed:
             group = self.groups[layout] = start()
         return group
 
     def close(self) -> None:
-        """End all workers: their arrays are lost, Ray goes on."""
+        """End all workers, whose arrays are lost; Ray keeps running."""
         while self.groups:
             self.groups.popitem()[1].close()
 
@@ -67,13 +67,13 @@ class RayMachine:
 def find_hosts(
     address: str | None, hosts: int | None, devices_per_host: int | None
 ) -> tuple[tuple[RayHost, ...], int, str | None]:
-    """Connect to Ray and look at its nodes; arguments as of `Cluster.ray`.
+    """Connect to Ray and choose among its nodes; arguments as of `Cluster.ray`.
 
     Returns:
-        The hosts, the devices of each, and what Ray calls the GPUs (None: there are none).
+        The hosts, the devices of each, and Ray's name of the GPUs (None: there are none).
 
     Raises:
-        ClusterError: Ray is not installed or not there, or the nodes have different numbers of GPUs, or too few.
+        ClusterError: Ray is not installed or not reachable, or the nodes have different numbers of GPUs, or too few.
     """
     ray = _connected(address)
     nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
@@ -115,7 +115,7 @@ def _connected(address: str | None) -> Any:
         ) from error
     if not ray.is_initialized():
         try:
-            # What workers print is shown here: it may be the user's (`jax.debug.print`).
+            # Show the workers' output here: it may be the user's (`jax.debug.print`).
             ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=True)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ClusterError(

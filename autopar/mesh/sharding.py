@@ -1,9 +1,9 @@
-"""How one tensor lies on a mesh: which axes split each dim, and over which it is an unreduced partial sum.
+"""Shardings: which mesh axes split each dim of a tensor, and over which axes it is an unreduced partial sum.
 
 In:     tuples of axis names.
 Out:    `Sharding`, hashable and small; local shapes, `PartitionSpec`s.
-Method: the axes of a dim are major to minor and always in mesh order, so that a layout has one name. There is one object of
-        each, so that to compare two, and to look one up, which planning does a million times, is to compare addresses.
+Method: the axes of a dim are major to minor and always in mesh order, so that equal shardings have equal tuples. Objects are
+        interned, since planning compares and looks them up a million times: equality is identity.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from autopar.mesh.logical_mesh import LogicalMesh
 
 
-class _OneOfEach(type):
-    """Gives out the same object for the same arguments, of a class whose objects never change."""
+class _Interned(type):
+    """Interns the objects of an immutable class: equal arguments return the same object."""
 
     def __init__(cls, *definition: Any):
         super().__init__(*definition)
@@ -31,14 +31,14 @@ class _OneOfEach(type):
         found = cls._known.get(key)
         if found is None:
             made = super().__call__(*args, **named)
-            # However it was asked for: the first that was made stands for all that are equal.
+            # Other spellings of the arguments (by name, by default) return the same object.
             found = cls._known[key] = cls._known.setdefault(made.__reduce__()[1], made)
         return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sharding(metaclass=_OneOfEach):
-    """How one tensor lies on a mesh.
+class Sharding(metaclass=_Interned):
+    """The sharding of one tensor on a mesh.
 
     Attributes:
         dims: For each tensor dim the mesh axes that split it, major to minor, in mesh order.
@@ -49,29 +49,29 @@ class Sharding(metaclass=_OneOfEach):
     partial: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[type[Sharding], tuple[Any, ...]]:
-        # In another process it is the one that is known there.
+        # Unpickling interns it in the other process.
         return Sharding, (self.dims, self.partial)
 
     @classmethod
     def replicated(cls, ndim: int) -> Sharding:
-        """Whole on every device."""
+        """The sharding of a tensor that is whole on every device."""
         return cls(((),) * ndim)
 
     def num_shards(self, mesh: LogicalMesh) -> int:
-        """Into how many parts the tensor is cut."""
+        """Into how many shards the dims are split."""
         return math.prod(mesh.size_of(axis) for axes in self.dims for axis in axes)
 
     def local_shape(self, shape: Sequence[int], mesh: LogicalMesh) -> tuple[int, ...]:
-        """Shape of one device's part."""
+        """Shape of one device's shard."""
         pairs = zip(shape, self.dims, strict=True)
         return tuple([n // math.prod(map(mesh.size_of, axes)) if axes else n for n, axes in pairs])
 
     def is_valid(self, shape: Sequence[int], mesh: LogicalMesh) -> bool:
-        """Whether every dim that is split divides."""
+        """Whether the axes of every dim divide it."""
         return all(n % math.prod(mesh.size_of(a) for a in axes) == 0 for n, axes in zip(shape, self.dims, strict=True))
 
     def partition_spec(self) -> PartitionSpec:
-        """The same as JAX writes it; partial sums have no such form and count as replicated."""
+        """The sharding as JAX's `PartitionSpec`, which cannot express partial sums: they count as replicated."""
         return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.dims))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Whether arguments are those a step was compiled for, and if not, which differ.
+"""Checks that arguments are those a step was compiled for, and names the ones that differ.
 
-In:     the traced program, flat argument leaves and their tree; or one new argument.
-Out:    nothing (which argument it is), or `StructureChangedError` that names the argument's path.
+In:     the traced program, and the arguments of a call or one new value of an argument.
+Out:    the flat leaves, or the number of the argument; or `StructureChangedError` that names the argument's path.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_LINES = 6
 
 
 def check_arguments(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The flat leaves of arguments that are as they were when the step was compiled.
+    """The flat leaves of the arguments, checked against those the step was compiled for.
 
     Raises:
-        StructureChangedError: They have another structure, shape or dtype; says which.
+        StructureChangedError: The structure, a shape or a dtype differs; says which.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     if tree != program.in_tree or not all(_has_type(x, aval) for x, aval in zip(leaves, program.in_avals, strict=True)):
@@ -33,10 +33,10 @@ def check_arguments(program: Program, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def find_argument(program: Program, made: Any) -> int:
-    """Which of the arguments (positional, then by name) has the structure, shapes and dtypes of `made`.
+    """The number of the argument (positional, then by name) with the structure, shapes and dtypes of `made`.
 
     Raises:
-        StructureChangedError: None has; says what differs.
+        StructureChangedError: There is none; says what differs.
     """
     leaves, tree = jax.tree.flatten(made)
     nearest: list[tuple[str, str]] = []
@@ -56,7 +56,7 @@ def find_argument(program: Program, made: Any) -> int:
 
 
 def is_argument(program: Program, number: int, made: Any) -> bool:
-    """Whether the argument of this number has the structure, shapes and dtypes of `made`."""
+    """Whether argument `number` has the structure, shapes and dtypes of `made`."""
     leaves, tree = jax.tree.flatten(made)
     arguments = arguments_of(program)
     if number >= len(arguments) or arguments[number][0] != tree:
@@ -110,7 +110,7 @@ def _difference(path: str, was: str | None, now: str | None) -> str:
 
 
 def _types(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
-    """Path and type of each leaf; arguments are named as in the program where there are as many."""
+    """Path and type of each leaf; arguments have the program's names, as far as it has that many."""
     slices: Sequence[tuple[int, int]] = argument_slices(program)
     known = [
         program.in_paths[start].split("/")[0] if start < stop else f"argument {n}"

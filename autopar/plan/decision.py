@@ -1,10 +1,10 @@
-"""The decision: everything that a plan fixes about one step, and what is predicted of it.
+"""The decision: everything that a plan fixes about one step, and its predicted cost.
 
-In:     what the passes found (`planner.py`).
-Out:    `Decision`, frozen, saved as JSON (`record.py`, `read.py`); `Cost` and `Figures`, its prediction; `Origin`, what it came
-        from, which stays in memory.
-Method: the plan holds the choice of every decision, so that loading it needs no solver, and fingerprints of program and
-        cluster, so that a stale one is refused.
+In:     (types only; `search/` fills them in.)
+Out:    `Decision`, saved as JSON (`record.py`, `read.py`); `Cost` and `Figures`, the prediction; `Origin`, the planning problem
+        that it came from, which stays in memory.
+Method: the plan holds the choice of every node of the planning problem, so that loading it needs no solver, and fingerprints
+        of program and cluster, so that a stale plan is refused.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Search:
     """What planning tried before it decided.
 
     Attributes:
-        tried: (what, its predicted seconds, or why it has none), in the order in which it was tried.
+        tried: (candidate, its predicted seconds, or why it has none), in the order tried.
         pass_seconds: (pass, CPU seconds that it took).
-        ended_early: Why planning ended before all was tried; "": it did not.
+        ended_early: Why planning ended before all candidates were tried; "": it did not.
     """
 
     tried: tuple[tuple[str, str], ...] = ()
@@ -43,17 +43,17 @@ class Search:
 
     @property
     def planned(self) -> tuple[tuple[str, str], ...]:
-        """What was planned to the end."""
+        """Candidates that were planned to the end."""
         return tuple(pair for pair in self.tried if pair[1][:1].isdigit())
 
     @property
     def pruned(self) -> tuple[tuple[str, str], ...]:
-        """What was proved, or is known well enough, to be no better, and given up."""
+        """Candidates left out, or given up, because a bound or an estimate says that they are no better."""
         return tuple(pair for pair in self.tried if pair[1].startswith(("left out", "at least")))
 
     @property
     def failed(self) -> tuple[tuple[str, str], ...]:
-        """What does not fit, or cannot be done."""
+        """Candidates that do not fit, or cannot be done."""
         return tuple(pair for pair in self.tried if pair not in (*self.planned, *self.pruned))
 
     def __str__(self) -> str:
@@ -65,18 +65,17 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one step does, counted.
+    """What one step does, in numbers.
 
     Attributes:
-        model_seconds: Its multiplications on all devices at once, each at the datasheet's peak for its operands, and
-            nothing else: those that the step would need had it all memory, recomputation left out.
-        hardware_seconds: The same with what is computed again, because the step says so (`jax.checkpoint`) or the plan.
-        amount: What one step learns from: so many of `unit`; 0: nothing was recognised as a batch.
+        model_seconds: Time of the step's multiplications alone, on all devices at the datasheet's peak for their operands,
+            recomputation left out.
+        hardware_seconds: The same with recomputation, both the step's own (`jax.checkpoint`) and the plan's.
+        amount: How many of `unit` one step trains on; 0: the step has no recognised batch.
         unit: `"tokens"` or `"samples"`.
-        link_bytes: By level of the machine, what one device sends over it in a step, on average: (level, bytes), the
-            nearest first.
-        watts: Of all devices; None: a device does not state it.
-        price_per_hour: Of all devices; None: the cluster does not state it.
+        link_bytes: (level of the machine, bytes that one device sends over it in a step, on average), nearest first.
+        watts: Rated power of all devices; None: a device does not state it.
+        price_per_hour: Price of all devices; None: the cluster does not state it.
     """
 
     model_seconds: float = 0.0
@@ -90,28 +89,28 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Cost:
-    """What one step is predicted to cost.
+    """The predicted cost of one step.
 
     Attributes:
-        step_seconds: Kernels, what is exposed of collectives, and waiting.
+        step_seconds: Kernels, exposed collectives, and idle time.
         compute_seconds: Time of the kernels on one device.
         communication_seconds: Time of all collectives, hidden behind kernels or not.
         bubble_seconds: Idle time of pipeline stages; 0 without a pipeline.
-        peak_bytes: Per stage, most bytes alive on one device.
+        peak_bytes: Per stage, the peak of bytes live on one device.
         argument_bytes: Bytes of all arguments on one device.
         collectives: All communication of one step.
         optimality_gap: (cost - proven lower bound) / cost; 0: no other choice on this mesh (of a stage, on its mesh) costs
-            less. The cost counts kernels in full, and of each collective the part that nothing hides: that is read off
-            the simulated program for each kind of collective, and taken for all others of the kind, also of plans that
-            were not simulated. So it is a proof about these costs, not about the clock, which ranks meshes and methods.
+            less. The cost counts kernels in full, and of each collective its exposed part: the simulated program tells it
+            for each kind of collective, and it is assumed for all of that kind, also in plans that were not simulated. So
+            the gap is a proof about these costs, not about the simulated time, by which meshes and methods are ranked.
             Stages of a pipeline count all collectives in full.
         solver_status: `"optimal"`: the gap is 0; `"feasible"`: it is not.
-        planning_seconds: From trace to plan.
-        exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
-            together; the others are hidden.
-        figures: What is counted beside the seconds; `mfu`, `hfu`, `rate` and the like follow from them.
-        host_bytes: Most bytes that one device has in its host's memory at once.
-        search: What was tried; of a plan from a file, nothing is known of that.
+        planning_seconds: Time from trace to plan.
+        exposed_seconds: For each of `collectives`, the seconds of a step in which it runs and no kernel does, over all its
+            executions; the rest of its time is hidden.
+        figures: What the step does, in numbers; `mfu`, `hfu`, `rate` and the like follow from them.
+        host_bytes: Peak bytes that one device has in its host's memory.
+        search: What was tried; empty in a plan from a file.
     """
 
     step_seconds: float
@@ -136,7 +135,7 @@ class Cost:
         return facts("Predicted cost of a step", self._told())
 
     def _told(self) -> Iterator[tuple[str, str]]:
-        """(name, words) of what one asks for first."""
+        """The main figures as (name, text)."""
         yield "step", seconds_text(self.step_seconds)
         yield "compute", seconds_text(self.compute_seconds)
         yield "waiting for collectives", seconds_text(self.exposed_communication_seconds)
@@ -147,27 +146,27 @@ class Cost:
 
     @property
     def exposed_communication_seconds(self) -> float:
-        """Part of the step in which a device waits for collectives, on average over all devices."""
+        """Seconds of the step in which a device waits for collectives, averaged over all devices."""
         return max(0.0, self.step_seconds - self.compute_seconds - self.bubble_seconds)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: FLOPs that the step needs, over those that all devices could do meanwhile at their peak.
+        """Model FLOPs utilization: the step's FLOPs over those that all devices could do at their peak in the same time.
 
-        Counted are matrix products, and kernels that state their FLOPs, of the step as it is written; what it computes
-        again for lack of memory is not (Chowdhery et al., "PaLM", 2022, appendix B). The peak is the datasheet's, without
-        sparsity, for the operands' dtypes; products of float32 are held against TF32 where JAX computes them so.
+        Counts matrix products, and kernels that state their FLOPs, of the step as written, without recomputation
+        (Chowdhery et al., "PaLM", 2022, appendix B). The peak is the datasheet's, without sparsity, for the operands'
+        dtypes; TF32's for products of float32 where JAX computes them in it.
         """
         return self.figures.model_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization: the same with the FLOPs that are computed again; where none are, it equals `mfu`."""
+        """Hardware FLOPs utilization: as `mfu`, with recomputed FLOPs counted too."""
         return self.figures.hardware_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def rate(self) -> float:
-        """What is learnt from, per second: so many of `figures.unit`; 0: the step has no batch."""
+        """Throughput in `figures.unit` per second; 0: the step has no batch."""
         return self.figures.amount / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -177,14 +176,14 @@ class Cost:
 
     @property
     def price(self) -> float | None:
-        """Of one step; None: the cluster does not state one (`Cluster.price_per_hour`)."""
+        """Price of one step; None: the cluster does not state one (`Cluster.price_per_hour`)."""
         hourly = self.figures.price_per_hour
         return None if hourly is None else hourly * self.step_seconds / 3600
 
 
 @dataclass(frozen=True, slots=True)
 class Submesh:
-    """The devices of one stage: so many of the cluster's, in order from `first`."""
+    """The devices of one stage: `num_devices` of the cluster's, in order from `first`."""
 
     num_devices: int
     first: int = 0
@@ -195,14 +194,14 @@ class Submesh:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What the backward pass of a stage recomputes instead of keeping it.
+    """What the backward pass of a stage recomputes instead of keeping residuals.
 
     Attributes:
-        level: How many operations it may recompute for each byte saved; 0: only what is cheap, inf: everything.
-        operations: Forward operations recomputed for a microbatch that are not cheap.
-        seconds: Time that these take in one step.
-        kept_bytes: Kept for each microbatch in flight, on one device.
-        saved_bytes: As much more would be kept if only what is cheap were recomputed.
+        level: Operations that it may recompute for each byte saved; 0: only cheap ones, inf: everything.
+        operations: Forward operations recomputed per microbatch, without cheap ones.
+        seconds: Time of these in one step.
+        kept_bytes: Bytes of residuals per microbatch in flight, on one device.
+        saved_bytes: How many more it would be if only cheap operations were recomputed.
     """
 
     level: float = 0.0
@@ -214,15 +213,15 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers on one submesh, as a plan tells of them and its file keeps them.
+    """Consecutive layers on one submesh, as shown and saved.
 
-    Apart from `StagePlan`, which holds equations: a plan must be read without its program.
+    Unlike `StagePlan` it holds no equations: a plan can be read without its program.
 
     Attributes:
         submesh: Its devices.
         logical_mesh: The mesh they form.
-        layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
-        choices: Choice of every decision of this stage, in graph order.
+        layers: Numbers of its layers; without a pipeline the only stage holds the whole step, one layer.
+        choices: The choice of each node of the stage's planning problem, in graph order.
         operations: The first and the last operation of its forward pass, for people.
         recomputed: What its backward pass recomputes.
     """
@@ -237,16 +236,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value of the program and how it is sharded, as a plan tells of it and its file keeps it: without variables.
+    """One value of the program and its sharding, as shown and saved: without variables.
 
     Attributes:
-        name: Path of an argument or result, or the operation and line that make it.
-        role: What it is to the user.
+        name: Path of an argument or result, or the operation and line that compute it.
+        role: Its role for the user.
         shape: Global shape.
         dtype: Element type.
-        sharding: How it lies on the mesh.
-        stage: On the mesh of which stage.
-        on_host: Whether it lies in the memory of the hosts.
+        sharding: Its sharding on the mesh.
+        stage: The stage on whose mesh it is.
+        on_host: Whether it is in the hosts' memory.
     """
 
     name: str
@@ -259,20 +258,20 @@ class Value:
 
     @property
     def lies(self) -> str:
-        """Where and how, in words."""
+        """Its sharding as text, and whether it is on the host."""
         return f"{self.sharding} on the host" if self.on_host else str(self.sharding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What a plan came from; apart from what the search hands down (`search.request`), which knows methods.
+    """The planning problem that a plan came from. (`search.request` has the search's own, which knows methods.)
 
     Attributes:
         program: The traced step.
         roles: Which of its inputs are state, batch, donated.
         cluster: The machine.
-        options: What was asked for.
-        pipeline: What was planned; on one mesh a pipeline of one stage.
+        options: The user's options.
+        pipeline: The planned step; on one mesh a pipeline of one stage.
     """
 
     program: Program
@@ -284,30 +283,30 @@ class Origin:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one step on one cluster; `Plan` (`report/plan.py`) is this and what one can ask of it.
+    """All decisions about one step on one cluster; `Plan` (`report/plan.py`) adds the methods that users call.
 
     Attributes:
         name: The step's name.
-        method: What was asked for.
+        method: The user's method.
         stages: Stages; one without a pipeline.
-        num_microbatches: Parts the batch is worked through in.
+        num_microbatches: Number of parts that the batch is split into.
         schedule: Name of the pipeline schedule; `"none"` without a pipeline.
         shardings: PartitionSpec per argument leaf, in the arguments' own tree: `(args, kwargs)`. A plan read from a
             file has them by path until it is compiled.
         cost: The prediction.
         values: Arguments, results and the activations that go through memory.
-        streams: Per mesh, what it runs.
+        streams: The instructions of each mesh.
         alternatives: Other mesh shapes that were tried: (mesh, predicted seconds or why not).
-        fingerprints: Of the program and the cluster; beside them the version of JAX.
-        machine: The cluster in words.
-        events: The simulated step, on the clock.
-        budget_bytes: What one device could use; inf: as much as it wanted.
+        fingerprints: Those of the program and the cluster, and the version of JAX.
+        machine: The cluster as text.
+        events: The timeline of the simulated step.
+        budget_bytes: Memory that one device may use; inf: unlimited.
         microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
-        parts: Into how many parts scans over layers are taken, which stages are made of; 1: there are none.
-        profile: What the step does with its time and memory.
-        padded: Lengths of the step's products that are made longer, so that devices can split them, each with what it
-            becomes: of what lies between products, and of no argument or result.
-        offloaded: Paths of the arguments that lie in the memory of the hosts.
+        parts: Into how many parts scans over layers are split for stages; 1: they are whole.
+        profile: The time, memory and traffic of the step.
+        padded: (length, padded length) of dims of products and of values between them, padded so that devices can split
+            them; arguments and results are never padded.
+        offloaded: Paths of the arguments that are in the hosts' memory.
     """
 
     name: str
@@ -339,12 +338,12 @@ class Decision:
 
     @property
     def interval_seconds(self) -> float:
-        """Predicted time from one call to the next where calls do not wait for each other: of the busiest mesh."""
+        """Predicted time between calls that do not wait for each other's results: the busy time of the busiest mesh."""
         return max(self.events.busy_seconds.values(), default=self.cost.step_seconds)
 
     @property
     def attached(self) -> Origin:
-        """The planning problem in memory, where it is known to be there."""
+        """The planning problem, which must be in memory."""
         assert self.origin is not None, "the plan was read from a file and not compiled since"
         return self.origin
 

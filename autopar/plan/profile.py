@@ -1,6 +1,6 @@
-"""What a step does with its time and memory, as pictures show it: facts beside the decision.
+"""The time, memory and traffic of a step, for pictures.
 
-In:     (types only; `search/profile.py` makes them of a plan, `record.py` saves them.)
+In:     (types only; `search/profile.py` derives them from a plan, `record.py` saves them.)
 Out:    `Profile`.
 """
 
@@ -12,14 +12,14 @@ from typing import Literal
 from autopar.streams.timeline import EventKind
 
 CrossingKind = Literal["forward", "backward", "update"]
-"""With each microbatch; or once per step."""
+"""Forward and backward: with each microbatch; update: once per step."""
 MemoryUnit = Literal["seconds", "operations"]
-"""Memory over the time of a step, or along its program."""
+"""The axis of a memory curve: time of the step, or position in its program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a stage computes in one step: seconds of a kind, of all microbatches, without communication."""
+    """Seconds that a stage computes in one step for tasks of one kind: all microbatches, without communication."""
 
     stage: int
     kind: EventKind
@@ -28,13 +28,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one device of a mesh holds over a step.
+    """The memory of one device of a mesh over a step.
 
     Attributes:
-        mesh: Which mesh.
-        unit: Along what.
-        curve: (when, bytes from then on), ascending.
-        peak: What it consists of at its highest point: (what, bytes), largest first.
+        mesh: Number of the mesh.
+        unit: Unit of the curve's first coordinate.
+        curve: (position, bytes live from there on), ascending.
+        peak: Contents at the peak: (what, bytes), largest first.
     """
 
     mesh: int
@@ -45,7 +45,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What one stage hands to another in a step: bytes, in how many messages, the type of the largest array."""
+    """The traffic from one stage to another in a step: bytes, number of messages, type of the largest array."""
 
     source: int
     target: int
@@ -57,7 +57,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Time, memory and borders of a step."""
+    """The time, memory and traffic between stages of a step."""
 
     work: tuple[Work, ...] = ()
     memory: tuple[Memory, ...] = ()

@@ -1,7 +1,7 @@
-"""A plan of a record that may be damaged: everything is checked when it is read.
+"""Reads a plan from a record that may be damaged, and checks every entry.
 
 In:     an `Entry` (`entry.py`) of what `record.py` writes.
-Out:    a `Decision`, its shardings by path; damage is a `DamageError` that names the entry.
+Out:    a `Decision`, its shardings by path; or a `DamageError` that names the bad entry.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autopar.streams.timeline import Event, Timeline
 
 
 def read_plan(entry: Entry) -> Decision:
-    """The plan that an entry describes, all of it checked.
+    """The plan in a record.
 
     Raises:
-        DamageError: An entry is missing, or is not what it should be.
+        DamageError: An entry is missing or malformed.
     """
     stages = entry["stages"].items(_stage)
     if not stages:
@@ -71,7 +71,7 @@ def read_plan(entry: Entry) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """Numbers of a plan that others may not exceed."""
+    """Upper bounds of the stage and microbatch numbers in a plan."""
 
     num_stages: int
     num_microbatches: int
@@ -177,7 +177,7 @@ def _value(entry: Entry, mesh: LogicalMesh) -> Value:
     used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
         raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
-    later = ("on_host",)  # files of before there was a choice
+    later = ("on_host",)  # absent from older files
     return reader_of(Value, known={"shape": shape, "sharding": sharding}, later=later, role=_role, dtype=_dtype)(entry)
 
 
@@ -210,7 +210,7 @@ def _cost(entry: Entry, stages: tuple[Stage, ...]) -> Cost:
     read = reader_of(
         Cost,
         known={"collectives": collectives, "search": Search()},
-        later=("host_bytes",),  # files of before it was counted
+        later=("host_bytes",),  # absent from older files
         infinite=("optimality_gap",),
         peak_bytes=lambda e: e.items(Entry.count, len(stages)),
         exposed_seconds=lambda e: e.items(Entry.number, len(collectives)),

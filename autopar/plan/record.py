@@ -1,7 +1,7 @@
-"""A plan as a record that JSON can hold.
+"""Converts a plan to a record for JSON.
 
 In:     a `Decision`.
-Out:    dicts, lists, text and numbers; as text with one entry per line.
+Out:    dicts, lists, text and numbers; or JSON text with one entry per line.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 
 FORMAT = "autopar plan"
 VERSION = 7
-"""Raised with every change that an older reader cannot take, or that gives choices another meaning."""
+"""Incremented with every change that an older reader cannot read, or that changes the meaning of choices."""
 
 INSTRUCTIONS: dict[type[Instruction], str] = {Run: "run", Send: "send", Recv: "receive", Free: "free"}
-"""What each kind of instruction is called in the file."""
+"""The name of each kind of instruction in the file."""
 
 
 def record_of(plan: Decision) -> dict[str, Any]:
-    """All of a plan but the planning problem."""
+    """The record of a plan, without its `origin`."""
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -1,9 +1,9 @@
-"""Whether a plan agrees with itself, and still fits the step and the machine it is to run on; if not, what is wrong.
+"""Checks that a plan was made for this program and this cluster, and that it is consistent; says what is wrong if not.
 
-In:     the program as it is now, the cluster; a plan read from a file, which somebody may have edited.
+In:     the program and the cluster as they are now; a plan read from a file, which somebody may have edited.
 Out:    fingerprints of what a plan depends on, equal in every process; nothing, or `StalePlanError`, whose `changed` has one
-        line per difference. Of what a plan says of its parts, a line for each sum that is not what it says of the whole.
-Method: fingerprints decide; the arguments' types and the machine in words, kept in the plan, tell what it was.
+        line per difference; one line for each total in a plan that does not equal the sum of its parts.
+Method: fingerprints decide; the argument types and the machine's text that the plan holds tell what changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_LINES = 8
 
 
 def check_fresh(program: Program, cluster: Cluster, plan: Decision) -> None:
-    """The plan must have been made for this program and this cluster.
+    """Check that the plan was made for this program and this cluster.
 
     Raises:
         StalePlanError: It was not.
@@ -86,12 +86,12 @@ def program_fingerprint(program: Program) -> str:
 
 
 def cluster_fingerprint(cluster: Cluster) -> str:
-    """Digest of the machine's description; which devices are meant does not count."""
+    """Digest of the machine's description, whichever real devices it is."""
     return _digest(_described(cluster))
 
 
 def _described(cluster: Cluster) -> str:
-    """All that tells one cluster from another."""
+    """Text of all fields that distinguish one cluster from another."""
     told = [(part.name, getattr(cluster, part.name)) for part in dataclasses.fields(cluster) if part.compare]
     return ", ".join(
         f"{name}=({'; '.join(map(_described, value))})" if name == "groups" else f"{name}={value!r}"
@@ -104,12 +104,12 @@ def _digest(text: str) -> str:
 
 
 def fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
-    """What a plan was made for, and with which JAX."""
+    """The fingerprints of the program and the cluster, and the version of JAX."""
     return {"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster), "jax": jax.__version__}
 
 
 def contradictions(plan: Decision) -> list[str]:
-    """Sums in a plan that do not add up."""
+    """One line for each total in a plan that does not equal the sum of its parts."""
     return list(_of_program(plan) if plan.is_one_program else _of_pipeline(plan))
 
 

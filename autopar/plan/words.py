@@ -1,4 +1,4 @@
-"""Quantities, types and machines in words, as every page and error says them."""
+"""Formats quantities, types and machines as text, for all pages and errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from autopar.mesh import Cluster, LogicalMesh, Sharding
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 ArgumentRole = Literal["state", "batch", "argument", "constant"]
-"""What an input of the program can be to the user."""
+"""Roles of a program's inputs."""
 ARGUMENT_ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
 ValueRole = ArgumentRole | Literal["result", "activation"]
-"""What a value of the program can be to the user."""
+"""Roles of a program's values."""
 VALUE_ROLES: tuple[ValueRole, ...] = (*ARGUMENT_ROLES, "result", "activation")
 
 
 def machine_text(cluster: Cluster) -> str:
-    """The cluster in words."""
+    """The cluster as text."""
     hosts = " + ".join(
         f"{count_text(g.hosts, 'host')} with {g.devices_per_host} {g.device.name}"
         + (f" of {bytes_text(g.device.memory_bytes)}" if math.isfinite(g.device.memory_bytes) else "")
@@ -32,7 +32,7 @@ def machine_text(cluster: Cluster) -> str:
 
 
 def mesh_text(mesh: LogicalMesh) -> str:
-    """Axes with their sizes and links."""
+    """The axes of a mesh with their sizes and links."""
     return ", ".join(
         f"{axis}={size} ({seconds_text(link.latency_seconds)}, {rate_text(link.bytes_per_second)})"
         for axis, size, link in zip(mesh.axis_names, mesh.shape, mesh.links, strict=True)
@@ -47,7 +47,7 @@ def count_text(number: int, what: str) -> str:
 def differences(
     was: Mapping[_Key, _Value], now: Mapping[_Key, _Value]
 ) -> list[tuple[_Key, _Value | None, _Value | None]]:
-    """What differs between two maps: (key, what it was, what it is now); None: it is not there."""
+    """The entries in which two maps differ: (key, old value, new value); None: the map lacks the key."""
     return [(key, was.get(key), now.get(key)) for key in dict.fromkeys((*was, *now)) if was.get(key) != now.get(key)]
 
 
@@ -62,7 +62,7 @@ def type_text(shape: Sequence[int], dtype: str) -> str:
 
 
 def padding_text(lengths: Mapping[int, int]) -> str:
-    """Which dims are longer than the user's: "dims of 50257 as 50264"."""
+    """The padded lengths as text: "dims of 50257 as 50264"."""
     return "dims of " + ", ".join(f"{length} as {longer}" for length, longer in lengths.items())
 
 
@@ -79,7 +79,7 @@ def rate_text(bytes_per_second: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """A part of a whole in per cent, small ones with a digit more."""
+    """A fraction in per cent, below 10 % with one decimal."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
