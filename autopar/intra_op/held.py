@@ -9,9 +9,9 @@ Method: compilers fuse elementwise operations, slices and the like into the kern
         collective, a loop or the like reads or makes it, if it is slow to compute, or if holding it moves fewer bytes; the
         number of arrays that it is computed from does not matter, their size does.
         A scatter into zeros whose only reader adds it to a value is done in place in that value. bfloat16 values that are
-        computed in float32 (a quotient, a hyperbolic tangent) are held in float32 if a reader takes them so: XLA may compute
-        more exactly than told, and omits the rounding in between. 8-bit floats that are contracted along two dims are held
-        twice.
+        computed in float32 (a quotient, a hyperbolic tangent) are held in float32 if a reader takes them so: XLA may
+        compute more exactly than told, and omits the rounding in between. 8-bit floats that are contracted along two dims
+        are held twice.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A memory row: the bytes alive at one moment, as a function of the choices.
+"""Builds memory rows: the bytes alive at one moment, as a function of the choices.
 
-In:     who is alive at the fullest moments of a lowered program.
-Out:    `MemoryRow` over the classes of nodes that decide how large these values are.
-Method: a copy belongs to the node that chose its sharding: of those whose readers are still to come, the first; for every
-        other choice of that node the row says how large its copy would be. A second copy of a value is there only where
-        its owner wants another sharding than the owner of the first. What is there only on the way to another copy
-        belongs to that one's owner, and to no other choice of it.
+In:     the copies alive at the peaks of a lowered program.
+Out:    `MemoryRow`s over the classes of nodes that determine the size of these copies.
+Method: a copy's owner is the node that chose its sharding: the first one whose readers are still to come; for every other
+        choice of that node the row has the size that the copy would have. A second copy of a value exists only if its owner
+        wants another sharding than the owner of the first. A copy on the way to another one is attributed to that one's
+        owner, under its present choice only.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def broken_memory_rows(
     donated: Sequence[bool],
     budget: float,
 ) -> list[MemoryRow]:
-    """Rows for the moments at which a lowered program is over budget; none where it fits.
+    """Rows for the peaks at which a lowered program exceeds the budget; [] if it fits.
 
     Args:
-        graph: Decisions.
+        graph: The decision graph.
         class_of: Class of each node.
         choices: Choice of each class.
         body: The program under these choices.
-        donated: For each input of the program, whether its memory may be reused.
-        budget: Bytes.
+        donated: Per input of the program, whether its memory may be reused.
+        budget: Bytes per device.
     """
     moments = fullest_moments(body, graph.mesh, held_values(graph), donated, TUNING.memory_rows)
     return rows_of(graph, class_of, choices, moments, budget)
@@ -62,7 +62,7 @@ def broken_memory_rows(
 def rows_of(
     graph: Graph, class_of: Sequence[int], choices: Sequence[int], moments: Sequence[Liveness], budget: float
 ) -> list[MemoryRow]:
-    """Rows for those of a program's moments that are over budget; arguments as of `broken_memory_rows`."""
+    """Rows for those of a program's peaks that exceed the budget; arguments as in `broken_memory_rows`."""
     over = [moment for moment in moments if moment.peak_bytes > budget]
     if not over:
         return []
@@ -71,7 +71,7 @@ def rows_of(
 
 
 def _place(at: Instruction | None) -> str:
-    """A moment of a program for people: what it computes then, or for whom it communicates."""
+    """A description of a moment: what is computed then, or which reader a collective serves."""
     match at:
         case None:
             return "the start"
@@ -86,23 +86,23 @@ def _place(at: Instruction | None) -> str:
 
 
 def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
-    """The row that says: what is alive at this moment fits, whatever is chosen for it."""
+    """The row for one moment: whatever is chosen, what is alive then has to fit."""
     row, mesh = _Row(owners.graph, owners.class_of), owners.graph.mesh
     found = [(owners.of(alive), alive) for alive in liveness.alive]
     first_of: dict[Var, _Owner] = {}
-    # Makers come first, then who waits, then hubs, then readers, as in `_Owners`.
-    for (_, owner, is_there), alive in sorted(found, key=lambda entry: entry[0][0]):
+    # Makers come first, then keeps, then hubs, then readers, as in `_Owners._line`.
+    for (_, owner, is_chosen), alive in sorted(found, key=lambda entry: entry[0][0]):
         var = alive.copy[0]
         if owner is None:
             row.constant += alive.num_bytes
-        elif not is_there:
+        elif not is_chosen:
             row.add_here(owner, owners.choices, alive.num_bytes)
         elif (other := owners.merges_with(var, owner)) is not None:
             row.add(var, other, owner, alive.times)
         else:
             row.add(var, first_of.setdefault(var, owner), owner, alive.times)
     for move in liveness.packed:
-        ends = [owners.who_wants(move.var, end, "fbuo")[1] for end in (move.source, move.target)]
+        ends = [owners.find(move.var, end, "fbuo")[1] for end in (move.source, move.target)]
         if ends[0] is None or ends[1] is None:
             row.constant += packed_bytes(move, mesh)
         else:
@@ -113,11 +113,11 @@ def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
 
 
 _Owner = tuple[int, Shardings]
-"""A node that chooses a sharding for a value, and the value's sharding for each of its choices."""
+"""A node that chooses a sharding for a value, and the value's sharding under each of its choices."""
 
 
 class _Row:
-    """A memory row while it is being added up."""
+    """Accumulates a memory row."""
 
     def __init__(self, graph: Graph, class_of: Sequence[int]):
         self.mesh, self.class_of = graph.mesh, class_of
@@ -126,9 +126,10 @@ class _Row:
         self.constant = 0.0
 
     def add(self, var: Var, first: _Owner, owner: _Owner, times: int = 1, packed: bool = False) -> None:
-        """The owner's copy: its own node's where it is the first, else beside the first's and only where they differ.
+        """Add `times` instances of the owner's copy of a value: unconditionally if `owner` is `first`; else where their
+        shardings differ.
 
-        There are so many `times` of it. With `packed`, the copies of both are there once more where they differ.
+        `packed`: where they differ, add the copies of both.
         """
         (u, theirs), (v, ours) = first, owner
         numbers = self.class_of[u], self.class_of[v]
@@ -144,14 +145,14 @@ class _Row:
         self.pairs[numbers] = self.pairs.get(numbers, 0.0) + matrix
 
     def add_here(self, owner: _Owner, choices: Sequence[int], size: int) -> None:
-        """What is there under the owner's present choice alone."""
+        """Add bytes that are alive under the owner's present choice only."""
         node, shardings = owner
         number = self.class_of[node]
         here = np.arange(len(shardings)) == choices[number]
         self.bytes_of[number] = self.bytes_of.get(number, 0.0) + here * float(size)
 
     def add_workspace(self, node: Node) -> None:
-        """What an operation needs besides, under each of its strategies."""
+        """Add an operation's workspace under each of its strategies."""
         number, needs = (
             self.class_of[node.index],
             [workspace_bytes(node.rule, node.eqn, s, self.mesh) for s in node.strategies],
@@ -163,7 +164,7 @@ class _Row:
 
 
 class _Owners:
-    """Whose a copy is."""
+    """Finds the owners of copies."""
 
     def __init__(self, graph: Graph, class_of: Sequence[int], choices: Sequence[int]):
         self.graph, self.class_of, self.choices = graph, class_of, choices
@@ -175,11 +176,12 @@ class _Owners:
         self.reads_of: dict[Body, dict[Var, list[tuple[int, Phase]]]] = {}
 
     def of(self, alive: Alive) -> tuple[int, _Owner | None, bool]:
-        """The place in line of a copy's owner, the owner, and whether the copy is there because of its choice."""
+        """The rank of a copy's owner, the owner (None: unknown), and whether it chose this sharding (else: of a copy on the
+        way to its own)."""
         var, sharding = alive.copy
         phases = "".join(phase for at, phase in self._reads(alive.body).get(var, ()) if at >= alive.position)
         for among in (phases, "fbuo"):
-            rank, owner = self.who_wants(var, sharding, among)
+            rank, owner = self.find(var, sharding, among)
             if owner is not None:
                 return rank, owner, True
         for instruction in alive.body.instructions[max(0, alive.position) :]:
@@ -189,8 +191,8 @@ class _Owners:
                     return rank, owner, False
         return rank, None, False
 
-    def who_wants(self, var: Var, sharding: Sharding, phases: str) -> tuple[int, _Owner | None]:
-        """The first of those who serve these phases and choose this sharding, and the place in line."""
+    def find(self, var: Var, sharding: Sharding, phases: str) -> tuple[int, _Owner | None]:
+        """The first node that serves these phases and has chosen this sharding, after its rank."""
         line = self._line(var, phases)
         for rank, (node, shardings) in enumerate(line):
             if shardings[self.choices[self.class_of[node]]] == sharding:
@@ -198,8 +200,8 @@ class _Owners:
         return len(line), None
 
     def merges_with(self, var: Var, owner: _Owner) -> _Owner | None:
-        """Of what is scattered to be added to a value, the other of those two who choose its sharding: where they agree it is
-        part of the sum and no array of its own (`held.py`). None of everything else."""
+        """For a scatter that is added to a value, the other node that chooses its sharding: where both agree, it is done in
+        place in the sum (`held.py`). None for all other values."""
         made = self.graph.produced.get(var)
         maker = None if made is None or var in held_values(self.graph) else self.graph.nodes[made.node]
         if maker is None or maker.kind != "op" or is_fused(maker):
@@ -208,20 +210,20 @@ class _Owners:
         return next((other for other in line if other[0] != owner[0]), None)
 
     def _line(self, var: Var, phases: str) -> list[_Owner]:
-        """Who chooses a sharding for a value that readers of these phases wait for."""
-        there = [phase for phase in PHASES if phase in phases]
-        waits = [keep for phase in there if (keep := self.graph.keeps.get((var, phase))) is not None]
+        """The nodes that choose a sharding of a value for readers of these phases: maker, keeps, hubs, readers."""
+        ordered = [phase for phase in PHASES if phase in phases]
+        keeps = [keep for phase in ordered if (keep := self.graph.keeps.get((var, phase))) is not None]
         made = self.graph.produced.get(var)
         line: list[_Owner] = []
-        if made is not None and len(waits) < max(1, len(there)):
+        if made is not None and len(keeps) < max(1, len(ordered)):
             line.append((made.node, made.shardings))
-        line += [(keep.node, self.graph.nodes[keep.node].shardings) for keep in waits]
-        for phase in there:
+        line += [(keep.node, self.graph.nodes[keep.node].shardings) for keep in keeps]
+        for phase in ordered:
             line += self.readers.get((var, phase), ())
         return line
 
     def _reads(self, body: Body) -> Mapping[Var, list[tuple[int, Phase]]]:
-        """Where each value of a body is read by operations, and in which phase."""
+        """Value -> position and phase of each of its readers in a body."""
         if body not in self.reads_of:
             reads = self.reads_of[body] = {}
             for position, instruction in enumerate(body.instructions):

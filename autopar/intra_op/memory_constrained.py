@@ -1,10 +1,10 @@
-"""Solve a choice problem within a memory budget.
+"""Solves a choice problem within a memory budget.
 
-In:     `Problem`, and a function that names the memory rows an assignment breaks.
+In:     `Problem`, and a function from an assignment to the memory rows that it violates.
 Out:    `Solution` for all nodes.
-Method: rows by demand: an assignment is checked by the exact liveness of its program, and the moments that are over
-        budget become rows. A small problem is solved again with them as cutting planes. In a large one the bytes at those
-        moments get a price, and rows choose among what the prices found
+Method: row generation: an assignment is checked by the exact liveness of its program, and peaks over budget become rows. A
+        small problem is solved again with them as cutting planes. In a large one the bytes at these peaks get a price, and
+        in the end the rows choose among the priced answers
         (Everett, "Generalized Lagrange multiplier method", Operations Research 1963).
 """
 
@@ -24,17 +24,17 @@ from autopar.tuning import TUNING
 
 @dataclass(slots=True)
 class Prices:
-    """What is learnt of prices in one problem, for the next of the same program whose costs are a little different.
+    """What a problem teaches about prices, for the next problem of the same program with slightly different costs.
 
     Attributes:
-        fitting: The least price on a byte, in seconds, at which all fitted; 0: none is known.
+        fitting: The least price per byte, in seconds, at which an answer fitted; 0: none is known.
     """
 
     fitting: float = 0.0
 
 
 Solve = Callable[..., Solution]
-"""How one problem without rows is solved: of the arguments of `solve`, up to `known`."""
+"""Solves a problem without rows; takes the arguments of `solve` up to `known`."""
 
 
 def solve_constrained(
@@ -48,21 +48,21 @@ def solve_constrained(
     solve_one: Solve = solve,
     prices: Prices | None = None,
 ) -> Solution:
-    """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
+    """Least assignment that violates no row, generating rows with `broken_rows` as needed.
 
     Args:
         problem: Costs; the rows found are added.
-        broken_rows: What an assignment breaks.
-        solver: As of `solve`.
-        seconds: As of `solve`.
-        known: As of `solve`.
-        gap: As of `solve`.
-        is_hopeless: Asked when something is broken: whether it is proved that nothing will do.
+        broken_rows: The rows that an assignment violates.
+        solver: As in `solve`.
+        seconds: As in `solve`.
+        known: As in `solve`.
+        gap: As in `solve`.
+        is_hopeless: Whether it is proved that nothing fits; called once a row is violated.
         solve_one: Solves problems without rows.
-        prices: Known from problems before; extended.
+        prices: Prices of earlier problems; extended.
 
     Returns:
-        The assignment; `"infeasible"` where none was found.
+        The assignment; status `"infeasible"` if none was found.
     """
     limit = time_limit(seconds)
     base = solve_one(problem, solver, limit, gap, known)
@@ -80,30 +80,30 @@ def solve_constrained(
         exact = search.cut(gap)
         if exact.status != "infeasible":
             return exact
-    # A row says what is alive at its moment in one program; of another it may say too much.
+    # Rows describe the program that they were read from, and may overestimate another: infeasible rows prove nothing.
     return search.by_price(max(gap, TUNING.large_gap), known, prices or Prices())
 
 
 def least_share(problem: Problem) -> float:
-    """The part of the budget that a problem's rows say is needed, whatever is chosen: more than 1 is unlikely to fit."""
+    """Fraction of the budget that every assignment needs by the problem's rows; above 1, it is unlikely that any fits."""
     return max((row.least(problem.costs) / row.budget_bytes for row in problem.rows), default=0.0)
 
 
 def is_far_over(problem: Problem) -> bool:
-    """Whether a large problem's rows need so much that no time is spent on what fits in spite of them."""
+    """Whether the rows of a large problem need so much more than the budget that searching is not worth the time."""
     return num_pairs(problem) > TUNING.rows_core and least_share(problem) > TUNING.far_over
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Search:
-    """A problem whose best answer does not fit.
+    """A problem whose best answer without rows does not fit.
 
     Attributes:
-        problem: It, with the rows that are known.
-        base: Its best answer without any.
-        broken_rows: What an assignment breaks.
-        solver: As of `solve`.
-        limit: As of `solve`.
+        problem: The problem, with the rows known so far.
+        base: Its best answer without rows.
+        broken_rows: The rows that an assignment violates.
+        solver: As in `solve`.
+        limit: The shared time limit.
         solve_one: Solves problems without rows.
     """
 
@@ -115,7 +115,7 @@ class _Search:
     solve_one: Solve
 
     def fits_somehow(self) -> bool:
-        """Whether anything is found that fits where the rows say that nothing does: bytes cost more than all seconds."""
+        """Whether an answer that fits is found by pricing bytes above all seconds, though the rows say that none fits."""
         problem, base = self.problem, self.base
         for _ in range(TUNING.price_tries):
             over = max(row.used(base.choices) - row.budget_bytes for row in problem.rows)
@@ -128,7 +128,7 @@ class _Search:
         return False
 
     def cut(self, gap: float) -> Solution:
-        """Solve and add the rows that are broken, again and again, until none is."""
+        """Solve with rows as cutting planes, until none is violated."""
         for _ in range(TUNING.cutting_planes):
             solution = solve(self.problem, self.solver, self.limit, gap)
             rows = self.broken_rows(solution.choices) if solution.choices else []
@@ -138,21 +138,21 @@ class _Search:
         return dataclasses.replace(solution, status="infeasible", choices=())
 
     def by_price(self, gap: float, known: float, prices: Prices) -> Solution:
-        """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
+        """Meet the budget with a price on bytes (a Lagrange multiplier) instead of rows, so that problems solve fast.
 
-        The price is raised until everything fits, or lowered until it does not. What a priced problem proves, less what
-        the budget is worth at that price, bounds the least assignment from below: where that is no better than `known`,
-        the search ends. One price for all gives layers that are alike the same choices, where the budget may have room
-        for some of them: so at the end rows choose among what was found.
+        The price is raised until the answer fits, or lowered until it does not. The bound of a priced problem, less the
+        price of the budget, is a dual bound of the constrained one: the search ends if it is no better than `known`. One
+        price gives equal layers equal choices, where the budget may have room for dearer bytes in some of them: so in the
+        end the rows choose among the answers found.
         """
         problem, base = self.problem, self.base
         best: Solution | None = None
         rows, answers, lower = list(problem.rows), [base], base.bound
         over = max(row.used(base.choices) - row.budget_bytes for row in rows)
-        # Just too low, where a price is known.
+        # If a fitting price is known, begin one step below it.
         price = prices.fitting / TUNING.price_step or 0.01 * base.objective / max(over, 1.0)
         low = high = 0.0
-        # Rows choose in the end among what the prices found: where a small gap may be left, a rough answer to each will do.
+        # Rows choose among the answers in the end: if a small gap is allowed, rough answers will do.
         rough = max(gap, TUNING.rough_gap) if gap > TUNING.large_gap else gap
         for _ in range(TUNING.prices):
             answer = self.solve_one(problem.priced(rows, price), self.solver, self.limit, rough)
@@ -171,7 +171,7 @@ class _Search:
                 if best is None or objective < best.objective:
                     best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
                 high = prices.fitting = price
-            # Where saving the bytes is worth many steps already, and nothing more is saved, no price will help.
+            # If the excess costs many steps already, and a higher price changed nothing, no price will help.
             if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
                 break
             price = high / TUNING.price_step if high else TUNING.price_step * price
@@ -184,7 +184,7 @@ class _Search:
         return dataclasses.replace(best, bound=min(lower, best.objective))
 
     def mix(self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float) -> Solution | None:
-        """The least assignment under the rows themselves that takes each node's choice from one of `answers`."""
+        """The least assignment within the rows that takes each node's choice from one of `answers`."""
         costs = []
         for node, cost in enumerate(self.problem.costs):
             mask = np.zeros(len(cost), bool)
@@ -199,7 +199,7 @@ class _Search:
                 mixed = f"{answer.solver}, what prices on memory found"
                 return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
             if attempt + 1 >= TUNING.price_mixes:
-                # The fullest moment is another one each time: aiming lower ends it.
+                # Each attempt peaks at another moment: lower all budgets.
                 share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
             rows = [*rows, *broken]
         return None

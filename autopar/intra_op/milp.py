@@ -1,8 +1,8 @@
-"""A 0/1 program as arrays, and the solvers that solve it.
+"""Calls mixed-integer solvers.
 
-In:     `Model`: costs of the columns, which of them are 0 or 1, rows of a sparse matrix between bounds; a solver's name.
-Out:    `Ended`: the values found, whether they are proved least, and the solver's bound.
-Method: HiGHS takes the arrays as they are; CBC is called through PuLP. Both work with one thread and a fixed seed.
+In:     `Model`: costs of the columns, which of them are binary, rows of a sparse matrix between bounds; a solver's name.
+Out:    `Ended`: the values found, whether they are proved optimal, and the solver's bound.
+Method: HiGHS takes the arrays as they are; CBC is called through PuLP. Both run with one thread and a fixed seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.options import SOLVERS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Least `costs @ x` with `lower <= matrix @ x <= upper`; the first `num_binary` columns are 0 or 1, others 0 or more."""
+    """Minimize `costs @ x` with `lower <= matrix @ x <= upper`; the first `num_binary` columns are 0 or 1, others >= 0."""
 
     costs: np.ndarray
     num_binary: int
@@ -33,12 +33,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ended:
-    """How a solver ended.
+    """The outcome of a solver.
 
     Attributes:
-        values: Of the columns; None: nothing was found.
-        proved: Whether that is the least, to the gap that was asked for.
-        bound: Nothing costs less.
+        values: Values of the columns; None: no solution was found.
+        proved: Whether they are proved optimal, to the gap requested.
+        bound: Lower bound on the optimum.
     """
 
     values: np.ndarray | None
@@ -47,7 +47,7 @@ class Ended:
 
 
 def solve_model(model: Model, solver: str, seconds: float, gap: float) -> Ended:
-    """Solve it until the time is up or the gap is reached.
+    """Solve a model until the time limit or the gap is reached.
 
     Raises:
         SolverError: The solver is not known, or not installed.
@@ -90,7 +90,7 @@ def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
         "threads": 1,
         "random_seed": 0,
         "parallel": "off",
-        # HiGHS looks for symmetry by the clock: on a busy machine ties would end otherwise.
+        # Symmetry detection has a wall-clock limit, so that ties would depend on the load of the machine.
         "mip_detect_symmetry": False,
     }
     for name, value in options.items():
@@ -142,7 +142,7 @@ def _not_installed(name: str, wrong: str) -> SolverError:
 
 
 def _cbc(**settings: Any) -> Any:
-    """CBC where PuLP finds it: its own copy (PuLP 3), or the one `cbcbox` installs (PuLP 4)."""
+    """CBC as PuLP finds it: its own copy (PuLP 3), or the one that `cbcbox` installs (PuLP 4)."""
     for kind in ("PULP_CBC_CMD", "COIN_CMD"):
         made = getattr(pulp, kind, None)
         if made is not None and made(msg=False).available():
@@ -155,6 +155,6 @@ def _cbc(**settings: Any) -> Any:
 
 
 def _expression(terms: list[tuple[Any, float]]) -> pulp.LpAffineExpression:
-    """Sum of (variable, factor), as PuLP 3 and 4 each want it made."""
+    """The sum of (variable, factor) terms, in PuLP 3 and 4."""
     make = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)
     return make(terms)

@@ -1,10 +1,10 @@
-"""Sends values in the dtype that they had before they were widened, such as a gradient that is converted to float32.
+"""Finds values that can be sent in the narrower dtype they were widened from, such as gradients converted to float32.
 
 In:     the instructions of a sharded program, in order.
-Out:    the dtype in which the copies that each makes may travel, where that is narrower than their own.
-Method: converting to a dtype that has all numbers of the narrow one, and moving elements, leaves numbers that the narrow one
-        has. A collective that only moves them sends half the bytes or less, and to the last bit the same; XLA for GPUs does
-        that of its own accord, and would send less than is planned. Sums are no such numbers.
+Out:    for each instruction, the dtype in which its results may be sent, if narrower than their own.
+Method: after a lossless widening, and after operations that only move elements, all values are representable in the narrow
+        dtype. A collective that only moves them can send half the bytes or less, with bitwise equal results; XLA for GPUs
+        does so by itself, and would send less than planned. Sums are not representable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.intra_op.sharded import Compute, Copy, Instruction, Move
 
 
 def narrow_dtype(instruction: Instruction, known: Mapping[Copy, np.dtype | None]) -> np.dtype | None:
-    """The dtype in which what an instruction makes may travel, if copies are `known` to travel so; None: its own."""
+    """The narrow dtype in which an instruction's results may be sent, given those `known` of copies; None: their own."""
     match instruction:
         case Move(var, source, target):
             return None if source.partial or target.partial else known.get((var, source))
@@ -33,5 +33,5 @@ def narrow_dtype(instruction: Instruction, known: Mapping[Copy, np.dtype | None]
 
 
 def _is_part_of(narrow: np.dtype, wide: np.dtype) -> bool:
-    """Whether a dtype is smaller, and the other has all of its numbers; complex ones keep their two parts together."""
+    """Whether a dtype is smaller than another that represents all its values; complex ones are not split into parts."""
     return narrow.itemsize < wide.itemsize and wide.kind != "c" and np.can_cast(narrow, wide, "safe")

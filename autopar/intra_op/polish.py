@@ -1,12 +1,12 @@
-"""Make an assignment better where nothing was proved: large-neighbourhood search.
+"""Improves an assignment by large-neighbourhood search.
 
-In:     `Problem`, with memory rows or without, an assignment of it, a time limit.
-Out:    the assignment, or a better one; its bound stays.
-Method: all nodes but those of a neighbourhood stay as they are, which are then chosen anew, together and exactly;
-        neighbourhoods cover the problem, one after another, until none helps or the time is up
+In:     `Problem`, with or without memory rows, an assignment, a time limit.
+Out:    the assignment, or a better one, with the same bound.
+Method: the nodes of one neighbourhood at a time are solved for exactly, with all others fixed; neighbourhoods cover the
+        problem, and rounds repeat until one gains too little or the time is up
         (Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998).
-        Elimination solves most of them; where a core is left that is too large to be solved at once, its busiest nodes
-        stay as they are, too, until there is none.
+        Elimination solves most of them; if it leaves too large a core, the busiest nodes of that are fixed, too, until the
+        rest is small.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from autopar.tuning import TUNING
 def polish(
     problem: Problem, found: Solution, limit: TimeLimit, solver: str = "highs", enough: float = -np.inf
 ) -> Solution:
-    """Choose neighbourhood after neighbourhood anew.
+    """Improve an assignment, neighbourhood by neighbourhood.
 
     Args:
-        problem: Costs in seconds; where it has rows, `found` keeps them and so does the answer.
-        found: Where to begin.
-        limit: What solvers may use of time.
-        solver: Of what elimination leaves.
-        enough: What costs no more is not made better.
+        problem: Costs in seconds; if it has rows, `found` and the result meet them.
+        found: The assignment to begin with.
+        limit: Time limit of the solver.
+        solver: The solver for what elimination leaves.
+        enough: Stop at this objective.
     """
     enough = max(enough, found.bound)
     if not found.choices or found.objective <= enough:
@@ -59,7 +59,7 @@ def polish(
 
 
 def _neighbourhoods(around: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
-    """Connected sets of about `size` nodes which together hold all."""
+    """Connected sets of about `size` nodes that together cover all."""
     seen: set[int] = set()
     for start in range(len(around)):
         if start in seen:
@@ -84,10 +84,10 @@ def _choose_anew(
     limit: TimeLimit,
     solver: str,
 ) -> float:
-    """Give the nodes of `free` their best choices while the others keep theirs: `choices` is changed if that is better.
+    """Give the nodes in `free` their best choices, with all others fixed; `choices` is changed if that is better.
 
     Returns:
-        What that saves.
+        The decrease of the cost.
     """
     number = {node: k for k, node in enumerate(free)}
     costs, edges = [np.array(problem.costs[node], dtype=float) for node in free], {}
@@ -111,7 +111,7 @@ def _choose_anew(
 
 
 def _best(small: Problem, now: tuple[int, ...], limit: TimeLimit, solver: str) -> tuple[int, ...]:
-    """The best choices; of nodes without which elimination leaves little, those they have `now`."""
+    """The best choices, where the busiest nodes keep their choice in `now` until elimination leaves a small core."""
     reduced = eliminate(small)
     ways = [reduced]
     while num_pairs(reduced.problem) > TUNING.polish_core:
@@ -146,7 +146,7 @@ def _best_within_rows(small: Problem, limit: TimeLimit, solver: str) -> tuple[in
 
 
 def _row_of(row: MemoryRow, choices: Sequence[int], number: dict[int, int]) -> MemoryRow:
-    """A row as the free nodes see it: what the others take is constant."""
+    """A row restricted to the free nodes: bytes of the others are constant."""
     constant = row.constant_bytes
     bytes_of: dict[int, np.ndarray] = {}
     pairs: dict[tuple[int, int], np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""The choice problem: pick one choice per node so that node costs plus edge costs are least, within memory.
+"""The choice problem: pick one choice per node to minimize node costs plus edge costs, within memory.
 
 In:     cost vectors, one per node; cost matrices, one per pair of nodes; memory rows.
 Out:    `Problem`, plain arrays that tests build by hand; `Solution`.
@@ -16,15 +16,16 @@ import numpy as np
 from autopar.tuning import TUNING
 
 PROVED = 1e-6
-"""A gap of one part in a million counts as none: "optimal" is said of no more."""
+"""The largest relative gap that counts as none, and is called "optimal"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRow:
-    """At one moment of the program, what is alive fits.
+    """A constraint: the values alive at one moment of the program fit the budget.
 
-    The sum over nodes of `bytes_of[node][choice]`, and over pairs u < v of `pairs[u, v][choice of u, choice of v]` (a
-    second copy of a value, which is there only where two nodes want it differently), is at most `budget_bytes`.
+    `constant_bytes` plus the sum over nodes of `bytes_of[node][choice]`, and over pairs u < v of
+    `pairs[u, v][choice of u, choice of v]` (a second copy of a value, which exists only if two nodes want different
+    shardings), is at most `budget_bytes`.
     """
 
     label: str
@@ -39,16 +40,16 @@ class MemoryRow:
         return self.constant_bytes + nodes + sum(float(m[choices[u], choices[v]]) for (u, v), m in self.pairs.items())
 
     def least(self, costs: Sequence[np.ndarray]) -> float:
-        """Bytes in use at this moment at the very least: each node by itself takes its smallest choice."""
+        """Lower bound on bytes in use at this moment: each node takes its smallest choice."""
         return self.constant_bytes + float(sum(b[np.isfinite(costs[n])].min() for n, b in self.bytes_of.items()))
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Nodes whose choices matter at this moment, in order."""
+        """The nodes in this row, in order."""
         return tuple(sorted({*self.bytes_of, *itertools.chain.from_iterable(self.pairs)}))
 
     def narrowed(self, number_of: Mapping[int, int], alive_of: Callable[[int], np.ndarray]) -> MemoryRow:
-        """This row in a problem whose nodes have new numbers, in the same order, and fewer choices."""
+        """The row for a problem with fewer choices and renumbered nodes, in the same order."""
         bytes_of = {number_of[n]: b[alive_of(n)] for n, b in self.bytes_of.items()}
         pairs = {
             (number_of[u], number_of[v]): matrix[np.ix_(alive_of(u), alive_of(v))]
@@ -81,7 +82,7 @@ class Problem:
         self.edges[key] = oriented if known is None else known + oriented
 
     def priced(self, rows: Sequence[MemoryRow], price: float) -> Problem:
-        """The same choices without rows, every byte at the moments of `rows` paid for at `price` seconds."""
+        """The problem without rows, with each byte in `rows` priced at `price` seconds."""
         priced = Problem(list(self.costs), dict(self.edges))
         for row in rows:
             for node, num_bytes in row.bytes_of.items():
@@ -96,22 +97,22 @@ class Problem:
         return nodes + sum(float(m[choices[u], choices[v]]) for (u, v), m in self.edges.items())
 
     def fits(self, choices: Sequence[int]) -> bool:
-        """Whether one assignment keeps every memory row."""
+        """Whether one assignment meets every memory row."""
         return all(row.used(choices) <= row.budget_bytes for row in self.rows)
 
 
 def num_pairs(problem: Problem) -> int:
-    """Pairs of choices that meet on an edge: the size of a problem."""
+    """The size of a problem: pairs of choices, over all edges."""
     return sum(matrix.size for matrix in problem.edges.values())
 
 
 def planning_seconds(problem: Problem, axes: int = 1, of: int = 1) -> float:
-    """What it takes to shard a program whose problem this is, roughly, by its size alone.
+    """Estimate the seconds of sharding a program from the size of its problem.
 
     Args:
-        problem: On a mesh of `of` axes.
-        axes: Of the mesh on which it is to be planned: each further axis multiplies the choices of a node as those before did.
-        of: As above.
+        problem: The program's problem on a mesh of `of` axes.
+        axes: Number of axes of the mesh to be planned; each multiplies the choices of a node.
+        of: Number of axes of the problem's mesh.
     """
     pairs = sum(float(matrix.size) ** (axes / of) for matrix in problem.edges.values())
     return len(problem.costs) / TUNING.nodes_per_second + pairs / TUNING.pairs_per_second
@@ -124,10 +125,10 @@ class Solution:
     Attributes:
         choices: One choice per node.
         objective: Its cost in seconds.
-        bound: No assignment costs less than this.
-        status: `"optimal"` (its gap is at most `PROVED`), `"feasible"` (the search ended first), `"pruned"` (no
-            assignment is better than one known from elsewhere, and the search was ended there) or `"infeasible"`.
-        solver: Which solver, and on what was left for it.
+        bound: Lower bound on the cost of all assignments.
+        status: `"optimal"` (its gap is at most `PROVED`), `"feasible"` (the search ended first), `"pruned"` (the search
+            ended because no assignment beats the incumbent from elsewhere) or `"infeasible"`.
+        solver: The solver, and what was left for it.
     """
 
     choices: tuple[int, ...]
@@ -137,13 +138,13 @@ class Solution:
     solver: str
 
     def bounded(self, bound: float) -> Solution:
-        """This assignment in a wider problem, of which no more is known than that nothing costs less than `bound`."""
+        """The same assignment as a solution of a wider problem with this lower bound."""
         known = dataclasses.replace(self, bound=min(bound, self.objective), status="feasible")
         return dataclasses.replace(known, bound=self.objective, status="optimal") if known.gap <= PROVED else known
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / objective; 0 where the assignment is proved least."""
+        """The relative gap, (objective - bound) / objective; 0 if proved optimal."""
         if self.objective <= 0 or self.objective == float("inf"):
             return 0.0 if self.status == "optimal" else float("inf")
         return max(0.0, (self.objective - self.bound) / self.objective)

@@ -1,8 +1,8 @@
-"""What choices come to: the sharded program they give, and what is predicted of it.
+"""Turns choices into a sharded program with its predicted time and memory.
 
-In:     a program, its decisions, a choice for each, the solution they come from.
+In:     a program's decision graph, a choice per node, the solution that these come from.
 Out:    `Sharded`.
-Method: lower (`lower.py`), list the collectives, put the program on the clock (`lanes.py`), follow its memory (`liveness.py`).
+Method: lower (`lower.py`), list the collectives, simulate the program (`lanes.py`), compute its memory (`liveness.py`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Sharded:
     """A program sharded on one mesh.
 
     Attributes:
-        graph: The decisions.
+        graph: The decision graph.
         choices: The choice of each node.
         class_of: Class of each node in the problem.
-        problem: What was solved.
+        problem: The problem solved.
         solution: Its solution, per class.
-        allowed: What was forbidden beforehand.
+        allowed: The choices that were allowed.
         body: The sharded program.
         liveness: Its memory on one device.
-        collectives: All it communicates in one step.
-        compute_seconds: Time of its kernels.
-        communication_seconds: Time of its collectives.
-        exposed_seconds: Of each collective, the seconds that no kernel hides.
-        exposure: Which part of each conversion counted in the problem; None: all.
+        collectives: All collectives of one step.
+        compute_seconds: Seconds of its kernels.
+        communication_seconds: Seconds of its collectives.
+        exposed_seconds: Exposed seconds of each collective.
+        exposure: The fraction of each conversion that counted in the problem; None: all.
     """
 
     graph: Graph
@@ -65,19 +65,19 @@ class Sharded:
 
     @property
     def mesh(self) -> LogicalMesh:
-        """On which mesh."""
+        """The logical mesh."""
         return self.graph.mesh
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of one step: kernels, and what is exposed of collectives."""
+        """Predicted seconds of one step: kernels and exposed collectives."""
         return self.compute_seconds + sum(self.exposed_seconds)
 
     @property
     def shared_seconds(self) -> float:
-        """The step if all devices shared every operation and no one communicated: no plan takes less.
+        """Lower bound on the step of any plan: all devices share every operation, and nothing is communicated.
 
-        A product that some devices of this mesh must repeat may be shared on one of other axes: 64 rows on 2 of 6 devices.
+        Contractions count as fully shared even if this mesh cannot split them (64 rows on 6 devices): other meshes may.
         """
         first = dict(zip(reversed(self.class_of), reversed(self.graph.nodes), strict=True))
         return sum(self._shared(first[number], costs) for number, costs in enumerate(self.problem.costs))
@@ -93,43 +93,44 @@ class Sharded:
     def priced_seconds(
         self, body: Body, exposed: Sequence[float], compute_seconds: float, sent_seconds: float
     ) -> float:
-        """What a program of these choices costs, counted as the problem counts.
+        """The cost of a program of these choices, with collectives counted as in the problem.
 
         Args:
-            exposed: Of each of its collectives, the seconds that nothing hides.
-            compute_seconds: Of its kernels.
-            sent_seconds: Of its collectives.
+            body: The program.
+            exposed: Exposed seconds of each of its collectives.
+            compute_seconds: Seconds of its kernels.
+            sent_seconds: Seconds of its collectives.
         """
         if self.exposure is None:
             return compute_seconds + sent_seconds
         return compute_seconds + self.exposure.seconds_of(show(self.graph, body, exposed))
 
     def gap_of(self, seconds: float) -> float:
-        """The part of these priced seconds, which a program of these choices costs, by which others may cost less, at most.
+        """The relative gap between a program of these choices, at so many priced seconds, and the problem's bound.
 
-        Never less than the gap of the choices alone: a program that came out cheaper than they were priced proves nothing.
+        At least the gap of the solution: a program that came out cheaper than its choices were priced proves nothing.
         """
         gap = max(self.solution.gap, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
         return gap if gap > PROVED else 0.0
 
     @property
     def gap(self) -> float:
-        """The gap of the program as it was lowered, and not of its choices as they were priced alone."""
+        """The gap of the lowered program, as opposed to that of its choices in the problem."""
         return self.gap_of(self.own_priced_seconds)
 
     @property
     def least_gap(self) -> float:
-        """What its gap is at least, whatever is proved of its problem: no bound is more than its choices are priced."""
+        """The least that `gap` can become by better bounds, since none exceeds the objective of its choices."""
         return 1 - self.solution.objective / self.own_priced_seconds if self.own_priced_seconds > 0 else 0.0
 
     @property
     def own_priced_seconds(self) -> float:
-        """What the program itself costs, counted as the problem counts."""
+        """The cost of the program itself, with collectives counted as in the problem."""
         taken = self.compute_seconds, self.communication_seconds
         return self.priced_seconds(self.body, self.exposed_seconds, *taken)
 
     def as_compared(self, device: Device) -> Sharded:
-        """The same program, priced as what was known before it alone decided what is exposed: as others can be priced, too."""
+        """The same program priced by the exposure before it alone decided that, so that others can be priced alike."""
         if self.exposure is None or self.exposure.before is None:
             return self
         return self._priced_under(self.exposure.before, device)
@@ -162,7 +163,7 @@ def read_off(
     exposure: Exposure | None = None,
     liveness: Liveness | None = None,
 ) -> Sharded:
-    """Lower given choices and measure their memory, unless that has been done, and predict what they cost."""
+    """Lower choices, and predict time and memory; `body` and `liveness` are reused if given."""
     body = lower(graph, choices) if body is None else body
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)

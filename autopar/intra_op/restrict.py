@@ -1,9 +1,9 @@
-"""What may be chosen: pins, as masks over choices; `hand_plans.py` has the methods that a user may name.
+"""Restricts choices to the user's constraints; methods are in `hand_plans.py`.
 
-In:     the decision graph, pins on inputs, the user's `with_sharding_constraint`s.
-Out:    `Allowed`: for each restricted node a boolean per choice; a key per node, so that tying respects it.
-Method: a restriction only ever forbids choices: the ILP that plans freely is the same one that carries out a hand plan,
-        under the same costs, so a hand plan can never beat the automatic one.
+In:     the decision graph, pins on inputs and outputs, the user's `with_sharding_constraint`s.
+Out:    `Allowed`: for each restricted node a mask over its choices, and a key by which tying respects it.
+Method: restrictions only forbid choices: the same ILP, under the same costs, finds automatic and hand-made plans, so that a
+        hand-made plan never beats the automatic one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Allowed:
 
     Attributes:
         masks: Node index -> `[choice]`, True where allowed.
-        keys: Node index -> what restricts it; equal keys mean equal masks.
-        reasons: Node index -> the pins on it, for error messages.
+        keys: Node index -> key of its restrictions; equal keys mean equal masks.
+        reasons: Node index -> its pins, for error messages.
     """
 
     masks: dict[int, np.ndarray] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class Allowed:
 
 
 def keep_keys_whole(graph: Graph, inputs: Sequence[int], outputs: Sequence[int], allowed: Allowed) -> None:
-    """Typed random keys stay in one piece: the words of a key are no dim of the user's array, and JAX cannot split them.
+    """Forbid splitting the words of typed random keys: they are no dim of the user's array, and JAX cannot split them.
 
     Args:
-        graph: Decisions.
+        graph: The decision graph.
         inputs: Positions of inputs that are keys.
         outputs: Positions of outputs that are keys.
         allowed: Extended.
@@ -59,7 +59,7 @@ def keep_keys_whole(graph: Graph, inputs: Sequence[int], outputs: Sequence[int],
 
 
 def keep_node_whole(node: Node, allowed: Allowed) -> None:
-    """The words of a key, or of an array of keys, stay together."""
+    """Forbid splitting the words of a key, or of an array of keys."""
     allowed.only(node, [not s.dims[-1] for s in node.shardings], "key")
 
 
@@ -70,13 +70,13 @@ def pin_borders(
     paths: Sequence[str],
     allowed: Allowed,
 ) -> None:
-    """Pin inputs of the program, or results.
+    """Pin inputs or outputs of the program.
 
     Args:
-        graph: Decisions.
-        nodes: Of its inputs, or of its outputs.
-        pins: Position -> (what the user wrote, PartitionSpec).
-        paths: Readable path of each.
+        graph: The decision graph.
+        nodes: Nodes of its inputs, or of its outputs.
+        pins: Position -> (the user's text, PartitionSpec).
+        paths: Path of each input or output.
         allowed: Extended.
 
     Raises:
@@ -90,7 +90,7 @@ def pin_borders(
 def pin_node(
     graph: Graph, node: Node, shape: tuple[int, ...], pin: tuple[str, object], path: str, allowed: Allowed
 ) -> None:
-    """Pin a decision on the sharding of an array of this shape; the rest is as of `pin_borders`."""
+    """Pin a node that chooses the sharding of an array of this shape; other arguments as in `pin_borders`."""
     text, spec = pin
     sharding, free = read_spec(spec, shape, graph.mesh, f"constraint {text!r} on {path}")
     mask = [matches_spec(s, sharding, free) for s in node.shardings]
@@ -98,7 +98,7 @@ def pin_node(
 
 
 def pin_constraints(graph: Graph, allowed: Allowed) -> None:
-    """Obey every `jax.lax.with_sharding_constraint` in the user's code."""
+    """Apply every `jax.lax.with_sharding_constraint` in the user's code."""
     for eqn, _ in equations_within(graph.jaxpr):
         if eqn.primitive.name == "sharding_constraint":
             node = graph.nodes[graph.op_node[eqn]]
@@ -119,9 +119,9 @@ def pin_constraints(graph: Graph, allowed: Allowed) -> None:
 
 
 def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
-    """A PartitionSpec as a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
+    """Convert a PartitionSpec to a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
 
-    The axes of a dim are taken in mesh order; one that names them in another is warned of.
+    The axes of a dim are taken in mesh order, with a warning if the spec names them in another.
 
     Raises:
         ConstraintError: It does not fit the shape or the mesh.
@@ -168,7 +168,7 @@ def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -
 
 
 def matches_spec(sharding: Sharding, wanted: Sharding, free: Sequence[bool]) -> bool:
-    """Whether `sharding` is `wanted` in every dim that is not left open, and no partial sum."""
+    """Whether `sharding` equals `wanted` in every dim that is not left open, and is not partial."""
     return not sharding.partial and all(f or s == w for s, w, f in zip(sharding.dims, wanted.dims, free, strict=True))
 
 
