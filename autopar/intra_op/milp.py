@@ -22,7 +22,10 @@ from autopar.options import SOLVERS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Minimize `costs @ x` with `lower <= matrix @ x <= upper`; the first `num_binary` columns are 0 or 1, others >= 0."""
+    """Minimize `costs @ x`, where costs are >= 0, with `lower <= matrix @ x <= upper`.
+
+    The first `num_binary` columns are 0 or 1, the others from 0 to 1.
+    """
 
     costs: np.ndarray
     num_binary: int
@@ -112,14 +115,20 @@ def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:
     columns = [
         problem.add_variable(f"x{k}", cat=pulp.LpBinary)
         if k < model.num_binary
-        else problem.add_variable(f"x{k}", lowBound=0)
+        else problem.add_variable(f"x{k}", lowBound=0, upBound=1)
         for k in range(len(model.costs))
     ]
     for row in range(matrix.shape[0]):
         inside = slice(matrix.indptr[row], matrix.indptr[row + 1])
         terms = [(columns[k], float(v)) for k, v in zip(matrix.indices[inside], matrix.data[inside], strict=True)]
-        low, high = float(model.lower[row]), float(model.upper[row])
-        problem += _expression(terms) == low if low == high else _expression(terms) <= high
+        low, high, total = float(model.lower[row]), float(model.upper[row]), _expression(terms)
+        if low == high:
+            problem += total == low
+            continue
+        if np.isfinite(low):
+            problem += total >= low
+        if np.isfinite(high):
+            problem += total <= high
     problem.setObjective(_expression([(x, float(c)) for x, c in zip(columns, model.costs, strict=True) if c]))
     outcome = problem.solve(solver)
     if hasattr(outcome, "best_bound"):  # PuLP 4: optimal is 1, and -7 that the gap asked for was reached

@@ -1,0 +1,58 @@
+"""Solvers of 0/1 programs against all assignments, on small programs drawn at random."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from autopar.errors import SolverError
+from autopar.intra_op.milp import Model, solve_model
+
+
+def drawn(seed):
+    """Columns that are 0 or 1, and rows between bounds that some assignments keep, or none."""
+    random = np.random.default_rng(seed)
+    count, rows = int(random.integers(3, 8)), int(random.integers(1, 4))
+    matrix = random.integers(-3, 4, (rows, count)).astype(float)
+    lower = random.integers(-2, 4, rows).astype(float)
+    return Model(random.integers(1, 7, count).astype(float), count, csr_array(matrix), lower, lower + 2.0)
+
+
+def least(model):
+    """The least cost of all assignments; None: none keeps the rows."""
+    costs = [
+        float(model.costs @ x)
+        for x in map(np.array, itertools.product((0, 1), repeat=len(model.costs)))
+        if (model.matrix @ x >= model.lower - 1e-9).all() and (model.matrix @ x <= model.upper + 1e-9).all()
+    ]
+    return min(costs, default=None)
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_equals_trying_all(solver):
+    refused = 0
+    for seed in range(15):
+        model = drawn(seed)
+        wanted, found = least(model), solve_model(model, solver, 10.0, 0.0)
+        if wanted is None:
+            refused += 1
+            assert found.values is None and not found.proved
+            continue
+        assert found.proved
+        assert model.costs @ np.round(found.values) == pytest.approx(wanted)
+        assert (model.matrix @ np.round(found.values) <= model.upper + 1e-6).all()
+        assert found.bound <= wanted + 1e-6
+    assert 0 < refused < 15
+
+
+def test_columns_behind_the_binary_ones_are_numbers():
+    model = Model(np.array([1.0, 3.0]), 1, csr_array([[1.0, 2.0]]), np.array([2.0]), np.array([np.inf]))
+    for solver in ("highs", "cbc"):
+        found = solve_model(model, solver, 10.0, 0.0)
+        np.testing.assert_allclose(found.values, [1.0, 0.5], atol=1e-6)
+
+
+def test_another_name_is_refused():
+    with pytest.raises(SolverError, match="autopar knows 'highs', 'cbc'"):
+        solve_model(drawn(0), "simplex", 1.0, 0.0)
