@@ -1,10 +1,11 @@
-"""Other searches over the same choice problem, to be compared with message passing and the ILP.
+"""Heuristic searches over the choice problem, for comparison with message passing and the ILP.
 
-In:     `Problem` without memory rows, how many steps to take.
-Out:    an assignment; nothing is proved of it.
+In:     `Problem` without memory rows, a number of steps.
+Out:    an assignment, without a bound.
 Method: one small function each, by name in `SEARCHES`: those that surveys of automatic parallelism list.
         MCMC: Jia et al., "FlexFlow", MLSys 2019; tree search: Kocsis and Szepesvari, "Bandit based Monte-Carlo planning",
-        ECML 2006; breadth first with memory is a dynamic program over what later nodes see, cut at so many states.
+        ECML 2006; breadth-first search is a dynamic program over the choices that later nodes see, cut at a number of
+        states.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Search = Callable[["Neighbours", int, np.random.Generator], Choices]
 
 
 class Neighbours:
-    """A problem, by node: what each choice costs beside its neighbours' choices."""
+    """A problem in adjacency form."""
 
     def __init__(self, problem: Problem):
         self.problem, self.costs = problem, [np.asarray(cost, dtype=float) for cost in problem.costs]
@@ -32,14 +33,14 @@ class Neighbours:
         self.earlier = [[(v, m) for v, m in some if v < u] for u, some in enumerate(self.around)]
 
     def beside(self, node: int, choices: Sequence[int], earlier: bool = False) -> np.ndarray:
-        """Cost of each choice of a node beside its neighbours' choices, or the `earlier` ones' only."""
+        """Cost of each choice of a node, given the choices of its neighbours, or of `earlier` neighbours only."""
         total = self.costs[node].copy()
         for other, matrix in self.earlier[node] if earlier else self.around[node]:
             total += matrix[:, choices[other]]
         return total
 
     def descend(self, choices: list[int], nodes: Sequence[int]) -> None:
-        """Give each of the nodes its best choice, again and again, until none changes."""
+        """Give each of the nodes its best choice in turn, until none changes (20 rounds at most)."""
         for _ in range(20):
             before = list(choices)
             for node in nodes:
@@ -51,13 +52,13 @@ class Neighbours:
 
 
 def drawn(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """The best of so many assignments drawn at random."""
+    """The best of `steps / nodes` random assignments."""
     some = (tuple(int(random.integers(len(cost))) for cost in of.costs) for _ in range(max(1, steps // len(of.costs))))
     return min(some, key=of.problem.cost)
 
 
 def greedy(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """Node by node the cheapest beside those before it."""
+    """Node by node, the cheapest choice given those before it."""
     choices: list[int] = []
     for node in range(len(of.costs)):
         choices.append(int(of.beside(node, choices, earlier=True).argmin()))
@@ -65,12 +66,12 @@ def greedy(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
 
 
 def beam(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """Node by node, the best few beginnings are kept."""
+    """Beam search: node by node, keep the best few partial assignments."""
     return _in_breadth(of, max(1, steps // len(of.costs)), merged=False)
 
 
 def breadth_first(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """Beginnings that look the same to all later nodes are one: the cheapest stands for the others."""
+    """Beam search in which partial assignments that look the same to all later nodes are merged into the cheapest."""
     return _in_breadth(of, max(1, steps // len(of.costs)), merged=True)
 
 
@@ -91,7 +92,7 @@ def _in_breadth(of: Neighbours, width: int, merged: bool) -> Choices:
 
 
 def halving(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """The program in halves, these in halves, down to single nodes: each part is made better while the rest stays."""
+    """Divide and conquer: improve halves of the program recursively, each with the rest fixed."""
     choices = list(greedy(of, steps, random))
 
     def better(first: int, end: int) -> None:
@@ -106,7 +107,7 @@ def halving(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
 
 
 def mcmc(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """Single nodes change at random; what costs more is taken the less often, the more it costs and the later it is."""
+    """Simulated annealing: random changes of single nodes, accepted the less often the dearer and the later they are."""
     choices = list(greedy(of, steps, random))
     cost = of.problem.cost(choices)
     best, least = tuple(choices), cost
@@ -126,7 +127,7 @@ def mcmc(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
 
 
 def tree_search(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """A tree of beginnings: what turned out well is tried more often, each time ended greedily with some chance."""
+    """Monte-Carlo tree search over partial assignments (UCT), with greedy, slightly randomized rollouts."""
     best = greedy(of, steps, random)
     least = of.problem.cost(best)
     scale = abs(least) if math.isfinite(least) and least else 1.0
@@ -169,15 +170,15 @@ SEARCHES: dict[str, Search] = {
     "mcmc": mcmc,
     "mcts": tree_search,
 }
-"""By name, as `solver=` takes them."""
+"""By the names that `solver=` takes."""
 
 
 def search(problem: Problem, name: str, steps: int) -> Choices:
-    """An assignment of a problem without rows, by one of the searches.
+    """Search for an assignment of a problem without rows.
 
     Args:
         problem: Costs in seconds.
-        name: Of `SEARCHES`.
-        steps: How much it may look at: choices of a node, roughly.
+        name: Key of `SEARCHES`.
+        steps: Rough number of evaluations of a node's choices.
     """
     return SEARCHES[name](Neighbours(problem), steps, np.random.default_rng(0)) if problem.costs else ()

@@ -1,8 +1,8 @@
-"""What is to be decided of a program on a mesh, made a choice problem.
+"""Prepares the choice problem of a program on a mesh: restrictions, ties and prices.
 
-In:     the program's decision graph, the device, what a method forbids.
-Out:    `Setting`: what is allowed of each decision, which decisions are one, and what all choices cost.
-Method: the passes of `SHARD`, in order. What follows, again and again, is solve, lower and the clock (`shard.py`).
+In:     the program's decision graph, the device, a method's restrictions.
+Out:    `Setting`: the allowed choices, the classes of tied nodes, and the seconds of all choices.
+Method: the passes of `SHARD`, in order; `shard.py` then solves, lowers and simulates.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from autopar.mesh import Device
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """Decisions on their way to a choice problem.
+    """A decision graph with all that is needed to build its choice problems.
 
     Attributes:
-        graph: The decisions.
-        device: What a mesh is made of.
+        graph: The decision graph.
+        device: The device of the mesh.
         restrict: Forbids choices.
-        allowed: What is left.
-        class_of: Class of each node; those of one class choose alike. Until they are tied: ().
-        prices: Seconds of all choices; None until they are known.
+        allowed: The choices that are allowed.
+        class_of: Class of each node; nodes of one class take the same choice. (): not tied yet.
+        prices: Seconds of all choices; None: not priced yet.
     """
 
     graph: Graph
@@ -43,13 +43,13 @@ class Setting:
 
     @property
     def priced(self) -> Prices:
-        """The prices, which are known."""
-        assert self.prices is not None, "behind the last pass"
+        """The prices, after the last pass."""
+        assert self.prices is not None, "not priced yet"
         return self.prices
 
 
 def check_setting(setting: Setting) -> None:
-    """Assert that decisions, masks, classes and prices belong together."""
+    """Assert that nodes, masks, classes and prices match."""
     nodes, class_of = setting.graph.nodes, setting.class_of
     check_graph(setting.graph)
     for index, mask in setting.allowed.masks.items():
@@ -58,8 +58,8 @@ def check_setting(setting: Setting) -> None:
         assert len(class_of) == len(nodes), f"{len(class_of)} classes for {len(nodes)} decisions"
     if setting.prices is not None:
         for node, number in zip(nodes, class_of, strict=True):
-            told = len(setting.prices.costs[number])
-            assert told == node.num_choices, f"{node.name}: {told} prices for {node.num_choices} choices"
+            count = len(setting.prices.costs[number])
+            assert count == node.num_choices, f"{node.name}: {count} prices for {node.num_choices} choices"
 
 
 def _restricted(setting: Setting) -> Setting:
@@ -85,7 +85,7 @@ SHARD: tuple[Pass[Setting], ...] = (
     Pass("tying", "what is alike chooses alike", _tied),
     Pass("costs", "seconds of each choice, and of each pair of choices", _priced),
 )
-"""Of the decisions of a step, or of a stage, on each mesh that is tried."""
+"""The passes from a decision graph to its choice problem."""
 
 
 def _check_pins(graph: Graph, allowed: Allowed) -> None:

@@ -1,10 +1,9 @@
-"""Shard one program on one logical mesh: the passes of the sharding phase, in order.
+"""Shards one program on one logical mesh.
 
-In:     the decisions of a program (`build_graph.py`), the device, what is allowed, options.
-Out:    `Sharded` (`read_off.py`): the choices, the sharded program, and what is predicted of it.
-Method: the passes of `SHARD` over the decisions (`setting.py`), once; then solve, lower, put on the clock, and
-        solve again with what the clock showed to be exposed, until that is what was thought; then the well-known plans,
-        where one may be as fast.
+In:     a program's decision graph (`build_graph.py`), the device, restrictions, options.
+Out:    `Sharded` (`read_off.py`): the choices, the sharded program, and its predicted time and memory.
+Method: the passes of `SHARD` (`setting.py`), once; then solve, lower and simulate, and solve again with the exposure that
+        the clock showed, to a fixed point; then the well-known plans, if one may be as fast.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from autopar.tuning import TUNING
 
 
 class Pruned(Exception):
-    """A mesh was given up: no plan on it takes less than `seconds`, and a better one is known elsewhere."""
+    """A mesh was abandoned: no plan on it takes less than `seconds`, and the incumbent is better."""
 
     def __init__(self, seconds: float):
         super().__init__(f"no plan takes less than {seconds} s")
@@ -63,25 +62,25 @@ def shard(
     """Find the cheapest sharding of a program on one mesh.
 
     Args:
-        graph: The decisions of the program on the mesh.
+        graph: The decision graph of the program on the mesh.
         device: Rates and memory of one device.
         options: Solver, time limit, memory budget.
         restrict: Forbids choices (pins, data parallelism).
-        donated: For each input, whether its memory may be reused.
+        donated: Per input, whether its memory may be reused.
         known: Well-known ways to shard, as restrictions; the best plan under each is compared with the one found, if it
             may be as fast.
-        beat: Objective of the best plan on another mesh, under the same `exposure`.
-        gap: Part of the cost by which the answer may miss the least.
-        waiting: Of a stage of a pipeline, what of its memory is not as in one program.
-        exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
-            fastest on the clock is taken. None: every collective counts in full, and no more is asked.
-        begin: Answers on meshes each of whose axes is some of this one's, or that have as many: a large problem is not solved
-            as a whole but from the best of them (`by_axes.py`), and nothing is proved of it.
-        explore: Whether to look, too, at what is best if all hides that no program has shown.
+        beat: Objective of the incumbent on another mesh, under the same `exposure`.
+        gap: Relative optimality gap at which the solver may stop.
+        waiting: For a pipeline stage, how its memory differs from that of one program.
+        exposure: Exposure known from other meshes; the problem is then solved again with what its answer shows, and the
+            fastest program on the clock is taken. None: every collective counts in full, and the problem is solved once.
+        begin: Answers on meshes whose axes are products of this one's, or that have as many: a large problem is then not
+            solved as a whole but improved from the best of them (`by_axes.py`), without a bound.
+        explore: Whether to solve, too, as if all kinds of conversion were hidden that no program has shown.
 
     Raises:
-        InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
-        ConstraintError: A pin does not fit.
+        InfeasibleError: A pin or the memory budget cannot be met; says which and by how much.
+        ConstraintError: A pin does not fit the array or the mesh.
         Pruned: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
     setting = run_passes(SHARD, Setting(graph, device, restrict), check_setting)
@@ -110,12 +109,12 @@ def shard(
 
 
 class _Instance:
-    """One program on one mesh: its decisions tied and priced, the limits of the search, and what was lowered last.
+    """One program on one mesh: its prices, the limits of the search, and caches of what was solved and lowered.
 
     Attributes:
         class_of: Class of each node in the problems.
-        prices: Of which problems are made.
-        budget_search: What is learnt of its memory.
+        prices: Seconds of all choices.
+        budget_search: What is known of its memory.
         proves: Whether its solutions have bounds.
     """
 
@@ -125,9 +124,9 @@ class _Instance:
         self.class_of, self.prices = setting.class_of, setting.priced
         budget = options.budget_bytes(self.device.memory_bytes)
         self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
-        # One limit for all: where the first problem takes it all, the others are only looked at.
+        # Shared by all problems: if the first one uses it up, the others get almost none.
         self.limit = TimeLimit(options.solver_seconds, options.repaying_steps)
-        # The last alone: a body is as large as the program.
+        # Caches of one entry: a body is as large as the program.
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
         self._solve_one: Solve = solve
@@ -136,7 +135,7 @@ class _Instance:
         self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
 
     def begin_at(self, known: Sequence[Sharded]) -> None:
-        """Solve by axes from here on, beginning with what is known on other meshes, or has been found since."""
+        """Solve by axes from here on, beginning with the best of answers from other meshes and those found since."""
         starts: list[tuple[int, ...]] = []
         for sharded in known:
             starts.append(self.classes(lift(sharded.choices, sharded.graph, self.graph)))
@@ -151,11 +150,11 @@ class _Instance:
         self._solve_one, self.proves = by_axes, False
 
     def only_pass_messages(self, start: tuple[int, ...]) -> None:
-        """Have message passing bound the problem as a whole and read better answers than `start` from what was passed."""
+        """Solve by message passing alone from here on: a bound of the whole problem, and answers better than `start`."""
         self._solve_one = lambda problem, *_: pass_messages(problem, start)
 
     def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:
-        """The problem, as what is known of exposure prices it, and its solution: of equal problems that of the first."""
+        """The problem under an exposure, and its solution; cached."""
         parts = self.prices.parts(exposure)
         if parts not in self._solved:
             problem = self.prices.problem(exposure)
@@ -166,14 +165,14 @@ class _Instance:
         return self._solved[parts]
 
     def bound_under(self, exposure: Exposure | None, problem: Problem) -> float:
-        """What no answer of the program's problem, so priced, costs less than."""
+        """A lower bound of the program's problem under an exposure."""
         solved = self._solved.get(self.prices.parts(exposure))
         if solved is not None:
             return solved[1].bound
         return solve(problem, self.solver, self.limit, max(self.gap, TUNING.large_gap)).bound
 
     def solve(self, problem: Problem, beat: float = np.inf) -> Solution:
-        """A problem of this program, within the memory budget."""
+        """Solve a problem of this program within the memory budget."""
         search, one = self.budget_search, self._solve_one
         if np.isfinite(search.budget):
             how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._memory_prices
@@ -181,7 +180,7 @@ class _Instance:
         return one(problem, self.solver, self.limit, self.gap, beat)
 
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
-        """What the choices of a solution come to."""
+        """Lower the choices of a solution, and predict time and memory."""
         choices = self.nodes(solution.choices)
         moments = self._moments.get(choices, ()) if self.waiting == ONE_PROGRAM else ()
         return read_off(
@@ -199,11 +198,11 @@ class _Instance:
         )
 
     def nodes(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """The choice of each node, from that of each class."""
+        """Choices of nodes from those of classes."""
         return tuple(choices[c] for c in self.class_of)
 
     def classes(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """The choice of each class: that of its first node."""
+        """Choices of classes from those of nodes: that of a class's first node."""
         of_class = dict(zip(reversed(self.class_of), reversed(choices), strict=True))
         return tuple(of_class[number] for number in range(len(of_class)))
 
@@ -227,7 +226,7 @@ class _Instance:
 
 
 def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:
-    """Solve again with what the clock showed of the answer before, until that is what was thought.
+    """Solve again with the exposure that the clock showed of the answer before, until both agree.
 
     Args:
         instance: The program on its mesh.
@@ -258,10 +257,10 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
 def _explore(
     instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]]
 ) -> tuple[Sharded, Sharded]:
-    """Solve as if all hid that no program has shown; a program that comes of it shows what does.
+    """Solve as if all kinds of conversion were hidden that no program has shown; the resulting program then shows them.
 
-    A plan that is like none seen before (experts over devices, where all seen so far split samples) would else be judged by
-    conversions that are thought to be waited for in full. Arguments and results as of `_follow_clock`.
+    Otherwise a plan unlike those seen before (experts over devices, where all seen so far split samples) would be priced
+    with its conversions exposed in full. Arguments and results as in `_follow_clock`.
     """
     if last.exposure is None:
         return best, last
@@ -273,7 +272,7 @@ def _explore(
     found, last = _follow_clock(instance, instance.read_off(problem, solution, exposure), tried)
     if last.exposure is None or found.step_seconds >= best.step_seconds:
         found = best
-    # What is known by now holds for it, too, and for the meshes that it is compared with.
+    # Price it by the latest exposure, as the meshes will be that it is compared with.
     seconds = last.problem.cost(found.solution.choices)
     priced = Solution(found.solution.choices, seconds, seconds, "feasible", found.solution.solver)
     priced = priced.bounded(last.solution.bound)
@@ -281,10 +280,12 @@ def _explore(
 
 
 def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool], turns: int) -> Sharded:
-    """An answer found two axes at a time, or a faster one: solved around, as those on fewer axes are at once, but by message
-    passing of all axes together: it takes long, and is for the best answer of all. Arguments as of `shard` and `_around`."""
+    """Refine an answer that was found two axes at a time with `_around`, by message passing over all axes together.
+
+    This takes long, and is for the best answer of all meshes. Arguments as in `shard` and `_around`.
+    """
     setting = Setting(sharded.graph, device, None, sharded.allowed, sharded.class_of)
-    # What does not fit is not taken: memory has no price here.
+    # Memory is checked by `_around`, and not priced.
     endless = dataclasses.replace(options, memory_budget_bytes=np.inf)
     instance = _Instance(run_passes(SHARD[-1:], setting, check_setting), endless, donated, ONE_PROGRAM, PROVED)
     instance.only_pass_messages(sharded.solution.choices)
@@ -295,10 +296,12 @@ def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence
 def _around(
     instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]], turns: int, budget: float = np.inf
 ) -> Sharded:
-    """Solve as the best program itself shows conversions to be exposed, then as it and what is found so show them.
+    """Solve with the exposure that the best program alone shows, then with that of it and the programs so found.
 
-    What several programs showed is true of none: the best may look slower so than it is, and others faster. Arguments as of
-    `_follow_clock`, turns, bytes that none may exceed; returns the fastest, priced as it shows if that leaves less open."""
+    The exposure shown by several programs is true of none: the best may look slower than it is, and others faster.
+    Arguments as in `_follow_clock`, and a number of turns and a memory budget. Returns the fastest program, priced by its
+    own exposure if that leaves a smaller gap.
+    """
     shown, before = show(best.graph, best.body, best.exposed_seconds), best.exposure
     for turn in range(turns):
         off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
@@ -324,13 +327,13 @@ def _around(
 
 
 def _shown(sharded: Sharded) -> Exposure:
-    """What is exposed, after this program was seen."""
-    assert sharded.exposure is not None, "it counted in full"
+    """The exposure after this program was seen."""
+    assert sharded.exposure is not None, "conversions counted in full"
     return sharded.exposure.after(show(sharded.graph, sharded.body, sharded.exposed_seconds))
 
 
 def _misjudged(sharded: Sharded) -> bool:
-    """Whether a program takes longer than was thought, or less long, for more or less is exposed than was thought."""
+    """Whether a program's step differs from its objective because its exposure differs from the one assumed."""
     if sharded.exposure is None:
         return False
     shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
@@ -348,20 +351,20 @@ def _with_known(
     exposure: Exposure | None,
     tried: list[tuple[int, ...]],
 ) -> Sharded | None:
-    """The better of the best answer and the best under a well-known plan's restrictions, which is looked at if it may win.
+    """Compare the best answer with the best one under a well-known plan's restrictions, if that may win.
 
     Args:
         instance: The program on its mesh.
         best: The best answer so far; None: none fits.
-        known: The plan.
+        known: The plan, as restrictions.
         wider: The problem without its restrictions.
-        exposure: What is known of it after all answers.
+        exposure: The exposure after all answers.
         tried: Choices that were read off; extended.
     """
     narrowed = _narrowed(wider, instance.graph, instance.class_of, known)
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
-    with instance.limit.thorough():  # whoever asks for that plan by its name gets no better one
+    with instance.limit.thorough():  # as thorough as if the user asked for this plan by name
         solution = instance.solve(narrowed)
     if not solution.choices or solution.choices in tried:
         return best
@@ -374,20 +377,20 @@ def _with_known(
 
 
 def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> bool:
-    """Whether an answer of a problem may be faster than the best, as far as prices tell."""
+    """Whether an answer of a problem may be faster than the best, by its price."""
     if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
-        return True  # as where many small collectives are sent together
+        return True  # prices are unreliable, as where many small collectives are fused
     if num_pairs(problem) <= TUNING.small_core and len(best.graph.nodes) <= TUNING.untied_each:
-        return True  # to look takes no longer than to ask
+        return True  # solving takes no longer than finding out
     if np.isfinite(problem.cost(best.solution.choices)):
-        return False  # the best answer is one of these, and the best of all as they are priced
+        return False  # the best answer meets these restrictions already
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "pruned" and answer.objective <= least
 
 
 def _narrowed(problem: Problem, graph: Graph, class_of: Sequence[int], restrict: Restrict) -> Problem | None:
-    """The problem under further restrictions; None where they leave a decision without a choice."""
+    """The problem under further restrictions; None: they leave a node without a choice."""
     further = Allowed()
     restrict(graph, further)
     costs = list(problem.costs)

@@ -1,11 +1,11 @@
-"""The sharded program: what every device does, in order, with each conversion between shardings written out.
+"""The sharded program: the instructions of every device, in order, with explicit conversions between shardings.
 
 In:     (types only; `lower.py` makes it.)
-Out:    `Body`, a list of `Move | Fused | Compute | Region`; `collectives_of` lists what it communicates, `calls_host` tells
-        whether it calls the user's functions.
+Out:    `Body`, a list of `Move | Fused | Compute | Region | Gate`; `collectives_of` lists its collectives, `calls_host`
+        tells whether it calls the user's functions.
 Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction makes copies from copies. A copy may be
-        recomputed: who reads it from there on reads the new one. The plan's predictions (`plan/`) and the per-device
-        program (`partition/`) are both read off this one list, so they agree.
+        redefined: later readers read the new one. The plan's predictions (`plan/`) and the per-device program
+        (`partition/`) both derive from this list, so that they agree.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Move:
     """Make the copy of `var` in `target` from the one in `source` by one step.
 
     Attributes:
-        reader: For whom, for people.
-        earlier: A copy that the move waits for: what is recomputed is not made too early.
-        phase: Of the reader.
-        narrow: The dtype in which it travels (`narrow.py`); None: its own.
-        reads, makes: The copies that it reads, and makes.
+        reader: Description of the reader.
+        earlier: A copy that the move waits for, so that a repeated gather is not made too early.
+        phase: Phase of the reader.
+        narrow: The dtype in which it is sent (`narrow.py`); None: its own.
+        reads, makes: The copies that it reads and makes.
     """
 
     var: Var
@@ -58,7 +58,7 @@ class Move:
 
     @property
     def dtype(self) -> np.dtype:
-        """In which it travels."""
+        """The dtype in which it is sent."""
         return self.var.aval.dtype if self.narrow is None else self.narrow
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """Whoever reads one of `copies` from here on waits for `earlier`: what is recomputed does not run too early."""
+    """Readers of `copies` from here on wait for `earlier`, so that recomputation does not run too early."""
 
     earlier: Copy
     copies: tuple[Copy, ...]
@@ -142,9 +142,9 @@ class Body:
     """A program or the body of a loop or branch.
 
     Attributes:
-        inputs: Its variables and the shardings they arrive in.
-        instructions: In order of execution.
-        outputs: Its results and the shardings they leave in.
+        inputs: Its input variables and their shardings.
+        instructions: The instructions, in order of execution.
+        outputs: Its results and their shardings.
     """
 
     inputs: tuple[Copy, ...]
@@ -153,7 +153,7 @@ class Body:
 
 
 def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
-    """Copies that must be there before an instruction begins, though it does not need what is in them."""
+    """Copies that must be computed before an instruction begins, though it does not read them."""
     match instruction:
         case Move(earlier=earlier):
             return () if earlier is None else (earlier,)
@@ -164,7 +164,7 @@ def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
 
 
 def _note(instruction: Instruction, reads: tuple[Copy, ...], makes: tuple[Copy, ...]) -> None:
-    """Note what an instruction reads and makes: every pass over a program asks for both."""
+    """Store what an instruction reads and makes: every pass over a program asks for both."""
     object.__setattr__(instruction, "reads", reads)
     object.__setattr__(instruction, "makes", makes)
 
@@ -178,12 +178,12 @@ class Collective:
     """One communication of the step.
 
     Attributes:
-        kind: What it does.
-        axes: Mesh axes whose devices take part.
-        bytes: Operand bytes on one device; of an all-gather, result bytes on one device.
-        times: Executions in one step, loop trips counted.
-        operation: What it serves, and the user's line.
-        stage: On the mesh of which pipeline stage.
+        kind: Kind of collective.
+        axes: Mesh axes it runs over.
+        bytes: Operand bytes on one device; for an all-gather, result bytes on one device.
+        times: Executions per step, loop trips counted.
+        operation: The operation it serves, and the user's source line.
+        stage: The pipeline stage whose mesh it runs on.
     """
 
     kind: CollectiveKind
@@ -198,17 +198,17 @@ class Collective:
 
 
 def local_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
-    """Bytes of a value in one device's memory: none if it is in the host's."""
+    """Bytes of one device's shard of a value in device memory: 0 if it is in host memory."""
     return 0 if on_host(atom.aval) else share_bytes(atom, sharding, mesh)
 
 
 def share_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
-    """Bytes of one device's share of a value, in whichever memory."""
+    """Bytes of one device's shard of a value, in whichever memory."""
     return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
 
 
 def computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Equations that each device computes, each with how often in one run, loops looked into."""
+    """Equations that each device computes, in loops and branches, too, with their executions in one run."""
     for instruction in body.instructions:
         match instruction:
             case Compute(eqn):
@@ -219,15 +219,15 @@ def computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
 
 
 def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
-    """All communication of a program, in order; one entry per place, `times` counts loop trips.
+    """All collectives of a program, in order; one entry per instruction, `times` counts loop trips.
 
-    A branch of a `cond` is counted as if it were taken; a loop of unknown length communicates nothing.
+    Every branch of a `cond` is counted as if it were taken; a loop of unknown length communicates nothing.
     """
     return (sent for _, sent in sent_by(body, mesh))
 
 
 def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Move | Fused | Compute, Collective]]:
-    """The communication of a program as of `collectives_of`, each with the instruction that does it."""
+    """The collectives of a program as in `collectives_of`, each with its instruction."""
     for instruction in body.instructions:
         match instruction:
             case Compute(eqn, rule, strategy):
@@ -256,8 +256,8 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
 
 
 def travelling_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[int]:
-    """Of each array of rows that travels, in order: bytes that a device sends if all groups are equally large, those of its
-    own rows."""
+    """For each array of rows that is sent to the devices of their groups, the bytes that a device sends: its own rows, taking
+    groups as equally large."""
     if rule.travel is None or not strategy.travels:
         return []
     copies = [*zip(eqn.invars, strategy.operands, strict=True), *zip(eqn.outvars, strategy.results, strict=True)]
@@ -265,12 +265,12 @@ def travelling_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh
 
 
 def is_callback(instruction: Compute) -> bool:
-    """Whether an instruction calls a function of the user's on the host; JAX's own prints are none."""
+    """Whether an instruction calls a user's function on the host; JAX's own prints do not count."""
     return instruction.rule.once and "callback" in instruction.eqn.params
 
 
 def calls_host(body: Body) -> bool:
-    """Whether a program holds such a call, in loops and branches too."""
+    """Whether a program calls a user's function on the host, also in loops and branches."""
     return any(
         is_callback(i) if isinstance(i, Compute) else isinstance(i, Region) and any(map(calls_host, i.bodies))
         for i in body.instructions
@@ -278,12 +278,12 @@ def calls_host(body: Body) -> bool:
 
 
 def describe(eqn: JaxprEqn) -> str:
-    """An equation for people: its primitive and the user's line."""
+    """A description of an equation: its primitive and the user's source line."""
     return f"{eqn.primitive} at {source_line(eqn)}"
 
 
 def describe_moment(eqn: JaxprEqn) -> str:
-    """An equation by its line; a loop of our own, which has none, by the first in it that has."""
+    """A description of an equation; for a loop of our own, which has no source line, of its first equation with one."""
     inner = [e for body in bodies_of(eqn) for e in body.eqns]
     known = [e for e in inner if source_line(e) != UNKNOWN]
     if source_line(eqn) != UNKNOWN or not known:
@@ -292,7 +292,7 @@ def describe_moment(eqn: JaxprEqn) -> str:
 
 
 def move_bytes(move: Move, mesh: LogicalMesh) -> int:
-    """What `Collective.bytes` counts of one move."""
+    """The bytes of a move as in `Collective.bytes`."""
     num_bytes = local_bytes(move.var, move.target if isinstance(move.step, AllGather) else move.source, mesh)
     return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 

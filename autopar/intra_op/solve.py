@@ -1,13 +1,13 @@
-"""Solve a choice problem: eliminate, bound, hand what matters to the ILP, expand.
+"""Solves a choice problem: eliminates, bounds, gives the ILP what is left, and expands the answer.
 
 In:     `Problem`.
 Out:    `Solution` for all nodes.
-Method: elimination is exact, so the whole is as optimal as the core. Of a core without memory rows, message passing gives
-        a lower bound, an assignment, and for each choice how much it costs beyond the bound at least: what exceeds the
-        room between the two is in no better assignment and goes, which mostly leaves little, to be eliminated again. What
-        is left goes to the ILP, at once where it is small; where it is large, first the best few choices of each node,
-        whose answer narrows the room; at last the best assignment is polished (`polish.py`). Nodes in a memory row are
-        kept from elimination; such cores go to the ILP, large ones with their promising choices only.
+Method: elimination is exact, so the whole is as optimal as the core. For a core without memory rows, message passing gives
+        a dual bound, an incumbent, and for each choice an excess: the least that it costs beyond the bound. A choice whose
+        excess is larger than the room between bound and incumbent is in no better assignment and is dropped, which mostly
+        leaves little, to be eliminated again. The rest goes to the ILP, at once if it is small; if it is large, first the
+        best few choices of each node, whose answer narrows the room. In the end the incumbent is polished (`polish.py`).
+        Nodes in memory rows are not eliminated; such cores go to the ILP, large ones with their promising choices only.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def solve(
     known: float = np.inf,
     start: Sequence[int] = (),
 ) -> Solution:
-    """Least assignment of `problem`, its memory rows kept.
+    """Least assignment of `problem` within its memory rows.
 
     Args:
         problem: Costs in seconds, rows in bytes.
         solver: `"highs"` or `"cbc"`; or one of `SEARCHES`, for a core without rows.
-        seconds: Time limit of the ILP solver, in all. Where none is left, what message passing has found is taken.
-        gap: Relative gap at which the search may stop; where it is more than `PROVED`, message passing alone may do.
-        known: Cost of an answer to the same question in another form (another mesh): where a problem is proved to have
-            none better, to the gap that is left there anyway, the search ends with the status `"pruned"`.
-        start: An assignment that is known already; of problems with rows it is not looked at.
+        seconds: Time limit of the ILP solver, in all; once it is used up, the answer of message passing is taken.
+        gap: Relative gap at which the search may stop; if it is more than `PROVED`, message passing alone may suffice.
+        known: Cost of an incumbent from elsewhere (another mesh): once it is proved that no assignment is better, to the
+            gap, the search ends with the status `"pruned"`.
+        start: A known assignment; ignored for problems with rows.
     """
     reduced = _within_rows(problem)
     limit, constant = time_limit(seconds), reduced.constant
@@ -64,8 +64,8 @@ def solve(
 
 
 def pass_messages(problem: Problem, start: Sequence[int]) -> Solution:
-    """A bound of a problem without its rows, however large it is, and the best assignment seen beside `start`: what elimination
-    leaves goes to no ILP."""
+    """A bound of a problem without its rows, however large, by elimination and message passing alone; and the best of
+    `start` and the assignments seen."""
     reduced = eliminate(Problem(problem.costs, problem.edges))
     bound, choices = reduced.constant + sum(float(costs.min()) for costs in reduced.problem.costs), tuple(start)
     if reduced.problem.edges:
@@ -78,7 +78,7 @@ def pass_messages(problem: Problem, start: Sequence[int]) -> Solution:
 
 
 def _within_rows(problem: Problem) -> Reduced:
-    """What is left of a problem whose nodes in memory rows stay."""
+    """The problem after elimination of all nodes that are in no memory row."""
     reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})
     position = {node: k for k, node in enumerate(reduced.kept)}
     # Elimination may have dropped forbidden choices of kept nodes: rows follow.
@@ -89,7 +89,7 @@ def _within_rows(problem: Problem) -> Reduced:
 def _solve_core(
     core: Problem, solver: str, limit: TimeLimit, gap: float, known: float, constant: float, start: Sequence[int] = ()
 ) -> Solution:
-    """The least assignment of a core without rows, begun at `start`; gaps are parts of the whole cost, with `constant`."""
+    """The least assignment of a core without rows, from `start`; gaps are relative to the whole cost, with `constant`."""
     if not core.edges:
         return _solve_whole(core, solver, limit, gap)
     searched = _searched(core, solver) if solver in SEARCHES else None
@@ -99,14 +99,14 @@ def _solve_core(
 
 
 class _Core:
-    """A core without rows that is solved in stages: rounds of message passing, then the ILP on the choices that these leave.
+    """Solves a core without rows in stages: rounds of message passing, then the ILP on the choices that these leave.
 
     Attributes:
-        gap: At which the search may stop; larger than asked for where the core is large.
+        gap: Relative gap at which the search may stop; larger than requested if the core is large.
         allowed: The same in seconds, once there are bounds.
-        content: What whoever asks leaves open rather than wait for the ILP to prove it.
-        proved: What the ILP has proved that nothing costs less than.
-        solved_pairs: How large what the ILP has solved was, in all.
+        content: Seconds of gap that are left open rather than closed by a large ILP.
+        proved: Lower bound that the ILP has proved.
+        solved_pairs: Pairs that the ILP has solved so far.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class _Core:
         self.allowed = self.content = 0.0
 
     def solve(self) -> Solution:
-        """The best assignment found, and what is proved of it."""
+        """The best assignment found, with its bound."""
         gap, ascent, limit = self.gap, self.ascent, self.limit
-        # By size and not by the clock, so that the same problem always has the same answer.
+        # Depends on size and not on time, so that the same problem always has the same answer.
         stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > 4 * TUNING.large_core)]
         for stage, rounds in enumerate(stages, 1):
             rounds = rounds if gap < TUNING.rough_gap else rounds // 2
@@ -140,11 +140,11 @@ class _Core:
                 return Solution(bounds.choices, bounds.upper, bounds.lower, "pruned", self.how)
             room, whole = bounds.upper - bounds.lower, abs(bounds.upper + self.constant)
             self.allowed = gap * whole
-            # Whoever asks for no more than about a hundredth waits for no proof of the rest by the ILP.
+            # Callers that allow a gap of more than `large_gap` do not wait for the ILP to close the last hundredth.
             self.content = TUNING.rough_gap * whole if gap > TUNING.large_gap else self.allowed
             if np.isfinite(bounds.upper) and (room <= self.allowed or gap >= TUNING.rough_gap or limit.is_spent):
                 break
-            # All that comes wins no more than what the bounds leave open, of which mostly the lower one takes the larger part.
+            # The incumbent can gain no more than the room; mostly the bound closes the larger part of it.
             won = TUNING.hoped * room
             is_last = stage == len(stages) or not limit.repays(won, ascent.seconds(stages[stage]))
             if self.is_solved_among_promising(bounds.lower, won, is_last):
@@ -155,14 +155,14 @@ class _Core:
         return self.polished() if np.isfinite(ascent.upper) else _solve_whole(self.core, self.solver, limit, gap)
 
     def is_solved_among_promising(self, lower: float, won: float, is_last: bool) -> bool:
-        """Ask the ILP for the best of the promising choices, more of them each time; whether that is the best of all."""
+        """Solve the ILP over the promising choices, more of them each time; returns whether the incumbent is optimal."""
         for part in TUNING.room_parts:
             room = self.ascent.upper - lower
             if room <= self.allowed:
                 break
             most = self.limit.steps * won * TUNING.solver_pairs_per_second - self.solved_pairs
             slack = part * room
-            if part == TUNING.room_parts[0]:  # what is read from messages may be far from the best, the bound seldom is
+            if part == TUNING.room_parts[0]:  # the incumbent of messages may be far from optimal, the bound seldom is
                 slack = min(slack, TUNING.first_slack * abs(lower + self.constant))
             narrowed = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
             if narrowed is None:
@@ -170,24 +170,24 @@ class _Core:
             if part == 1 and room <= self.content and num_pairs(narrowed.problem) > TUNING.early_core:
                 break
             answer = self.ask(narrowed)
-            if part == 1 and answer.choices:  # no better assignment has any other choice
+            if part == 1 and answer.choices:  # no better assignment has a dropped choice
                 self.proved = max(self.proved, answer.bound + narrowed.constant)
             if part == 1 and answer.status == "optimal":
                 return True
         return False
 
     def ask(self, narrowed: Reduced) -> Solution:
-        """Have the ILP solve what is left of the core; what it finds is offered to the ascent."""
+        """Solve what is left of the core by the ILP, and offer its answer to the ascent."""
         self.solved_pairs += num_pairs(narrowed.problem)
         enough = _gap_of_part(narrowed, self.ascent.upper, self.constant, self.gap)
         answer = _solve_whole(narrowed.problem, self.solver, self.limit, enough)
         if answer.choices or not narrowed.kept:
             self.ascent.offer(narrowed.expand(answer.choices))
-            self.how = _told(answer.solver, self.core) if narrowed.kept else "message passing and elimination"
+            self.how = _described(answer.solver, self.core) if narrowed.kept else "message passing and elimination"
         return answer
 
     def polished(self) -> Solution:
-        """The best answer so far, made better near by, if what that can win repays it."""
+        """The incumbent, improved by large-neighbourhood search if the possible gain repays it."""
         ascent = self.ascent
         bound = min(max(ascent.lower, self.proved), ascent.upper)
         found = Solution(ascent.best, ascent.upper, bound, "feasible", self.how)
@@ -202,19 +202,18 @@ class _Core:
 
 
 def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:
-    """The relative gap at which the ILP may stop on what is left of a core; of the whole cost `large_gap` where that is much:
-    the last thousandth takes most of the time, and is less than seconds are known to."""
+    """The relative gap at which the ILP may stop on what is left of a core; if that is large, `large_gap` of the whole cost:
+    the last thousandth takes most of the time, and costs are less exact than that."""
     if num_pairs(narrowed.problem) <= TUNING.early_core or upper <= narrowed.constant:
         return gap
     return max(gap, max(gap, TUNING.large_gap) * (upper + constant) / (upper - narrowed.constant))
 
 
 def _promising(core: Problem, ascent: Ascent, room: float, must: bool, is_last: bool, most: float) -> Reduced | None:
-    """What is left of a core of the choices that exceed the bound by no more than `room`.
+    """Reduce a core to the choices whose excess is at most `room`, if that is small enough for the ILP.
 
-    It is to be small enough for the ILP, `most` pairs at most: where it is not, None is the answer, for more rounds may make
-    it so; or if these were the last ones, and it need not (`must`) be all of them, the best few of each node and those around
-    the best answer.
+    At most `most` pairs. If there are more: None, since more rounds may narrow them; but after the last rounds (`is_last`),
+    unless all choices are needed (`must`), only the best few of each node and those around the incumbent are kept.
     """
     masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
     narrowed = eliminate(_narrowed(core, masks))
@@ -251,24 +250,24 @@ def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, c
     if best is None:
         return _solve_whole(core, solver, limit, gap)
     found = Solution(
-        best.choices, best.objective, min(ascent.lower, best.objective), "feasible", _told(best.solver, core)
+        best.choices, best.objective, min(ascent.lower, best.objective), "feasible", _described(best.solver, core)
     )
     return polish(core, found, limit, _exact(solver))
 
 
 def _searched(core: Problem, name: str) -> Solution:
-    """What a search finds that proves nothing, and how far from the bound of message passing that is."""
+    """The answer of a heuristic search, with the bound of message passing."""
     choices = search(core, name, TUNING.search_steps * len(core.costs))
     bounds = Ascent(core).run(TUNING.message_rounds[0])
     return Solution(choices, core.cost(choices), bounds.lower, "feasible", name)
 
 
-def _told(solver: str, core: Problem) -> str:
+def _described(solver: str, core: Problem) -> str:
     return f"{solver}, the promising ones of {sum(map(len, core.costs))} choices"
 
 
 def _masks_with_rows(core: Problem, ascent: Ascent, best: Solution | None) -> list[np.ndarray]:
-    """The promising choices, those around the best answer, and those that take least memory."""
+    """Masks of the promising choices, those around the best answer, and those that take least memory."""
     count = max(3, min(TUNING.promising_choices, int((TUNING.small_core / max(len(core.edges), 1)) ** 0.5)))
     masks = [_least(excess, count) for excess in ascent.excess]
     near = best.choices if best else ascent.best
@@ -282,12 +281,12 @@ def _solve_whole(core: Problem, solver: str, limit: TimeLimit, gap: float) -> So
 
 
 def _exact(solver: str) -> str:
-    """The solver that proves what it finds and knows memory rows, where other searches do not."""
+    """An exact solver that handles memory rows: `solver`, or the default one if that is a heuristic search."""
     return SOLVERS[0] if solver in SEARCHES else solver
 
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
-    """The best choices of each node while all others stay at `choices`."""
+    """Masks of the best few choices of each node, with all others at `choices`."""
     costs = [cost.copy() for cost in core.costs]
     for (u, v), matrix in core.edges.items():
         costs[u] += matrix[:, choices[v]]
@@ -299,7 +298,7 @@ def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
 
 
 def _thrifty(core: Problem) -> list[np.ndarray]:
-    """The choices of each node that take least memory."""
+    """Masks of the choices of each node that take least memory."""
     masks = [np.zeros(len(cost), bool) for cost in core.costs]
     for row in core.rows:
         for node, num_bytes in row.bytes_of.items():
@@ -314,14 +313,14 @@ def _least(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _narrowed(core: Problem, masks: Sequence[np.ndarray]) -> Problem:
-    """The problem without the choices that the masks leave out."""
+    """The problem with all choices outside of the masks forbidden."""
     return Problem([np.where(m, c, np.inf) for m, c in zip(masks, core.costs, strict=True)], core.edges)
 
 
 def _solve_restricted(
     core: Problem, masks: Sequence[np.ndarray], solver: str, limit: TimeLimit, gap: float
 ) -> Solution:
-    """The least assignment that takes of each node one of the choices that its mask names."""
+    """The least assignment within the masks and the rows."""
     narrowed = _narrowed(core, masks)
     narrowed.rows.extend(core.rows)
     reduced = _within_rows(narrowed)

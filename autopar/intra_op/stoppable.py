@@ -1,9 +1,9 @@
-"""Runs HiGHS so that Ctrl-C stops it, and for so long as it works.
+"""Runs HiGHS interruptibly, with a limit on processor time.
 
 In:     HiGHS, with a model; seconds of work.
-Out:    the same, solved, or as far as it came; or `KeyboardInterrupt` within a second or two, however much time was left.
-Method: the solver works in a thread of its own, for Python hears of Ctrl-C only where its main thread runs Python; a time
-        limit of zero, set while it works, makes it end by itself. HiGHS knows the clock only, which goes on while others
+Out:    the same, solved or stopped; or `KeyboardInterrupt` within a second or two of Ctrl-C.
+Method: the solver runs in a thread of its own, since Python handles Ctrl-C only while its main thread runs Python; setting
+        its time limit to zero makes it end by itself. HiGHS's own limit is one of wall-clock time, which passes while others
         have the processor.
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import highspy
 
 LOOK_SECONDS = 0.1
-"""A main thread that waits hears of a signal at least so often, on every platform."""
+"""Interval at which the waiting main thread handles signals, on every platform."""
 
 
 def run_stoppable(highs: highspy.Highs, seconds: float) -> None:
-    """Run the solver on the model that has been handed to it until it is done, or has worked for so many seconds."""
+    """Run the solver on its model until it is done, or has worked for so many seconds."""
     worker, work = threading.Thread(target=highs.run, name="highs", daemon=True), Work()
     worker.start()
     try:

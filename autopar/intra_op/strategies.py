@@ -1,12 +1,12 @@
-"""The ways to split one operation over a logical mesh, enumerated from its rule.
+"""Enumerates the strategies of an operation on a logical mesh from its sharding rule.
 
 In:     `ShardingRule` and the mesh's axes.
-Out:    `Strategy` for each assignment of mesh axes to factors: the sharding it asks of each operand, the sharding it
-        gives each result, and the reductions it must do at once.
-Method: each axis independently does the operation in one of the ways that there are on any axis (`ir/split/strategy.py`):
-        it splits one factor, or carries partial sums through one linear group of operands; or it is idle (the operation
-        is repeated along it); or rows travel along it to the devices of their groups (`Travel`). Factors are split only where
-        their length divides.
+Out:    a `Strategy` for each assignment of mesh axes to factors: the sharding wanted of each operand, the sharding of each
+        result, and immediate reductions.
+Method: each axis independently takes one of the strategies for a single axis (`ir/split/strategy.py`): it splits one
+        factor; or carries partial sums through one linear group of operands; or is idle (the operation is replicated over
+        it); or rows are sent along it to the devices of their groups (`Travel`). A factor is split only if its length
+        divides.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Strategy:
     """One assignment of mesh axes to the factors of an operation.
 
     Attributes:
-        choice: For each mesh axis, in mesh order, what it does: a factor, `p>g` (rows travel from parts p to groups g), `+k`
-            (carries partial sums of linear group k) or `-` (idle).
+        choice: Per mesh axis, in mesh order: a factor, `p>g` (rows are sent from parts p to groups g), `+k` (carries
+            partial sums of linear group k) or `-` (idle).
         axes_of: Mesh axes that split each factor, in mesh order.
-        operands: Sharding asked of each operand.
+        operands: Sharding wanted of each operand.
         results: Sharding of each result, after `reductions`.
-        reductions: (kind, axes) done at once on every result that lacks the reduced factor.
-        travels: Axes along which rows travel to the devices of their groups, and what is made of them comes back.
+        reductions: (kind, axes) reduced immediately, for every result that lacks the reduced factor.
+        travels: Axes along which rows are sent to the devices of their groups, and results are sent back.
     """
 
     choice: tuple[str, ...]
@@ -52,12 +52,12 @@ class Strategy:
 def enumerate_strategies(
     rule: ShardingRule, axis_sizes: Mapping[str, int], carried: Collection[int] | None = None
 ) -> list[Strategy]:
-    """All legal strategies of `rule`, deterministic order, idle last; strategies with equal shardings are listed once.
+    """All legal strategies of `rule`, in deterministic order, idle last; strategies with equal shardings are listed once.
 
     Args:
-        rule: What the operation is.
+        rule: The operation's rule.
         axis_sizes: Mesh axes and their sizes, in mesh order; axes of size 1 are always idle.
-        carried: Numbers of the linear groups through which partial sums may be carried; None: all of them.
+        carried: Indices of the linear groups through which partial sums may be carried; None: all of them.
     """
     idle = AxisStrategy(None, (REPLICATED,) * len(rule.operands), (REPLICATED,) * len(rule.results))
     on_axis = []
@@ -68,8 +68,8 @@ def enumerate_strategies(
         on_axis.append([*(named if size > 1 else ()), (IDLE, idle)])
     found: dict[tuple[object, ...], Strategy] = {}
     axes = tuple(axis_sizes)
-    operands = [_Lying(t, axes, [[s.operands[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.operands)]
-    results = [_Lying(t, axes, [[s.results[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.results)]
+    operands = [_Shards(t, axes, [[s.operands[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.operands)]
+    results = [_Shards(t, axes, [[s.results[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.results)]
     for numbers in itertools.product(*(range(len(ways)) for ways in on_axis)):
         chosen = [ways[number] for ways, number in zip(on_axis, numbers, strict=True)]
         strategy = _together(rule, axis_sizes, chosen, numbers, operands, results)
@@ -79,17 +79,17 @@ def enumerate_strategies(
     return list(found.values())
 
 
-class _Lying:
-    """How a value lies on the mesh, by what is done on each axis: found once for all ways in which it lies the same."""
+class _Shards:
+    """The sharding of one value as a function of the strategy on each axis; cached by the value's placements."""
 
     def __init__(self, term: Term, axes: Sequence[str], placements: Sequence[Sequence[Placement]]):
-        """`placements`: of each axis, of each way to do the operation on it."""
+        """`placements`: per axis, the value's placement under each strategy on it."""
         self._term, self._axes, self._placements = term, axes, placements
         self._first = [[ways.index(placement) for placement in ways] for ways in placements]
         self._known: dict[tuple[int, ...], Sharding] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Sharding:
-        """Under the ways of these numbers, one on each axis."""
+        """The sharding under one strategy on each axis, given by index."""
         first = tuple(map(list.__getitem__, self._first, numbers))
         found = self._known.get(first)
         if found is None:
@@ -103,10 +103,10 @@ def _together(
     axis_sizes: Mapping[str, int],
     chosen: Sequence[tuple[str, AxisStrategy]],
     numbers: Sequence[int],
-    operands: Sequence[_Lying],
-    results: Sequence[_Lying],
+    operands: Sequence[_Shards],
+    results: Sequence[_Shards],
 ) -> Strategy | None:
-    """The strategy that does on each mesh axis what is chosen for it, by these numbers; None where a factor does not divide."""
+    """Combine the strategies chosen for each axis, given also by index; None: a factor does not divide."""
     axes_of: dict[Factor, tuple[str, ...]] = {}
     for axis, (_, on_axis) in zip(axis_sizes, chosen, strict=True):
         for factor in (on_axis.factor, on_axis.beside):
@@ -122,7 +122,7 @@ def _together(
     wanted, given = tuple([of(numbers) for of in operands]), tuple([of(numbers) for of in results])
     travel = () if rule.travel is None else rule.travel.axes(axes_of)
     if travel and rule.travel is not None:
-        if travel != axes_of[rule.travel.group]:  # on one axis groups come together, on another rows go to them
+        if travel != axes_of[rule.travel.group]:  # some axis splits groups without sending rows to them
             return None
         along = zip(wanted, rule.travel.along, strict=False)
         wanted = tuple([s if factor is not None else Sharding(((),) * len(s.dims)) for s, factor in along])
@@ -130,7 +130,7 @@ def _together(
 
 
 def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:
-    """The sharding of a value on the mesh, from its placement on each axis; the largest and smallest are reduced at once."""
+    """The sharding of a value from its placement on each axis; partial maxima and minima count as reduced."""
     dims: list[tuple[str, ...]] = [()] * len(term)
     partial: tuple[str, ...] = ()
     for axis, placement in placements:
@@ -142,6 +142,6 @@ def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Shardi
 
 
 def split_fraction(strategy: Strategy, axis_sizes: Mapping[str, int]) -> float:
-    """Share of the operation's work that one device does: 1 / (devices over which factors are split)."""
+    """Fraction of the operation's work that one device does: 1 / (number of devices that its factors are split over)."""
     used = dict.fromkeys(axis for axes in strategy.axes_of.values() for axis in axes)
     return 1.0 / math.prod(axis_sizes[axis] for axis in used)

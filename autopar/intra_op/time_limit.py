@@ -1,11 +1,11 @@
-"""How long solvers may work on one question, however many problems it takes.
+"""Limits the time of solvers, shared by all problems that one plan takes.
 
-In:     seconds; how often the answer is used.
-Out:    `TimeLimit`, which all solves of that question draw on; `Work`, the clock that it goes by.
-Method: only the ILP solver's own time counts: what message passing takes depends on the size of a problem alone, so that
-        where no solver runs out of time the same question always has the same answer. It is the processor's time, for on a
-        busy machine that of the clock is another one each time. So it is with work that is not worth what it can win: it is
-        counted, in tables and pairs.
+In:     seconds; how often the plan is used.
+Out:    `TimeLimit`, which all solves draw on; `Work`, the clock that it uses.
+Method: only the ILP solver's time counts: what message passing does depends on the size of a problem alone, so that unless
+        a solver runs out of time the same input always has the same plan. Processor time is measured, since wall-clock time
+        varies with the load of the machine. For the same reason, whether work repays is decided by estimates from sizes of
+        tables, not by measured time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from autopar.options import repays
 
 
 class Work:
-    """How long something works: from when this is made, on the processor, in this process and those that it has waited for.
+    """Measures processor time since its creation, in this process and in child processes that it has waited for.
 
-    Where other threads work beside it, they are counted too, but never more seconds than have passed.
+    Other threads are counted, too, but never more seconds than have passed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """Seconds of work so far."""
         passed, worked = self._begun
         return min(time.monotonic() - passed, _processor_seconds() - worked)
 
@@ -41,33 +41,33 @@ def _processor_seconds() -> float:
 
 
 class TimeLimit:
-    """Seconds that solvers may work, in all.
+    """A shared budget of seconds for solvers.
 
     Attributes:
-        seconds: At the beginning.
-        left: Of them, now.
-        steps: How often what is won is won: more work than that is worth is not begun.
+        seconds: The whole budget.
+        left: Seconds left.
+        steps: Number of training steps that gain from a better plan; work that does not repay over them is not begun.
     """
 
     LEAST = 0.05
-    """Part of the limit: with less left, no solver is begun; one that must be gets so much."""
+    """Fraction of the budget below which it counts as spent; a solver that has to run anyway gets this much."""
 
     def __init__(self, seconds: float, steps: float = math.inf):
         self.seconds = self.left = seconds
         self.steps = steps
 
     def repays(self, won_seconds: float, work_seconds: float) -> bool:
-        """As `options.repays`."""
+        """As in `options.repays`."""
         return repays(self.steps, won_seconds, work_seconds)
 
     @property
     def is_spent(self) -> bool:
-        """Whether too little is left to begin."""
+        """Whether too little is left to start a solver."""
         return self.left < self.LEAST * self.seconds
 
     @contextlib.contextmanager
     def thorough(self) -> Iterator[None]:
-        """While work is done whatever it wins."""
+        """Context in which all work repays."""
         steps, self.steps = self.steps, math.inf
         try:
             yield
@@ -76,7 +76,7 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[float]:
-        """While a solver works; hands out its time limit."""
+        """Context in which a solver runs; yields its time limit, and charges its work."""
         work = Work()
         try:
             yield max(self.left, self.LEAST * self.seconds)
@@ -85,5 +85,5 @@ class TimeLimit:
 
 
 def time_limit(seconds: float | TimeLimit) -> TimeLimit:
-    """A limit of its own, or the one that is shared."""
+    """A new limit of so many seconds, or the shared one given."""
     return seconds if isinstance(seconds, TimeLimit) else TimeLimit(seconds)
