@@ -3,8 +3,8 @@
 In:     HiGHS, with a model; seconds of work.
 Out:    the same, solved or stopped; or `KeyboardInterrupt` within a second or two of Ctrl-C.
 Method: the solver runs in a thread of its own, since Python handles Ctrl-C only while its main thread runs Python; setting
-        its time limit to zero makes it end by itself. HiGHS's own limit is one of wall-clock time, which passes while others
-        have the processor.
+        its time limit to zero makes it end by itself. HiGHS's own limit is one of wall-clock time, which passes while
+        others have the processor.
 """
 
 from __future__ import annotations

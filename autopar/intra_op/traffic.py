@@ -1,13 +1,13 @@
-"""Which values each operation brings through memory: elementwise work between products is one pass.
+"""Counts the memory traffic of each operation, with elementwise work fused as compilers do.
 
 In:     `Graph`.
-Out:    `Traffic` of each operation: how often it pays for each of its operands and results, and its kernel launches.
-Method: compilers make one kernel of elementwise operations and sums that are ready together and connected: it reads what
-        enters and writes what leaves, whatever is in between. Ready together is what has equally many products and other
-        kernels of their own before it. A value is stored if such a kernel reads it, if it crosses the border of a body,
-        or if what reads it is only ready later and it is clearly smaller than what it is made of: otherwise it is made
-        again, as views are, and what is larger than its operands; but what sums that up is not. Of a kernel, the first
-        operation that reads a value pays for it.
+Out:    `Traffic` of each operation: how often it moves each of its operands and results, and its kernel launches.
+Method: compilers fuse connected elementwise operations and reductions of one level into a kernel, which reads its inputs
+        and writes its outputs only. An operation's level is the number of unfusible kernels (products and the like) on the
+        longest path before it. A value is stored if an unfusible kernel reads or makes it, if it crosses the boundary of a
+        body, or if a reader has a later level and the value is clearly smaller than what it is computed from. Other values
+        are recomputed by their readers, as are views, and results larger than their operands (but not reductions of
+        those). Within a kernel, the first operation that reads a value pays for it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from autopar.tuning import TUNING
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
 _PICKING = frozenset({"gather", "dynamic_slice", "slice"})
-"""Of their first operand they read as much as they return."""
+"""Read as many bytes of their first operand as they return."""
 _WRITING = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
-"""They change as much of their first operand, in place, as they are given."""
+"""Update their first operand in place, as many bytes as the updates have."""
 _SORTING = frozenset({"sort", "top_k", "approx_top_k"})
 _KERNELS = frozenset({"pallas_call", "custom_partitioning", "grouped_product", *KERNELS})
-"""What others wrote is not taken apart."""
+"""Kernels that compilers do not fuse into."""
 SORT_PASSES = 4.0
-"""A radix sort of 32 bits in digits of 8 reads and writes everything so often; Merrill & Grimshaw, 2011."""
+"""Passes over memory of a radix sort of 32 bits in digits of 8; Merrill & Grimshaw, 2011."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one operation pays for.
+    """The memory traffic of one operation.
 
     Attributes:
-        counts: For each operand and then each result, how often its bytes on one device are moved.
-        touched: For each of these, an index of another operand or result whose bytes count instead; its own where none.
+        counts: Per operand, then per result, how often its bytes on one device are moved.
+        touched: Per operand and result, the index of the one whose bytes count for it; mostly its own.
         launches: Kernels that it launches.
-        on_samples: Whether anything it reads or makes is of samples, as far as is known; else it works on parameters.
-        turned: The operands that are stored in another order of dims than that in which they are read.
+        on_samples: Whether any operand or result has batch dims, or none are known; else it works on parameters.
+        turned: The operands that are stored in another order of dims than they are read in.
     """
 
     counts: tuple[float, ...]
@@ -53,14 +53,14 @@ class Traffic:
 
 
 def find_traffic(graph: Graph) -> dict[int, Traffic]:
-    """The traffic of each operation, by the index of its node; found once for a graph, and equal ones are one object."""
+    """The traffic of each operation, by the index of its node; cached in the graph, and equal ones are one object."""
     if graph.traffic is None:
         graph.traffic = _Finder(graph).all_traffic()
     return graph.traffic
 
 
 def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
-    """The stored values that each operation needs, its operands or what they are recomputed from, by its node."""
+    """The stored values that each operation reads: its operands, or what they are recomputed from; by its node's index."""
     finder = _Finder(graph)
     return {
         node.index: tuple(
@@ -71,24 +71,24 @@ def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
 
 
 def is_pointwise(node: Node | Compute) -> bool:
-    """Whether each element of the result needs one element of each operand, as far as a compiler can tell."""
+    """Whether an operation is elementwise, as far as a compiler can tell."""
     rule = node.rule
     in_one = not (rule.summed or rule.reduced or rule.whole or node.eqn.primitive.name in _KERNELS)
     return in_one and not copies_to_or_from_host(node.eqn)
 
 
 def is_indexing(node: Node) -> bool:
-    """Whether an operation picks, places or sorts elements: bound by memory whatever its rule counts."""
+    """Whether an operation gathers, scatters or sorts elements: memory-bound whatever FLOPs its rule counts."""
     return node.eqn.primitive.name in _PICKING | _WRITING | _SORTING
 
 
 def is_picking(node: Node) -> bool:
-    """Whether an operation reads no more of its first operand than it returns."""
+    """Whether an operation reads only as much of its first operand as it returns."""
     return node.eqn.primitive.name in _PICKING
 
 
 def is_view(eqn: JaxprEqn) -> bool:
-    """Whether an operation shows an array that is there by another shape, or with its dims in another order."""
+    """Whether an operation only gives an array another shape or order of dims."""
     return (
         eqn.primitive.name in VIEWS
         and len(eqn.invars) == 1
@@ -98,7 +98,7 @@ def is_view(eqn: JaxprEqn) -> bool:
 
 
 def is_fused(node: Node | Compute) -> bool:
-    """Whether compilers put the operation into one kernel with its neighbours: elementwise work, sums of one operand."""
+    """Whether compilers fuse an operation with its neighbours: elementwise operations, slices, reductions of one operand."""
     rule, name = node.rule, node.eqn.primitive.name
     if name in _SORTING or name in _WRITING or name == "gather":
         return False
@@ -108,7 +108,7 @@ def is_fused(node: Node | Compute) -> bool:
 
 
 def _is_sum(node: Node | Compute) -> bool:
-    """Whether it makes little of much: a sum, a mean, a maximum."""
+    """Whether an operation is a reduction."""
     return node.eqn.primitive.name.startswith(("reduce_", "arg"))
 
 
@@ -127,7 +127,7 @@ class _Finder:
         ports = [graph.nodes[edge.target].kind == "port" for edge in graph.edges]
         crossing = [edge.var for edge, is_port in zip(graph.edges, ports, strict=True) if is_port]
         self.find_levels()
-        # From here on it is known which values are views of which.
+        # Needs the views, which `find_levels` finds.
         self.read = {node.index: self.operands(node.eqn) for node in self.ops}
         self.stored = {self.origin(var) for var in crossing}
         self.leaves: dict[Var, tuple[Var, ...]] = {}
@@ -135,15 +135,15 @@ class _Finder:
         self.join()
 
     def origin(self, var: Var) -> Var:
-        """The value that a chain of views shows."""
+        """The value that a chain of views begins with."""
         return self.root.get(var, var)
 
     def operands(self, eqn: JaxprEqn) -> list[Var]:
         return [self.origin(atom) for atom in eqn.invars if not isinstance(atom, Literal)]
 
     def find_levels(self) -> None:
-        """How many kernels of their own stand before each operation; views and what is recomputed are told apart."""
-        ready: dict[Var, int] = {}  # where what floats can be made for the first time
+        """Find the level of each operation, the views, and the floating values: recomputed by every reader."""
+        ready: dict[Var, int] = {}  # the least level at which a floating value can be computed
         for node in self.ops:
             eqn = node.eqn
             read = self.operands(eqn)
@@ -161,14 +161,14 @@ class _Finder:
                 least = max((ready.get(var, self.level.get(var, 0)) for var in read), default=0)
                 ready.update((var, least) for var in eqn.outvars)
             else:
-                # A sum of what floats is none of it: who reads little does not go through all of that again.
+                # A reduction of floating values does not float: readers do not repeat it.
                 level = level if solid else max((ready.get(var, 0) for var in read), default=0)
                 self.level_of[node.index] = level
             for var in eqn.outvars:
                 self.level[var] = level if fused else level + 1
 
     def find_stored(self) -> None:
-        """Values that go through memory; of the others, the stored ones that they are made of."""
+        """Find the stored values; and for the others, the stored values they are computed from (`leaves`)."""
         late: set[Var] = set()
         for node in self.ops:
             for var in self.read[node.index]:
@@ -194,11 +194,11 @@ class _Finder:
                 self.leaves[var] = tuple(read)
 
     def leaves_of(self, var: Var) -> tuple[Var, ...]:
-        """What a kernel that reads a value brings from memory for it."""
+        """The stored values that a kernel reads for a value."""
         return (var,) if var in self.stored else self.leaves.get(var, ())
 
     def join(self) -> None:
-        """Operations that make one kernel."""
+        """Join operations that are fused into one kernel."""
         for node in self.ops:
             for var in self.read[node.index] if self.fused[node.index] else ():
                 maker = self.made_by.get(var)
@@ -210,17 +210,17 @@ class _Finder:
         return self.fused[maker.index] and level is not None and level == self.level_of[reader.index]
 
     def find(self, index: int) -> int:
-        """The first operation of the kernel that an operation is in."""
+        """The representative of the kernel that an operation is in (union-find)."""
         while self.parent.setdefault(index, index) != index:
             self.parent[index] = self.parent[self.parent[index]]
             index = self.parent[index]
         return index
 
     def is_read_turned(self, node: Node, atom: Atom) -> bool:
-        """Whether a kernel goes through an array in another order of dims than that in which it is stored.
+        """Whether a kernel reads an array in another order of dims than it is stored in.
 
-        Elementwise work writes what it makes as its reader wants it, and compilers let a product make the turned matrix, from
-        its operands the other way round; other kernels do not, and what a program is given lies as it does.
+        Elementwise work writes its result in its reader's layout, and compilers let a product compute the transposed matrix
+        from swapped operands; other kernels do not, and the layout of inputs is given.
         """
         if not self.fused[node.index] or atom not in self.turned:
             return False
@@ -230,7 +230,7 @@ class _Finder:
     def all_traffic(self) -> dict[int, Traffic]:
         paid: set[tuple[int, Var]] = set()
         launched: set[int] = set()
-        # A kernel that leaves nothing behind is not run: whoever reads what it makes recomputes it.
+        # A kernel that stores nothing is not run: its readers recompute its results.
         leaving = {self.find(node.index) for node in self.ops if any(var in self.stored for var in node.eqn.outvars)}
         found: dict[int, Traffic] = {}
         same: dict[Traffic, Traffic] = {}
@@ -263,7 +263,7 @@ class _Finder:
 
 
 def _turns(eqn: JaxprEqn) -> bool:
-    """Whether a view has its elements in another order: another of the dims longer than one is the last."""
+    """Whether a transpose changes the minor dim, dims of length one aside."""
     if eqn.primitive.name != "transpose":
         return False
     long = [d for d in eqn.params["permutation"] if eqn.invars[0].aval.shape[d] > 1]
@@ -271,13 +271,13 @@ def _turns(eqn: JaxprEqn) -> bool:
 
 
 def _is_larger(eqn: JaxprEqn) -> bool:
-    """Whether an operation makes much of little, such as a bias for every row."""
+    """Whether an operation's result is larger than its operands, such as a broadcast bias."""
     most = max((num_elements_of(v) for v in eqn.invars), default=1)
     return any(num_elements_of(v) > most for v in eqn.outvars[:1])  # a callback has no result
 
 
 def _touch(eqn: JaxprEqn, counts: list[float], touched: list[int]) -> None:
-    """Operations that do not go through all of what they are given."""
+    """Adjust the traffic of operations that touch only a part of an operand, and of sorts."""
     name, result = eqn.primitive.name, len(eqn.invars)
     if name in _PICKING:
         touched[0] = result

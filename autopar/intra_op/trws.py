@@ -1,14 +1,14 @@
-"""Bounds for a choice problem: from below by message passing, and how promising each choice is.
+"""Bounds a choice problem by message passing, and ranks its choices.
 
-In:     `Problem` without memory rows, usually what `elimination.py` left.
-Out:    `Bounds`: a number that no assignment beats, and an assignment read from the messages; of the `Ascent` itself what each
-        choice costs beyond the bound.
+In:     `Problem` without memory rows, usually the core that `elimination.py` leaves.
+Out:    `Bounds`: a lower bound, and an assignment read from the messages; the `Ascent` also has the excess of each choice,
+        the least that it costs beyond the bound.
 Method: sequential tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy
-        minimization", PAMI 2006): a block-coordinate ascent on the dual of the linear program that `ilp.py` relaxes to.
-        Messages rewrite the costs without changing any assignment's total, so that the least entry of every table adds
-        up to a lower bound, and how far a choice's entries exceed the least ones says how promising it is.
-        Nodes of one level (longest way from a node without earlier neighbours) have no edge between them, so that all
-        of a level is done at once, its tables side by side (`batches.py`).
+        minimization", PAMI 2006): block-coordinate ascent on the dual of the linear relaxation in `ilp.py`. Messages
+        reparametrize the costs without changing any assignment's total, so that the sum of the minima of all tables is a
+        lower bound, and the amount by which a choice's entries exceed the minima says how promising the choice is.
+        Nodes of one level (length of the longest path from a node without earlier neighbours) have no edges between them,
+        so that a level is processed at once, its tables side by side (`batches.py`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from autopar.intra_op.problem import Problem, num_pairs
 from autopar.tuning import TUNING
 
 _FORBIDDEN = 1e3
-"""Stands for infinity, in units of the problem's scale: messages must stay finite."""
+"""Replaces infinity, in units of the largest cost: messages must stay finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bounds:
-    """What is known about the least assignment.
+    """Bounds on the least cost.
 
     Attributes:
-        lower: No assignment costs less.
+        lower: Lower bound on the cost of all assignments.
         upper: Cost of `choices`.
         choices: The best assignment seen; () if none.
     """
@@ -42,12 +42,12 @@ class Bounds:
 
 
 class Ascent:
-    """Messages of one problem, which get better from run to run.
+    """The messages of one problem, which improve from run to run.
 
     Attributes:
-        lower: No assignment costs less.
-        upper: Cost of the best assignment seen.
-        best: That assignment; () if none.
+        lower: Lower bound on the cost of all assignments.
+        upper: Cost of the incumbent.
+        best: The incumbent; () if none.
     """
 
     def __init__(self, problem: Problem):
@@ -64,9 +64,9 @@ class Ascent:
         """Pass messages forward and back.
 
         Args:
-            rounds: So often at most.
-            upper: Cost of the best assignment known from elsewhere.
-            gap: Stop when the bounds are relatively so close.
+            rounds: Number of rounds, at most.
+            upper: Cost of an incumbent from elsewhere.
+            gap: Stop at this relative gap.
             enough: Stop when the lower bound is at least this.
         """
         self.upper = min(self.upper, upper)
@@ -85,19 +85,19 @@ class Ascent:
         return Bounds(self.lower, self.upper, self.best)
 
     def seconds(self, rounds: int) -> float:
-        """What so many rounds take, by the number and the size of the tables."""
+        """Estimated seconds of so many rounds, from the number and size of the tables."""
         calls = sum(1 + len(level.out) for level in self.layout.levels)
         return rounds * (TUNING.message_call_seconds * calls + TUNING.message_pair_seconds * num_pairs(self.problem))
 
     def offer(self, choices: Sequence[int]) -> None:
-        """An assignment from elsewhere."""
+        """Make an assignment from elsewhere the incumbent, if it is better."""
         cost = self.problem.cost(choices)
         if cost < self.upper or not self.best:
             self.best, self.upper = tuple(choices), min(self.upper, cost)
 
     def _read(self) -> None:
-        """Assignments: level by level, from either end, what is best given the choices of the levels before and the messages of
-        those behind."""
+        """Read assignments: level by level, from either end, the best choices given those of the levels before and the
+        messages from the levels after."""
         levels = self.layout.levels
         for forward in (True, False):
             choices = np.zeros(self.layout.num_nodes, np.int64)
@@ -108,7 +108,7 @@ class Ascent:
             self._sweep(choices)
 
     def _sweep(self, choices: np.ndarray) -> None:
-        """Offer an assignment, made better as long as one node's choice after the other gets better."""
+        """Offer an assignment after coordinate descent over single nodes."""
         best = self.problem.cost(self.layout.in_order(choices))
         for _ in range(TUNING.message_sweeps):
             for level in self.layout.levels:
@@ -127,7 +127,7 @@ class Ascent:
                     batch.send(self.messages, part)
 
     def _backward(self) -> float:
-        """One pass towards the first level; the lower bound after it."""
+        """Pass messages towards the first level; returns the lower bound."""
         lower = 0.0
         for level in reversed(self.layout.levels):
             total = level.costs + level.heard.sums(self.messages)
@@ -140,17 +140,17 @@ class Ascent:
 
     @property
     def excess(self) -> tuple[np.ndarray, ...]:
-        """For each node and choice, seconds by which every assignment with that choice costs more than `lower`, at least: a
-        choice whose excess is more than `upper - lower` is in no better assignment."""
+        """Per node and choice, the least seconds by which assignments with that choice exceed `lower`: if it is more than
+        `upper - lower`, the choice is in no better assignment."""
         if self._excess is None:
             self._excess = self._beyond_bound()
         return self._excess
 
     def _beyond_bound(self) -> tuple[np.ndarray, ...]:
-        """The excess, by the messages as they are.
+        """Compute the excess from the present messages.
 
-        Each node's costs are handed to the edges towards earlier nodes, as the backward pass does; then every table's
-        least entry is part of the bound, and what a choice costs beyond those entries is added to it.
+        Each node's costs are distributed to its edges to earlier nodes, as in the backward pass; then the minimum of every
+        table is part of the bound, and a choice's excess is the sum of what its entries exceed these minima by.
         """
         parts = {}
         excess = np.zeros(self.layout.num_entries + 1)

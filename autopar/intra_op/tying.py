@@ -1,12 +1,12 @@
-"""Tie identical layers: equal parts of a large graph share their choices, so that planning time hardly grows with depth.
+"""Ties identical layers: equal nodes of a large graph share their choice, so that planning time hardly grows with depth.
 
 In:     `Graph`.
 Out:    the class of each node; nodes of one class take the same choice.
-Method: a run of the program that repeats with a period is one layer several times: equations at the same place of the
-        period get the same name. Then all are told apart by their surroundings (a few rounds of colour refinement;
-        Weisfeiler and Leman, 1968): the updates of two weights of one shape are tied only where their gradients come
-        from the same place of a layer, and the first and the last layer are free to differ from those between them.
-        Small graphs are not tied; of large ones the answer is untied in the end (`untie.py`).
+Method: a stretch of the program that repeats with a period is a row of equal layers: equations at the same place of the
+        period start with the same colour. A few rounds of colour refinement (Weisfeiler and Leman, 1968) then distinguish
+        nodes by their surroundings: the updates of two weights of one shape are tied only if their gradients come from the
+        same place of a layer, and the first and the last layer may differ from those in between. Small graphs are not
+        tied; the answer of large ones is untied in the end (`untie.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = TUNI
     """Class of each node, numbered in order of first appearance.
 
     Args:
-        graph: Decisions.
-        pins: For nodes whose choices are restricted, a key that says how: only equally restricted nodes are tied.
-        untied_nodes: Up to this many nodes, each is a class of its own.
+        graph: The decision graph.
+        pins: For restricted nodes, the key of their restrictions: only equally restricted nodes are tied.
+        untied_nodes: Graphs of at most so many nodes are not tied.
     """
     if len(graph.nodes) <= untied_nodes:
         return list(range(len(graph.nodes)))
@@ -49,7 +49,7 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = TUNI
         np.add.at(heard, target, _mix(colours[source] * np.uint64(31) + slot))
         np.add.at(heard, source, _mix(colours[target] * np.uint64(37) + slot * np.uint64(7) + np.uint64(5)))
         colours = _mix(colours * np.uint64(3) + heard)
-    # The colour of a hash alone might collide; with the kind beside it, equal classes have equal choices for certain.
+    # Hashed colours alone might collide; paired with the kind, nodes of one class certainly have equal choices.
     classes: dict[tuple[int, int], int] = {}
     return [classes.setdefault((int(k), int(c)), len(classes)) for k, c in zip(signatures, colours, strict=True)]
 
@@ -65,8 +65,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
     """For each node, its place in a repeated layer (run * 2^20 + offset in the period), or -1.
 
-    A period with one contraction is taken twice, so that a row split may follow a column split in a chain of equal
-    layers.
+    A period with one contraction is doubled, so that a row split may follow a column split in a chain of equal layers.
     """
     places = np.full(len(graph.nodes), -1, dtype=np.int64)
     ops = np.array([n.index for n in graph.nodes if n.kind == "op"])
@@ -90,7 +89,7 @@ def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
 def _repetitions(sequence: np.ndarray) -> list[tuple[int, int, int]]:
     """(start, stop, period) of stretches that repeat with a period, the longest first.
 
-    Layers are longer than what repeats within each of them, even where that is repeated elsewhere, too: in the updates.
+    A row of layers is longer than repetitions within a layer, even if these occur elsewhere, too: in the updates.
     """
     if len(sequence) <= TUNING.tie_stretch:
         return []

@@ -1,8 +1,8 @@
-"""Drops conversions that nothing reads: where a value's hub lies is chosen, and then each reader takes the nearest copy.
+"""Drops unread conversions: a reader may take a copy nearer than its hub's, which then has no reader.
 
 In:     a sharded program.
-Out:    the same without moves to copies that neither an instruction nor a result reads. XLA leaves them out, too.
-Method: from the results back: a move whose copy is not read from here on goes.
+Out:    the same without moves to copies that no instruction reads and that are no results. XLA drops them, too.
+Method: one backward pass, which drops moves whose copy is not read later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.intra_op.sharded import Body, Copy, Instruction, Move, Region, copi
 
 
 def drop_unread(body: Body) -> Body:
-    """The program without conversions that nothing reads, in loops and branches, too."""
+    """Drop the unread conversions of a program, in loops and branches, too."""
     read: set[Copy] = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
     kept: list[Instruction] = []
     for instruction in reversed(body.instructions):
@@ -25,7 +25,7 @@ def drop_unread(body: Body) -> Body:
             bodies = tuple(map(drop_unread, instruction.bodies))
             if any(new is not old for new, old in zip(bodies, instruction.bodies, strict=True)):
                 instruction = dataclasses.replace(instruction, bodies=bodies)
-        read.difference_update(made)  # one that is made again is read from there on
+        read.difference_update(made)  # a redefined copy: earlier definitions have other readers
         read.update(instruction.reads, copies_awaited(instruction))
         kept.append(instruction)
     if len(kept) == len(body.instructions) and all(

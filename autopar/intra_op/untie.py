@@ -1,10 +1,9 @@
-"""Undoes ties: makes the answer of a tied problem one of the problem as it stands.
+"""Unties an answer: refines the solution of a tied problem in the problem without ties.
 
-In:     `Sharded`, whose equal parts share their choices.
-Out:    `Sharded`, each node by itself: its answer costs no more, and its gap is that of all ways to choose.
-Method: every node begins with its class's choice. Message passing bounds the untied problem from below; what exceeds the
-        room between the bounds is in no better answer, and in the rest a better one is looked for (`solve.py`). Layers
-        that are alike are eliminated at the price of one, so that this takes little more than the tied problem did.
+In:     `Sharded`, in which nodes of one class share their choice.
+Out:    `Sharded` without ties: its answer costs no more, and its gap is relative to all assignments.
+Method: the untied problem is solved (`solve.py`) from the tied answer. Equal layers are eliminated at the price of one, so
+        that this takes little longer than the tied problem did.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ def untie(
     """Let every node choose for itself.
 
     Args:
-        sharded: The program, on its mesh.
-        device: Rates of one device.
-        donated: For each input, whether its memory may be reused.
-        fits: Whether a sharded program keeps the memory budget.
-        solver: Of the ILP.
-        limit: What it may use of time.
+        sharded: The sharded program.
+        device: The device.
+        donated: Per input, whether its memory may be reused.
+        fits: Whether a sharded program meets the memory budget.
+        solver: The ILP solver.
+        limit: Its time limit.
 
     Returns:
-        The better one; the same choices where none is, with the bound of the untied problem; the program as it was given,
-        where it is as far as that goes.
+        A better program; or the same one, with the bound of the untied problem; or `sharded` itself, if it is not tied, has
+        memory rows, or is too large.
     """
     graph, count = sharded.graph, len(sharded.graph.nodes)
     alone = list(range(count))
-    # Of rows only those of the tied problem are known: the answer within them stays.
+    # Memory rows are known for the tied problem only, so an answer that needed them stays.
     if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > TUNING.untied_pairs:
         return sharded
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
@@ -70,7 +69,7 @@ def untie(
 
 
 def proved(sharded: Sharded) -> Sharded:
-    """The same answer; where it was found two axes at a time, with a bound of the problem as a whole by message passing."""
+    """Bound an answer that was found two axes at a time by message passing over the whole problem; return others as is."""
     if len(sharded.graph.mesh.shape) < 3 or sharded.solution.gap <= TUNING.rough_gap:
         return sharded
     found = pass_messages(sharded.problem, sharded.solution.choices)

@@ -1,8 +1,8 @@
-"""The copies that a sharded program makes: when each is made, when it is read last, and whether it takes memory.
+"""Finds the live range of each copy of a sharded program, and whether it takes memory.
 
-In:     `Body`, its inputs that stay to the end, which values are stored at all.
+In:     `Body`, its inputs that live to the end, the held values.
 Out:    `Versions`.
-Method: one walk. Who reads what takes no memory reads what that is made of.
+Method: one forward walk. A reader of a copy that takes no memory reads what the copy is computed from.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from autopar.ir.region import kind_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Versions:
-    """The copies of a body in the order in which they are made, its inputs first; one that is recomputed is another.
+    """The versions of copies in a body, in order of definition, inputs first; a redefined copy is a new version.
 
     Attributes:
-        copies: Each.
-        starts: The instruction that makes it; -1: it is an input.
-        ends: The last that reads it, or what is made of it there; -1: none, the number of instructions: it stays.
-        made_of: What whoever reads it reads: itself, or, if it takes no memory, what it is made of.
-        widths: How many times the bytes of its type.
+        copies: The copy of each version.
+        starts: The instruction that makes it; -1: an input.
+        ends: The last instruction that reads it, also through versions computed from it; -1: none; number of instructions:
+            it lives to the end.
+        made_of: The versions that its readers read: itself, or, if it takes no memory, those it is computed from.
+        widths: Factor on the bytes of its type.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -38,7 +39,7 @@ class Versions:
     widths: list[int] = field(default_factory=list)
 
     def add(self, copy: Copy, start: int, end: int = -1, made_of: Sequence[int] | None = None) -> int:
-        """One more, and its number."""
+        """Add a version; returns its index."""
         number = len(self.copies)
         self.copies.append(copy)
         self.starts.append(start)
@@ -47,12 +48,11 @@ class Versions:
         return number
 
     def takes_memory(self, number: int) -> bool:
-        """Whether a copy does, or is recomputed by each that reads it."""
+        """Whether a version takes memory, or is recomputed by its readers."""
         return number in self.made_of[number]
 
     def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
-        """Of the beginning and then each of so many instructions, the bytes that it adds, and those that are free behind it
-        (less than nothing)."""
+        """For the start, then for each of `count` instructions: bytes allocated, and bytes freed after it (negative)."""
         born, freed = [0] * (count + 1), [0] * (count + 2)
         for num_bytes, start, end in zip(size, self.starts, self.ends, strict=True):
             born[start + 1] += num_bytes
@@ -63,12 +63,12 @@ class Versions:
 def find_versions(
     body: Body, pinned: AbstractSet[Copy], stored: Mapping[Var, int] | None, given: bool = False
 ) -> Versions:
-    """When each copy is made and read last.
+    """Find the versions of a body.
 
-    With `given` inputs lie as they were given: one that is read turned is there twice from then on. What is scattered into
-    zeros of the shape of a value that was cut off at zero is there from then on: compilers make both zeros at once. What is
-    scattered into zeros that its reader adds to something is only then no array of its own when the reader takes it in the
-    sharding in which it was made. `stored` None: all take memory but the results of barriers, which are the operands.
+    With `given`, inputs are in the layout given: one that is read transposed exists twice from then on; and a scatter into
+    zeros shaped like a value that was clipped at zero exists from the clipping on, since compilers merge both zeros.
+    A scatter that its reader adds to a value is done in place only if the reader takes it in the sharding it was made in.
+    `stored` None: all copies take memory except results of barriers, which are their operands.
     """
     walk = _Walk(body, stored, given)
     for copy in body.inputs:
@@ -82,13 +82,13 @@ def find_versions(
 
 
 class _Walk:
-    """What is known of a body so far.
+    """The state of the walk.
 
     Attributes:
-        current: The number of each copy that is there.
-        results: Copies that leave the body.
-        moved: Those that are sent in another sharding: they must be there as arrays.
-        turned: Of inputs that are read with their dims in another order, the number of what they are then.
+        current: Present version of each copy.
+        results: Copies that are results of the body.
+        moved: Copies that are operands of moves: they must be arrays.
+        turned: Input that is read transposed -> version of its transpose.
     """
 
     def __init__(self, body: Body, stored: Mapping[Var, int] | None, given: bool):
@@ -100,14 +100,14 @@ class _Walk:
         self.turned: dict[int, int] = {}
 
     def behind(self, instruction: Instruction) -> Sequence[int]:
-        """What an instruction reads, or what that is made of."""
+        """The versions that an instruction reads, or that what it reads is computed from."""
         made_of, read = self.found.made_of, instruction.reads
         if len(read) == 1:
             return made_of[self.current[read[0]]]
         return tuple(dict.fromkeys([number for copy in read for number in made_of[self.current[copy]]]))
 
     def reads(self, instruction: Instruction, position: int, behind: Sequence[int]) -> None:
-        """What an instruction reads lives until then, and so does an input that it turns."""
+        """Extend the live ranges of what an instruction reads, and of transposes of inputs."""
         ends, turned = self.found.ends, self.turned
         for number in self.turned_by(instruction) if self.given else ():
             if number not in turned:
@@ -119,7 +119,7 @@ class _Walk:
                 ends[turned[number]] = position
 
     def turned_by(self, instruction: Instruction) -> list[int]:
-        """The inputs that an instruction reads with their dims in another order."""
+        """The inputs that an instruction reads transposed."""
         if not isinstance(instruction, Compute) or not instruction.rule.turned:
             return []
         read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.turned]
@@ -127,7 +127,7 @@ class _Walk:
         return [number for number in numbers if self.found.starts[number] < 0]
 
     def makes(self, instruction: Instruction, position: int, behind: Sequence[int]) -> None:
-        """What an instruction makes is there from then on, or is recomputed where it is read."""
+        """Add the versions that an instruction makes."""
         passed = _passed_on(instruction) if self.stored is None else {}
         start = self.zeros_at(instruction, position) if self.given else position
         for copy in instruction.makes:
@@ -137,13 +137,13 @@ class _Walk:
             self.current[copy] = self.found.add(copy, start, made_of=made_of)
 
     def is_recomputed(self, instruction: Instruction, copy: Copy) -> bool:
-        """Whether what an instruction makes takes no memory: whoever reads it makes it again."""
+        """Whether a result of an instruction takes no memory and is recomputed by its readers."""
         if self.stored is None or not isinstance(instruction, Compute) or copy[0] in self.stored:
             return False
         return copy not in self.results and (copy not in self.moved or is_fused(instruction))
 
     def zeros_at(self, instruction: Instruction, position: int) -> int:
-        """Where the zeros are made that the result of the instruction at a position begins as: there, or earlier."""
+        """The position at which the zeros are made that an instruction's result begins as: its own, or an earlier one."""
         if not isinstance(instruction, Compute) or instruction.rule.zeros_like is None:
             return position
         k = instruction.rule.zeros_like
@@ -153,7 +153,7 @@ class _Walk:
         return start if any(not np.any(constant) for constant in constants) else position
 
     def finish(self) -> None:
-        """Results stay; what is wider until it is read is so once more beside a result in the type that it leaves in."""
+        """Let results live to the end, and set widths: a wide result exists also once in its own type."""
         found, stored, results = self.found, self.stored or {}, self.results
         last_read = list(found.ends)
         for result in results:
@@ -162,15 +162,15 @@ class _Walk:
         widths += [stored.get(var, 1) for var, _ in found.copies]
         for k in [k for k, width in enumerate(widths) if width > 1]:
             copy, start, width = found.copies[k], found.starts[k], widths[k]
-            if copy in results and last_read[k] > start >= 0:  # until then also as readers here take it
+            if copy in results and last_read[k] > start >= 0:  # until its last reader, also in the wide type
                 found.add(copy, start, last_read[k])
                 widths.append(width if copy[0].aval.dtype.itemsize > 1 else 1)
-            if start < 0 or copy in self.moved or copy in results:  # those are of the type that they have
+            if start < 0 or copy in self.moved or copy in results:  # these are in their own type
                 widths[k] = 1
 
 
 def _passed_on(instruction: Instruction) -> dict[Copy, Copy]:
-    """Of the results of a barrier, the operands that they are."""
+    """Result -> operand of a barrier; {} for other instructions."""
     if not isinstance(instruction, Region) or kind_of(instruction.eqn) != "barrier":
         return {}
     given = zip(instruction.eqn.invars, instruction.operands, strict=True)

@@ -1,11 +1,10 @@
-"""What an operation takes on one device besides what it reads and makes: bytes, and kernels that do more than they must.
+"""Counts the workspace of grouped products: memory on one device besides operands and results.
 
-In:     an operation, its rule, how it is split.
+In:     an operation, its rule, its strategy.
 Out:    `workspace_bytes`; `is_masked`.
-Method: XLA multiplies rows in groups (`ragged_dot`) by one product of all groups: of the rows there is a copy for each
-        group, in which the others are zeros, and what it computes is as much more. XLA for TPUs has a kernel, and so has
-        who calls one.
-        Rows that travel to the devices of their groups have room there for all that could come.
+Method: XLA computes grouped products (`ragged_dot`) as one product over all groups: for each group there is a copy of the
+        rows with those of other groups masked to zero, and FLOPs grow as much. XLA for TPUs has a kernel for them, as do
+        programs that call one. Rows that are sent to the devices of their groups need receive buffers for the worst case.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from autopar.mesh import LogicalMesh
 
 
 def is_masked(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
-    """Whether an operation is a product of rows in groups that XLA does as one of all groups."""
+    """Whether an operation is a grouped product that XLA computes with masked rows."""
     is_product = eqn.primitive.name in PRODUCTS and eqn.params.get("tiles") is None
     return is_product and not any(link.torus for link in mesh.links)
 
 
 def workspace_at(instruction: Compute, mesh: LogicalMesh) -> int:
-    """Bytes of one device that an operation of a program needs besides what it reads and makes."""
+    """Workspace of an instruction, bytes on one device."""
     return workspace_bytes(instruction.rule, instruction.eqn, instruction.strategy, mesh)
 
 
 def workspace_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
-    """The same of an operation under a strategy."""
+    """Workspace of an operation under a strategy, bytes on one device."""
     if eqn.primitive.name not in PRODUCTS:
         return 0
     num_devices = math.prod(mesh.size_of(axis) for axis in strategy.travels)
@@ -41,7 +40,7 @@ def workspace_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh:
 
 
 def masked_bytes(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
-    """Bytes on one device of rows that are there for each of its groups, of one part of them after the other."""
+    """Bytes of masked rows on one device, one copy per group that it has; parts of the rows are processed in turn."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (of_lhs, _), _ = numbers.dot_dimension_numbers
     sums_rows = numbers.lhs_ragged_dimensions[0] in of_lhs
@@ -51,8 +50,10 @@ def masked_bytes(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
     if at is None:
         return 0
     own_groups = weights[0].aval.shape[at] // math.prod(mesh.size_of(axis) for axis in weights[1].dims[at])
-    sizes, lying = operands[2]
-    parts = lying.local_shape(tuple(sizes.aval.shape), mesh)[0] if sizes.aval.ndim == 2 and not strategy.travels else 1
+    sizes, sharding = operands[2]
+    parts = (
+        sharding.local_shape(tuple(sizes.aval.shape), mesh)[0] if sizes.aval.ndim == 2 and not strategy.travels else 1
+    )
     num_devices = math.prod(mesh.size_of(axis) for axis in strategy.travels)
     rows = sum(local_bytes(*operand, mesh) for operand in operands[: 2 if sums_rows else 1])
     return own_groups * num_devices * rows // max(1, parts)
