@@ -1,11 +1,11 @@
 """The rule of cuDNN's attention, which `jax.nn.dot_product_attention(implementation="cudnn")` calls.
 
-In:     its forward and backward primitives: query, key, value, bias, lengths, and in the backward pass what the forward kept.
-Out:    `btnh,bsnh,bsnv->btnv`: batch b and heads n are split, positions t and s and the dims of a head whole.
-Method: with fewer heads of keys than of queries each serves g of them: a dim of query heads is `(n g)`. Gradients of what
-        lacks a factor (of a bias for all samples, of the one head of keys that all queries share) are sums over it. Where
-        several sequences are packed into a sample, what the forward pass keeps is of all sequences, one behind the other from
-        the first sample on: only heads are split. Keys in pages are a pool of pages p of s positions: every device has all.
+In:     its forward and backward primitives: query, key, value, bias, lengths, and in the backward pass the residuals.
+Out:    `btnh,bsnh,bsnv->btnv`: batch b and heads n may be split; positions t and s and the dims of a head are whole.
+Method: where each key head serves g query heads, the dim of query heads is `(n g)`. The gradient of an operand that lacks a
+        factor (a bias for all samples, one key head for all queries) is a sum over it. With several sequences packed into a
+        sample, the residuals are those of all sequences in a row, across samples: only heads may be split. Paged keys are a
+        pool of p pages of s positions, whole on every device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORWARD, _BACKWARD = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
 @register_named(*(name + end for name in (_FORWARD, _BACKWARD) for end in ("", "_wrapper")))
 def attention(eqn: JaxprEqn) -> ShardingRule:
-    """Operands are q, k, v, bias, lengths of q and k, offsets of q and k, page tables; those not used have no elements."""
+    """Operands: q, k, v, bias, lengths of q and k, offsets of q and k, page tables; unused ones have no elements."""
     is_backward = eqn.primitive.name.startswith(_BACKWARD)
     shapes = [tuple(atom.aval.shape) for atom in eqn.invars]
     reason = _not_split(eqn)
@@ -74,7 +74,7 @@ def attention(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _not_split(eqn: JaxprEqn) -> str | None:
-    """Why it is computed whole; None: it is not."""
+    """Why the kernel is not split; None: it is."""
     if eqn.params["dropout_rate"] > 0:
         return (
             "its dropout counts heads from the first of the whole batch, and the kernel takes no offset (its seed is a "
@@ -94,14 +94,14 @@ def _sizes(shapes: Sequence[tuple[int, ...]], heads_first: bool) -> dict[Factor,
 
 
 def _bias(shape: tuple[int, ...], heads: Dim) -> Term:
-    """One for each sample or for all, for each head or for all."""
+    """The term of the bias, which may be the same for all samples or all heads."""
     if len(shape) != 4:
         return ()
     return (("b",) if shape[0] > 1 else (), heads if shape[1] > 1 else (), ("t",), ("s",))
 
 
 def _of_samples(shape: tuple[int, ...], number: int, sizes: dict[Factor, int]) -> Term:
-    """Lengths, offsets or pages of each sample, of several sequences or pages if there are such; or none."""
+    """The term of lengths, offsets or page tables: a batch dim, then dims of packed sequences or pages; or no elements."""
     if not shape[0]:
         return _unused(shape, number, sizes)
     rest = _unused(shape[1:], number, sizes)
@@ -115,7 +115,7 @@ def _unused(shape: tuple[int, ...], number: int, sizes: dict[Factor, int]) -> Te
 
 
 def _flops(eqn: JaxprEqn, sizes: Mapping[str, int], is_backward: bool) -> float:
-    """Two products forward, five backward (scores are recomputed); of a causal mask half of each, of a window that part."""
+    """Two products forward, five backward (scores are recomputed); a causal mask halves them, a window scales them."""
     size = {factor: sizes.get(factor, 1) for factor in "bngtshv"}
     each = 2.0 * math.prod(size[factor] for factor in "bngts")
     work = each * (3 * size["h"] + 2 * size["v"] if is_backward else size["h"] + size["v"])

@@ -28,7 +28,7 @@ _GROUP = "g0"
 
 @register(*find_primitives("conv_general_dilated"))
 def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
-    """Batch and output channels split, input channels are summed, groups split; linear in either operand."""
+    """Batch, output channels and groups may be split, input channels are summed; linear in either operand."""
     params = eqn.params
     lhs_shape, rhs_shape, out_shape = (var.aval.shape for var in (*eqn.invars, *eqn.outvars))
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
@@ -73,8 +73,10 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _is_turned(eqn: JaxprEqn) -> bool:
-    """Whether a kernel is turned first: cuDNN reads output channels, window, input channels. Not in a gradient by the kernel,
-    where what stands in its place is the gradient of the result: it covers more positions than the result does there."""
+    """Whether the kernel operand is transposed first: cuDNN reads (output channels, window, input channels).
+
+    Not in the gradient by the kernel, where that operand is the cotangent: it has more positions than the result.
+    """
     _, rhs_spec, out_spec = eqn.params["dimension_numbers"]
     shape, out_shape = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     if math.prod(shape[d] for d in rhs_spec[2:]) > math.prod(out_shape[d] for d in out_spec[2:]):

@@ -1,11 +1,11 @@
 """The rule of `jax.experimental.custom_partitioning`, which its author wrote in Shardy's notation.
 
 In:     a `custom_partitioning` whose `sharding_rule` is `"b s d, d f -> b s f"` or what JAX makes of it.
-Out:    `ShardingRule` with the same factors. On one device runs what `partition` returns for it.
-Method: factors that the author wants whole are, and those that do not stand in every result: for a sum over a factor
-        `partition` adds up its own parts, and those collectives would be none of the plan's. `partition` is asked with a
-        mesh that has the axes along which the operation is split, of devices or of microbatches, and what it returns
-        is the body of an operation of the same kind, which can be split once more.
+Out:    `ShardingRule` with the same factors. The per-device program is the function that `partition` returns.
+Method: factors are whole where the author wants it, and where a result lacks them: for a sum over a factor `partition` would
+        add collectives of its own, which the plan does not have. `partition` is called with a mesh of the axes that split
+        the operation, of devices or of microbatches; the function that it returns becomes the body of an operation of the
+        same kind, which can be split once more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.ir.source import source_line
 
 @register_named("custom_partitioning")
 def custom_partitioning(eqn: JaxprEqn) -> ShardingRule:
-    """The author's rule; all whole where there is none that can be read."""
+    """The author's rule; replicated, with a warning, if it cannot be read."""
     flops = body_flops(open_jaxpr(eqn.params["call"])[0])
     try:
         return _read(eqn, flops)
@@ -40,7 +40,7 @@ def custom_partitioning(eqn: JaxprEqn) -> ShardingRule:
 
 
 class _CannotReadError(Exception):
-    """Why a rule says nothing to us."""
+    """The reason why a rule cannot be read."""
 
 
 def _read(eqn: JaxprEqn, flops: float) -> ShardingRule:
@@ -74,7 +74,7 @@ def _read(eqn: JaxprEqn, flops: float) -> ShardingRule:
 
 
 def _term(mapping: Sequence[Any], ndim: int) -> Term:
-    """`"... (h d) s"`, as JAX reads it, for an array of so many dims; `...` is any number of leading ones."""
+    """The term of an array with `ndim` dims, from `"... (h d) s"` as JAX parses it; `...` is any number of leading dims."""
     dims: list[Dim] = []
     for each in mapping:
         if isinstance(each, str) and not each[0].isalpha():
@@ -87,7 +87,7 @@ def _term(mapping: Sequence[Any], ndim: int) -> Term:
 def _on_part(
     eqn: JaxprEqn, shard: Shard, *operands: jax.Array, operand_terms: Sequence[Term], result_terms: Sequence[Term]
 ) -> Sequence[jax.Array]:
-    """The function that `partition` gives for arrays that are split as the rule says."""
+    """The per-device program: the function that `partition` returns for operands and results split by the rule."""
     params = eqn.params
     axes = {axis: shard.axis_sizes[axis] for used in shard.axes_of.values() for axis in used}
     if not axes:
@@ -123,7 +123,7 @@ def _spec(term: Term, shard: Shard) -> PartitionSpec:
 
 
 def _check_same(eqn: JaxprEqn, given: Any, got: Any) -> None:
-    """`partition` may ask for other shardings than it was given; a plan has no other."""
+    """Check that `partition` keeps the shardings it was given: the plan has no others."""
     wanted = jax.tree.leaves(got, is_leaf=lambda leaf: isinstance(leaf, NamedSharding))
     for number, (array, sharding) in enumerate(zip(jax.tree.leaves(given), wanted, strict=True)):
         if not sharding.is_equivalent_to(array.sharding, len(array.shape)):

@@ -1,9 +1,9 @@
-"""Rules of elementwise operations: every result element depends on the operand elements at its own place.
+"""Rules of elementwise operations: every result element depends on the operand elements at its own position.
 
 In:     equations such as `mul`, `exp`, `clamp`, `threefry2x32` (two results), `convert_element_type`.
 Out:    `ab,ab->ab`. An operand dim of length 1 that meets a longer one is written `1`, and operands of lower rank
         (clamp's bounds, the words of a random key) are aligned to the right, as in NumPy.
-Method: all dims split freely. Linear operations carry partial sums (`linearity.py`).
+Method: all dims may be split. Linear operations pass partial sums (`linearity.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NONLINEAR = find_primitives(
     *"philox2x32 philox4x32 threefry2x32 threefry4x32".split(),
 )
 _OPERATIONS = {"erf_inv": 25, "threefry2x32": 110, "threefry4x32": 190, "philox2x32": 60, "philox4x32": 110}
-"""Per element, of what takes many: two polynomials of degree 8; rounds of a block cipher. The others count as one."""
+"""Operations per element where they are many: two polynomials of degree 8; rounds of a block cipher. Others count as one."""
 _LINEAR_IN_ALL_TOGETHER = find_primitives("add", "add_any", "complex", "conj", "imag", "neg", "real", "sub")
 _COPIES = find_primitives("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "zeros_like")
 _ANNOTATIONS = find_primitives(
@@ -40,7 +40,7 @@ _ANNOTATIONS = find_primitives(
 
 @register(*_NONLINEAR)
 def elementwise(eqn: JaxprEqn) -> ShardingRule:
-    """Nothing passes partial sums."""
+    """Not linear: partial sums do not pass."""
     operations = _OPERATIONS.get(eqn.primitive.name, 1)
     return _elementwise(eqn, operations=operations)
 
@@ -53,34 +53,34 @@ def sum_like(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("mul"))
 def product(eqn: JaxprEqn) -> ShardingRule:
-    """Linear in either factor, the other held fixed."""
+    """Linear in either operand, the other held fixed."""
     return _elementwise(eqn, [(0,), (1,)])
 
 
 @register(*find_primitives("div"))
 def quotient(eqn: JaxprEqn) -> ShardingRule:
-    """Linear in the numerator; integers are rounded, so theirs is not."""
+    """Linear in the numerator; not for integers, which are rounded."""
     is_integer = np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
     return _elementwise(eqn, [] if is_integer else [(0,)])
 
 
 @register(*_COPIES)
 def copy(eqn: JaxprEqn) -> ShardingRule:
-    """The operand again, perhaps in another dtype; no arithmetic."""
+    """The operand, perhaps in another dtype; no arithmetic."""
     return _elementwise(eqn, [(0,)], operations=0, moves=True)
 
 
 @register(*_ANNOTATIONS)
 def annotation(eqn: JaxprEqn) -> ShardingRule:
-    """Operands passed through: what it asks of their placement is for the planner, not for the per-device program.
+    """The operands passed through: their placement is for the planner; the per-device program ignores it.
 
-    But to the host's memory and back each device copies its share.
+    Except copies to or from host memory, which each device does for its shard.
     """
     return passed_through(eqn, _copied if copies_to_or_from_host(eqn) else _identity)
 
 
 def passed_through(eqn: JaxprEqn, local: LocalProgram | None = None) -> ShardingRule:
-    """Each operand is a result."""
+    """The rule of an operation that returns its operands."""
     fresh = factor_names()
     terms = [new_term(var.aval.shape, fresh) for var in eqn.invars]
     return rule_of(eqn, terms, terms, [tuple(range(len(terms)))], moves=True, local=local)
@@ -98,7 +98,7 @@ def _copied(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.A
 def _elementwise(
     eqn: JaxprEqn, linear: Sequence[tuple[int, ...]] = (), operations: int = 1, moves: bool = False
 ) -> ShardingRule:
-    """With so many operations for each element."""
+    """An elementwise rule; `operations`: FLOPs per element."""
     shape = eqn.outvars[0].aval.shape
     result = new_term(shape)
     operands = []

@@ -1,11 +1,11 @@
-"""Rows that travel to the devices of their groups, and back: all-to-alls of counts that are known when they run.
+"""Sends rows to the devices of their groups and back: all-to-alls whose counts are known only at run time.
 
-In:     a device's rows, in parts that are sorted by group each, and how many rows of each part are of each group.
-Out:    `Exchange`: the rows of a device's own groups, one group after the other, and of what is made of them each row where
-        it came from.
-Method: one `ragged_all_to_all` each way, with a message for each part and each group. Of how many rows a device gets only
-        the most is known, which is all of them: so long is the array that they arrive in, and the rest is zeros. Where the
-        backend has no such collective (XLA for CPUs), the same is picked of what all devices have.
+In:     a device's rows, in parts that are each sorted by group, and the number of rows of each group in each part.
+Out:    `Exchange`: the rows of a device's own groups, group by group; and results for them, returned to where the rows came
+        from.
+Method: one `ragged_all_to_all` each way, with a message per part and group. A device may receive all rows, so the array they
+        arrive in is that long, with zeros behind them. Where the backend has no such collective (XLA for CPUs), rows are
+        gathered from all devices and picked.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 
 PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
-"""Which have an all-to-all of unequal counts."""
+"""Platforms with an all-to-all of unequal counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """What a device sends to each other one and gets from it, in rows; int32 `[device, group of the receiver, part]` or alike.
+    """The messages of one device in rows, int32 `[other device, group, part]` or its like.
 
     Attributes:
-        begins: In its own array.
-        counts: Of each message.
-        ends_at: Where a message begins in the receiver's array.
-        received: Counts of those that it gets.
+        begins: Start of each message in the sender's array.
+        counts: Length of each message.
+        ends_at: Start of each message in the receiver's array.
+        received: Lengths of the messages that this device receives.
     """
 
     begins: jax.Array
@@ -38,27 +38,27 @@ class _Messages:
 
 
 class Exchange:
-    """Between some devices, at which rows are in parts of equal length, and at which groups are. Valid inside `shard_map` only.
+    """An exchange of rows between devices, each with parts of equal length and groups of its own. Only inside `shard_map`.
 
     Attributes:
-        sizes: How many rows a device then has of each of its groups.
+        sizes: How many rows of each of its groups a device receives.
     """
 
     def __init__(self, counts: jax.Array, length: int, axes: tuple[str, ...], platform: str):
-        """Who sends what.
+        """Compute the messages.
 
         Args:
-            counts: Rows of each group in each part of each device, int32 `[device, part, group]`; equal on all of them.
-            length: Of a part.
+            counts: Rows of each group in each part of each device, int32 `[device, part, group]`; the same on all devices.
+            length: Rows of a part.
             axes: Mesh axes of the devices.
-            platform: Of the devices.
+            platform: The devices' platform.
         """
         devices, parts, groups = counts.shape
         own = groups // devices
         self.axes, self.platform, self.num_rows = axes, platform, parts * length
         self.capacity = devices * parts * length
         here = lax.axis_index(axes)
-        # By sender, part, receiver and the receiver's group: where rows are, and where they are then.
+        # By sender, part, receiver and the receiver's group: where rows are now, and where they arrive.
         of_each = counts.reshape(devices, parts, devices, own)
         before = (jnp.cumsum(counts, 2) - counts).reshape(of_each.shape)
         starts = before + length * jnp.arange(parts, dtype=counts.dtype)[None, :, None, None]
@@ -72,11 +72,11 @@ class Exchange:
         self._back = _Messages(place_here, got, start_there, sent)
 
     def send(self, rows: jax.Array) -> jax.Array:
-        """The rows of a device's own groups `[capacity, ...]` of its own rows `[part times length, ...]`; behind them zeros."""
+        """Send this device's rows `[part times length, ...]`; returns those of its groups `[capacity, ...]`, then zeros."""
         return self._carry(rows, self.capacity, self._out)
 
     def bring_back(self, made: jax.Array) -> jax.Array:
-        """Of what is made of those, each row where it came from; rows that are of no group are zeros."""
+        """Send results for the received rows back to where the rows came from; rows of no group are zeros."""
         return self._carry(made, self.num_rows, self._back)
 
     def _carry(self, rows: jax.Array, length: int, messages: _Messages) -> jax.Array:
@@ -91,7 +91,7 @@ class Exchange:
 def _picked(
     rows: jax.Array, length: int, sent: tuple[jax.Array, ...], received: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array:
-    """What `ragged_all_to_all` brings, where there is none: every row of the result is looked up in those of all devices."""
+    """As `ragged_all_to_all`, where there is none: look up each row of the result among the rows of all devices."""
     devices, here = lax.axis_size(axes), lax.axis_index(axes)
     messages = lax.all_gather(jnp.stack(sent), axes)  # [sender, 3, receiver times message]
     to_here = messages.reshape(devices, 3, devices, -1)[:, :, here]

@@ -1,11 +1,11 @@
-"""Products of rows in groups as one operation: by JAX's own kernels (megablox), and of rows in parts with groups of their own.
+"""The primitive for grouped products: by JAX's own kernels (megablox), and for rows in parts that are each sorted by group.
 
-In:     rows in the order of their groups, and a matrix for each group, or other rows; lengths of the groups, or of each of
-        several equal parts of the rows.
+In:     rows in the order of their groups, and a matrix per group, or other rows; the lengths of the groups, or those of the
+        groups in each of several equal parts of the rows.
 Out:    `grouped_product_p`; `multiply`, JAX's own function for it; `by_parts`.
-Method: which tiles of rows are of which group a kernel is told by arrays that are worked out before it, for all rows: of
-        other rows they are worked out anew. Rows that fill no tile are followed by some of no group. Which calls in a program
-        are such products is found in `ir/trace/grouped_products.py`; rows come in parts by `ir/split/sorted_rows/`.
+Method: the kernel reads arrays, computed before it, that map tiles of rows to groups. As one primitive, the product computes
+        them for whatever rows a device has. Rows that do not fill a tile are padded with rows of no group.
+        `ir/trace/grouped_products.py` finds such products in a program; `ir/split/sorted_rows/` brings rows into parts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ GROUPS_OF_ROWS = lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), (1,), (
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is run.
+    """Settings of the kernel.
 
     Attributes:
-        lengths: Of a tile: rows, depth and columns as `gmm` names them (m, k, n).
-        interpret: As of `pallas_call`.
+        lengths: A tile's rows, depth and columns, `gmm`'s (m, k, n).
+        interpret: As in `pallas_call`.
     """
 
     lengths: tuple[int, int, int]
@@ -53,7 +53,7 @@ def multiply(
     preferred_element_type: Any,
     tiles: Tiles,
 ) -> jax.Array:
-    """The kernel on rows that fill its tiles."""
+    """Call the kernel on rows that fill its tiles."""
     module: Any = importlib.import_module(MODULE)
     settings = {"tiling": tiles.lengths, "interpret": tiles.interpret}
     if ragged_dot_dimension_numbers == GROUPS_OF_ROWS:
@@ -63,7 +63,7 @@ def multiply(
 
 
 def _multiply_any(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **params: Any) -> jax.Array:
-    """The product of any number of rows, in parts or not."""
+    """The product for any number of rows, in parts or not."""
     one = functools.partial(_multiply_padded if params["tiles"] else _multiply_plain, **params)
     if group_sizes.ndim == 1:
         return one(lhs, rhs, group_sizes)
@@ -92,13 +92,13 @@ def by_parts(
     rhs: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """A product of rows in equal parts, one after the other.
+    """A grouped product of rows in equal parts, part by part.
 
     Args:
-        product: Of one part: (lhs, rhs, lengths of the groups) to the result.
-        numbers: As of `ragged_dot_general`, without batch dims.
-        lhs: Its rows come in parts.
-        rhs: A matrix for each group; or rows, in as many parts.
+        product: The product of one part: (lhs, rhs, lengths of the groups) to the result.
+        numbers: As in `ragged_dot_general`, without batch dims.
+        lhs: Rows, in parts.
+        rhs: A matrix per group; or rows, in as many parts.
         group_sizes: `[part, group]`.
     """
     count, (ragged,) = len(group_sizes), numbers.lhs_ragged_dimensions

@@ -1,11 +1,11 @@
-"""Which block of an array each step of a kernel's grid holds, read off the index maps of a Pallas kernel.
+"""Evaluates the index maps of a Pallas kernel: which block of an array each step of the grid has.
 
-In:     an index map as JAX traces it (grid indices, scalars known only when it runs -> block numbers), the grid.
+In:     an index map as JAX traces it (grid indices, scalars known only at run time -> block numbers), the grid.
 Out:    `block_numbers`: the numbers at every step of the grid; `split_steps` and `digits_in`: the same in mixed radix.
-Method: a grid is small, so the map is run on all its steps at once, in NumPy and without a device. Index i of grid dim d
-        is an array that is longer than 1 along dim d only, so the shape of a result says on which dims it depends. A grid
-        dim is then written in digits, minor to major, and a map tells the dim's blocks if its numbers count through
-        digits: `i`, `i // 4` (a head of keys for four of queries), `i % 4`, `8 * i + j` all do.
+Method: a grid is small, so the map is run on all steps at once, in NumPy and without a device. The index of grid dim d
+        is an array that is longer than 1 along dim d only, so the shape of a result tells which dims it depends on. A grid
+        index is then written in digits, minor to major, and a map is understood if its block numbers count through digits:
+        `i`, `i // 4` (a key head for four query heads), `i % 4`, `8 * i + j` all do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from autopar._jax import Atom, ClosedJaxpr, Constant, Function, Jaxpr, JaxprEqn, Literal, Params, Var, open_jaxpr
 
 MAX_STEPS = 2**20
-"""More steps than this that one block number depends on are not looked at."""
+"""Block numbers that depend on more steps than this are not evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class BlockNumbers:
     """The block of one array dim at each step of a grid.
 
     Attributes:
-        grid_dims: Those it may depend on.
-        numbers: int[grid...], of length 1 along other dims; None where it cannot be told before the kernel runs.
+        grid_dims: The grid dims it may depend on.
+        numbers: int[grid...], of length 1 along other dims; None: known only at run time.
     """
 
     grid_dims: frozenset[int]
@@ -36,10 +36,10 @@ class BlockNumbers:
 
 
 def block_numbers(index_map: Jaxpr | ClosedJaxpr, grid: Sequence[int | None]) -> list[BlockNumbers]:
-    """What an index map says of each dim of its array; a grid dim of None is as long as a value says."""
+    """Evaluate an index map, for each dim of its array; a grid dim of None has a length known only at run time."""
     jaxpr, consts = open_jaxpr(index_map)
     indices = [_index(dim, grid) for dim in range(len(grid))]
-    unknown = [BlockNumbers(frozenset(), None)] * (len(jaxpr.invars) - len(grid))  # scalars, there when it runs
+    unknown = [BlockNumbers(frozenset(), None)] * (len(jaxpr.invars) - len(grid))  # run-time scalars
     return _run(jaxpr, [_known(value, len(grid)) for value in consts], [*indices, *unknown], len(grid))
 
 
@@ -80,9 +80,9 @@ def _step(eqn: JaxprEqn, operands: Sequence[BlockNumbers], ndim: int) -> list[Bl
 
 
 def numbers_of(eqn: JaxprEqn, operands: Sequence[np.ndarray | None], front: int) -> np.ndarray | None:
-    """The numbers that an equation makes of known ones; None: it is not known which.
+    """Evaluate an equation on known operands; None: an operand or the operation is unknown.
 
-    `front`: how many dims of steps stand in front of each array, of length 1 where all steps have the same.
+    `front`: how many dims of steps lead each array; they have length 1 where all steps agree.
     """
     arrays = [array for array in operands if array is not None]
     if len(arrays) < len(operands) or len(eqn.outvars) != 1 or not hasattr(eqn.outvars[0].aval, "dtype"):
@@ -105,12 +105,12 @@ def numbers_of(eqn: JaxprEqn, operands: Sequence[np.ndarray | None], front: int)
         made = np.asarray(OPERATIONS[name](params, *aligned)).astype(aval.dtype)
     for axis in range(front if made.dtype == np.bool_ else 0):
         first = made.take([0], axis)
-        made = first if (made == first).all() else made  # all steps have the same answer
+        made = first if (made == first).all() else made  # all steps agree
     return made
 
 
 def _spread(array: np.ndarray, shape: Sequence[int], dims: Sequence[int], front: int) -> np.ndarray:
-    """Broadcast, its dims behind those of steps at those of the result."""
+    """Broadcast an array to the result's shape, behind the dims of steps."""
     lengths = [1] * len(shape)
     for d, size in zip(dims, array.shape[front:], strict=True):
         lengths[d] = size
@@ -118,7 +118,7 @@ def _spread(array: np.ndarray, shape: Sequence[int], dims: Sequence[int], front:
 
 
 def _quotient(_: Params, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Rounded towards zero, as XLA does."""
+    """Integer division rounded towards zero, as in XLA."""
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
 
 
@@ -142,17 +142,17 @@ OPERATIONS: Mapping[str, Function] = {
     "clamp": _of(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
     **dict.fromkeys(("convert_element_type", "copy", "copy_p", "stop_gradient"), _of(lambda x: x)),
 }
-"""What operations on numbers do, in NumPy: of parameters and arrays."""
+"""Elementwise operations in NumPy: functions of the equation's parameters and the arrays."""
 
 
 Digit = tuple[int, int]
-"""(grid dim, which of its digits, counted from the minor one)"""
+"""(grid dim, number of the digit, from the minor one)"""
 
 
 def split_steps(grid: Sequence[int | None], maps: Sequence[BlockNumbers]) -> list[tuple[int, ...]]:
-    """Each grid dim in digits: their lengths, minor to major, such that the maps count through digits.
+    """For each grid dim, the lengths of its digits, minor to major, such that the maps count through digits.
 
-    One digit, the dim itself, where no map asks for more or where what they ask for does not fit together.
+    One digit, the dim itself, where no map needs more, or where the maps' digits do not fit together.
     """
     changes: list[set[int]] = [set() for _ in grid]
     for numbers in (each.numbers for each in maps if each.numbers is not None):
@@ -169,7 +169,7 @@ def _along(numbers: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _first_change(line: np.ndarray) -> int | None:
-    """After how many steps the numbers stop standing still, or growing evenly."""
+    """The first position where the numbers stop being constant or growing linearly; None: there is none."""
     if len(line) < 2:
         return None
     even = line[0] + (line[1] - line[0]) * np.arange(len(line))
@@ -187,7 +187,7 @@ def _digits(length: int | None, changes: Sequence[int]) -> tuple[int, ...]:
 
 
 def digits_in(each: BlockNumbers, num_blocks: int, lengths: Sequence[tuple[int, ...]]) -> tuple[Digit, ...] | None:
-    """The digits through which block numbers 0, 1, ... `num_blocks` - 1 count, major to minor; None: they do not."""
+    """The digits, major to minor, through which block numbers count 0, 1, ... `num_blocks` - 1; None: they do not."""
     numbers = each.numbers
     if numbers is None or numbers.flat[0] != 0:
         return None

@@ -1,10 +1,10 @@
 """Rules of reading by index: `gather` and `dynamic_slice`.
 
 In:     `table[ids]`, `take_along_axis`, `x[i]`, `lax.dynamic_slice`, and the transposes of writing by index.
-Out:    dims of the indices and dims that are taken whole split freely; so does a dim from which single elements are
-        read, as the vocabulary v of an embedding: `vd,bs1->bsd {sum v}`.
+Out:    dims of the indices and dims that are taken whole may be split; so may a dim from which single elements are
+        read, such as the vocabulary v of an embedding: `vd,bs1->bsd {sum v}`.
 Method: each device reads the elements that it holds and has zeros for the others, so that the result is a partial sum
-        with one term. Indices become local, and modes hold, as `locate.py` says.
+        with one nonzero term. `locate.py` makes indices local and keeps the modes' meaning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def gather(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _fill_adds_up(eqn: JaxprEqn) -> bool:
-    """Whether the fill of a sum is the sum of the fills of its parts: it is NaN, or 0, or nothing is filled."""
+    """Whether partial sums may pass despite out-of-range fills: the fill is NaN or 0, or there is none."""
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return True
     fill = eqn.params["fill_value"]
@@ -62,7 +62,7 @@ def _fill_adds_up(eqn: JaxprEqn) -> bool:
 def _gather_here(
     eqn: JaxprEqn, terms: IndexTerms, shard: Shard, table: jax.Array, indices: jax.Array
 ) -> Sequence[jax.Array]:
-    """The per-device program: look up what is here, zero elsewhere."""
+    """The per-device program: look up the elements held here, zeros for the others."""
     params, numbers, shape = eqn.params, eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     lengths = zip(table.shape, params["slice_sizes"], shape, strict=True)
     params = {**params, "slice_sizes": tuple(local if taken == size else taken for local, taken, size in lengths)}
@@ -72,14 +72,14 @@ def _gather_here(
         return bind_eqn(eqn, table, indices, params=params)
     indices = signed(indices)
     columns = {d: indices[..., k] for k, d in enumerate(numbers.start_index_map)}
-    if not fills:  # what is promised to be in bounds XLA clamps too; but not where it joins a slice with another
+    if not fills:  # XLA clamps indices that are promised in bounds too, except where it merges a slice with another
         columns = {d: jnp.clip(column, 0, shape[d] - eqn.params["slice_sizes"][d]) for d, column in columns.items()}
     if not split:
         return bind_eqn(eqn, table, _joint(columns, indices), params=params)
     mine = jnp.ones(indices.shape[:-1], bool)
     for d, factor in split.items():
         place, here = locate(columns[d], factor, shard)
-        # Out of range stays so, to be filled; what another device answers must only be a legal address.
+        # Out of range stays so, to be filled; an index of another device just has to be legal.
         columns[d], mine = jnp.where(here, place, 0), mine & here
     params |= {"indices_are_sorted": False, "unique_indices": False}
     (found,) = bind_eqn(eqn, table, _joint(columns, indices), params=params)

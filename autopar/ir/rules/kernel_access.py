@@ -1,9 +1,9 @@
-"""Loads from and stores to the buffers of a kernel: which part of a buffer, and the same of a shorter one.
+"""Reads loads and stores in the body of a Pallas kernel, and rewrites a body for shorter buffers, loops and grids.
 
-In:     equations of the body of a Pallas kernel: `get`, `swap`, `addupdate`, and Triton's `masked_load`, `masked_swap`.
-Out:    `access_of`; `shorter_loop`, `on_shorter_buffers`, `with_last_steps`: a body of which one loop has fewer trips; whose
-        buffers are shorter; whose grid has fewer steps.
-Method: JAX keeps indices as a tree of slices and arrays of numbers, whose leaves are operands of the equation.
+In:     equations of the body: `get`, `swap`, `addupdate`, and Triton's `masked_load`, `masked_swap`.
+Out:    `access_of`: the part of a buffer that is accessed; `shorter_loop`, `on_shorter_buffers`, `with_last_steps`: the body
+        with fewer trips of a loop, with shorter buffers, with a shorter grid.
+Method: JAX keeps indices as a tree of slices and index arrays, whose leaves are operands of the equation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Access:
     """A load or a store.
 
     Attributes:
-        buffer: Which.
-        shape: Of the buffer.
-        starts: For each of its dims the first place, or the places.
-        sizes: How many from there on; 1 where there are places.
-        others: A mask, what stands where it is not, what is stored.
-        stored: What is stored; None: it is a load.
-        reads: Whether what stood there is read; what a store gives back of it has no part in this.
+        buffer: The buffer.
+        shape: Shape of the buffer.
+        starts: For each dim the first index, or an array of indices.
+        sizes: For each dim the length of the slice; 1 for an array of indices.
+        others: The other operands: mask, fill value, stored value.
+        stored: The stored value; None: it is a load.
+        reads: Whether the old value is read; the old value that a store returns does not count.
     """
 
     buffer: Var
@@ -43,7 +43,7 @@ class Access:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the buffer is touched, whatever stands in it."""
+        """Whether all of the buffer is accessed, without a mask."""
         return self.sizes == self.shape and len(self.others) == (self.stored is not None)
 
 
@@ -53,7 +53,7 @@ def is_buffer(atom: object) -> bool:
 
 
 def access_of(eqn: JaxprEqn) -> Access | None:
-    """What a load or a store touches; None: it is none, or written in another way."""
+    """The access of a load or a store; None: the equation is none, or its indices are not understood."""
     parts = _parts(eqn)
     if parts is None or not is_buffer(parts[0]):
         return None
@@ -81,7 +81,7 @@ def _present(atoms: Iterable[Atom | None]) -> tuple[Atom, ...]:
 
 
 def _parts(eqn: JaxprEqn) -> list[Any] | None:
-    """Buffer, list of indexers, what is stored, mask, what stands where it is not."""
+    """Buffer, list of indexers, then the other operands: stored value, mask, fill value; None: it is no access."""
     match eqn.primitive.name:
         case "get":
             return [eqn.invars[0], list(jax.tree.unflatten(eqn.params["tree"], eqn.invars[1:]))]
@@ -94,11 +94,11 @@ def _parts(eqn: JaxprEqn) -> list[Any] | None:
     return None
 
 
-# The same on shorter buffers.
+# Rewriting a body.
 
 
 def with_last_steps(body: Jaxpr, lengths: Mapping[int, tuple[int, int]]) -> Jaxpr:
-    """A body whose steps find the last one of some dims at another number: for each dim its length, and the new one."""
+    """The body with its tests for the last step (`program_id == n - 1`) changed: `lengths`: grid dim -> (old n, new n)."""
     if all(old == new for old, new in lengths.values()):
         return body
     index_of: dict[Atom, int] = {}
@@ -116,26 +116,26 @@ def with_last_steps(body: Jaxpr, lengths: Mapping[int, tuple[int, int]]) -> Jaxp
 
 
 def shorter_loop(body: Jaxpr, at: int, trips: int) -> Jaxpr:
-    """A body one of whose loops, the `at`-th of its equations, has so many trips."""
+    """The body with `trips` trips of the loop that is its `at`-th equation."""
     loop = body.eqns[at]
     params = {**loop.params, "length": trips, "unroll": min(loop.params["unroll"], trips)}
     return body.replace(eqns=[*body.eqns[:at], replace_eqn(loop, params=params), *body.eqns[at + 1 :]])
 
 
 def on_shorter_buffers(body: Jaxpr, lengths_of: Mapping[int, Mapping[int, int]]) -> Jaxpr:
-    """A body whose buffers, by their positions among its arguments, have other lengths along some dims."""
+    """The body with other buffer lengths: position among its arguments -> dim -> length."""
     new = {body.invars[at]: resized_buffer(body.invars[at].aval, lengths) for at, lengths in lengths_of.items()}
     return _retyped(body, new)
 
 
 def _retyped(body: Jaxpr, types: Mapping[Var, Aval]) -> Jaxpr:
-    """A body some of whose arguments have other types."""
+    """The body with other types for some of its arguments."""
     new = {var: new_var(types[var]) for var in body.invars if var in types}
     return body.replace(invars=[new.get(var, var) for var in body.invars], eqns=[_on_others(e, new) for e in body.eqns])
 
 
 def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
-    """An equation on the buffers that stand for its own."""
+    """The equation with its buffers replaced by others."""
     invars = [buffer_for.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars]
     if all(new is old for new, old in zip(invars, eqn.invars, strict=True)):
         return eqn
@@ -156,13 +156,13 @@ def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
 
 
 def resized_buffer(aval: Aval, lengths: Mapping[int, int]) -> Aval:
-    """The type of a buffer with other lengths along some dims."""
+    """A buffer's type with other lengths along some dims."""
     shape = tuple(lengths.get(dim, size) for dim, size in enumerate(aval.shape))
     return aval.update(inner_aval=aval.inner_aval.update(shape=shape))
 
 
 def _access_of_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
-    """A load or a store, on the buffer that stands for its own."""
+    """A load or a store with its buffer replaced by another."""
     old = next(atom for atom in eqn.invars if isinstance(atom, Var) and atom in buffer_for)
     shape = buffer_for[old].aval.shape
     key = "args_tree" if "args_tree" in eqn.params else "tree"

@@ -1,12 +1,11 @@
-"""What the steps of a kernel do to its buffers, found by going through its body once for all of them.
+"""Analyses how the steps of a Pallas kernel use its buffers, in one interpretation of the body for all steps.
 
-In:     the body of a Pallas kernel; the steps of its grid, or the trips of a loop in it.
-Out:    `Steps`: of which buffers a step has its own block, and which are sums over the steps.
-Method: a number that depends on the step may say where a step's own block is, and whether the step is the first or the last,
-        and nothing else. A buffer, or what a loop carries, is a sum if zeros are stored in it before all steps or at the first
-        (`pl.when`), each step adds to all of it, once, and what is there is used for no more than a result that is linear
-        in it: when it is complete, or at each step, of which the last one's stays. What is written in another way is not
-        understood.
+In:     the body of a kernel; the steps of its grid, or the trips of a loop in it.
+Out:    `Steps`: which buffers each step has its own block of, and which are sums over the steps.
+Method: a number that depends on the step may only be the offset of the step's own block, or the condition that the step is
+        the first or the last. A buffer, or a carry of a loop, is a sum if it is set to zeros before all steps or at the first
+        (`pl.when`), each step adds to all of it once, and its value is used only for results that are linear in it: when it
+        is complete, or at each step, where the last one's result stays. Everything else is not understood.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from autopar.ir.rules.linearity import may_be_partial, sums_survive, survives_in
 from autopar.ir.rules.registry import has_rule, rule_for
 
 Dims = frozenset[int]
-"""Of a grid, as the kernel counts them."""
+"""Grid dims, in the kernel's numbering."""
 TRIPS = -1
-"""Stands for a dim where steps are the trips of a loop."""
+"""The dim of steps that are the trips of a loop."""
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
 @dataclass(frozen=True, slots=True)
 class _When:
-    """At which steps something is done: at each, at the first or the last of some dims, at some; or around all of them."""
+    """The steps at which an equation runs: each, the first or the last of some dims, some; or outside, around all steps."""
 
     at: Choice["each", "first", "last", "some", "around"]
     dims: Dims = frozenset()
@@ -45,20 +44,20 @@ _EACH, _SOME, _AROUND = _When("each"), _When("some"), _When("around")
 
 
 class Steps(Walk):
-    """The steps of one dim.
+    """An interpretation of a body for all steps of one dim.
 
     Attributes:
-        dim: Of the dims of steps, the one of which there may be fewer.
-        results: Buffers that leave the kernel.
+        dim: The dim of steps that is to be split.
+        results: Buffers that are results of the kernel.
         scratch: Buffers that outlive a step.
-        own: Buffers that are a step's own.
-        walked: Buffers of which a step finds its own block by its number, and along which dim.
-        touched: All buffers but sums that a step reads or writes.
-        outside: The same around a loop.
-        zeroed: Sums, with the dims at whose first step zeros are stored.
-        spent: Sums that this step has added to.
-        added: Sums that hold what it has added.
-        copied: Results that are made of sums, and at the last step of which dims; of none: at every step.
+        own: Buffers of which each step has its own instance.
+        walked: (buffer, dim) where a step has its own block at an offset computed from its index.
+        touched: Buffers, sums excepted, that a step reads or writes.
+        outside: The same, for equations around a loop.
+        zeroed: Sums -> the dims at whose first step they are set to zeros.
+        spent: Sums that this step has computed its addition to.
+        added: Sums into which that addition has been stored.
+        copied: Results computed from sums -> those sums, and the dims at whose last step; no dims: at every step.
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class Steps(Walk):
         self.copied: dict[Var, tuple[frozenset[Var], Dims]] = {}
 
     def through_loop(self, loop: JaxprEqn) -> list[Var]:
-        """Go through the body whose steps are the trips of a loop; the results that are sums over them.
+        """Interpret the body with the trips of a loop as steps; the results that are sums over them.
 
         Raises:
-            NotUnderstoodError: It does something else, or some result is neither gone over by the trips nor their sum.
+            NotUnderstoodError: It is not understood, or some result is neither made block by block nor a sum.
         """
         with self._done(_AROUND):
             for eqn in self.body.eqns:
@@ -103,15 +102,15 @@ class Steps(Walk):
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """What is walked: positions among the body's arguments, and dims."""
+        """`walked`, with buffers as positions among the body's arguments."""
         return tuple(sorted((self.body.invars.index(var), dim) for var, dim in self.walked))
 
     def is_sum(self, buffer: Var, dims: Dims | None) -> bool:
-        """Whether zeros are stored in it at the first step of these dims, and it is added to at each of them."""
+        """Whether a buffer is set to zeros at the first step of these dims, and added to at each."""
         return dims is not None and self.zeroed.get(buffer) == dims and buffer in self.added
 
     def is_result_sum(self, result: Var, dims: Dims) -> bool:
-        """Whether a result that does not move with these dims is the sum of what their steps add."""
+        """Whether a result that does not move with these dims is a sum over their steps, or computed from such sums."""
         if result not in self.copied:
             return self.is_sum(result, dims)
         sources, last = self.copied[result]
@@ -143,11 +142,11 @@ class Steps(Walk):
         raise NotUnderstoodError
 
     def _varies(self, value: Value) -> bool:
-        """Whether it is not the same at each step."""
+        """Whether a value differs between steps."""
         return isinstance(value, np.ndarray) and value.shape[self.axis] > 1
 
     def _is_the_same(self, eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
-        """Whether an equation does the same at each step, to buffers of its own; or is done around all of them."""
+        """Whether an equation does the same at each step, on the step's own buffers; or runs around all steps."""
         buffers = [self.buffers.get(atom) for atom in eqn.invars if isinstance(atom, Var) and is_buffer(atom)]
         named = dict.fromkeys(buffer for buffer in buffers if buffer is not None)
         if self.when is _AROUND:
@@ -163,7 +162,7 @@ class Steps(Walk):
         return False
 
     def _loop(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-        """A loop inside of a step, trip by trip."""
+        """Interpret a loop inside a step, trip by trip."""
         first = _first_carry(eqn)
         for _ in range(eqn.params["length"]):
             values[first:] = self.inside(eqn.params["jaxpr"], eqn.invars, values)
@@ -187,7 +186,7 @@ class Steps(Walk):
         return [None] * len(eqn.outvars)
 
     def _holds(self, index: Value) -> _When | None:
-        """The steps at which a condition holds, if they are the first or the last of some dims."""
+        """The steps at which a condition holds, if it is the first or the last of some dims; else None."""
         if not isinstance(index, np.ndarray) or np.count_nonzero(index) != 1:
             return None
         dims = frozenset(d for d, size in zip(self.axes, index.shape, strict=True) if size > 1)
@@ -200,7 +199,7 @@ class Steps(Walk):
         self.when = before
 
     def _trips(self, eqn: JaxprEqn) -> None:
-        """Through one trip of the loop, which stands for all; what it leaves behind."""
+        """Interpret one trip of the loop, for all at once, and note its results."""
         first, (inside, _) = _first_carry(eqn), open_jaxpr(eqn.params["jaxpr"])
         values, carries = [self.of(atom) for atom in eqn.invars], inside.invars[first:]
         values[first:] = [self._carried(var, start) for var, start in zip(carries, values[first:], strict=True)]
@@ -219,7 +218,7 @@ class Steps(Walk):
 
     def _left(self, var: Var, before: Value, after: Value) -> Value:
         if isinstance(before, np.ndarray) and isinstance(after, np.ndarray) and np.array_equal(after, before + 1):
-            return Sum(frozenset(), "total")  # how often it ran
+            return Sum(frozenset(), "total")  # the count of trips
         if after != Sum(frozenset([var]), "new"):
             raise NotUnderstoodError
         self.added[var] = None
@@ -228,7 +227,7 @@ class Steps(Walk):
     # Sums.
 
     def _summed(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sum:
-        """What an equation makes of sums: more of one; of complete ones, what is linear in them."""
+        """Interpret an equation on sums: it adds to one, or is linear in complete ones."""
         sums = [value for value in operands if isinstance(value, Sum)]
         of = frozenset[Var]().union(*(value.of for value in sums))
         others_vary = any(map(self._varies, operands))
@@ -242,7 +241,7 @@ class Steps(Walk):
         raise NotUnderstoodError
 
     def _access(self, access: Access) -> Value:
-        """A load, of what there is; or a store, of which nobody uses what stood there before."""
+        """Interpret a load or a store; the old value that a store returns must not be used."""
         buffer, value = self.buffers.get(access.buffer), None if access.stored is None else self.of(access.stored)
         if buffer is None:
             raise NotUnderstoodError
@@ -259,14 +258,14 @@ class Steps(Walk):
         return None if access.reads else GONE
 
     def _is_begun(self, access: Access, buffer: Var, value: Value) -> bool:
-        """Whether zeros are stored in all of a buffer before anything else is done to it."""
+        """Whether an access sets all of a buffer to zeros, before any other access to it."""
         shared = buffer in (*self.results, *self.scratch) and buffer not in self.own
         seen = any(buffer in seen for seen in (self.touched, self.outside, self.zeroed))
         stores = access.is_whole and not access.reads and _are_zeros(value)
         return stores and shared and not seen and self.when.at in ("first", "around")
 
     def _add(self, access: Access, buffer: Var, value: Value) -> Value:
-        """A sum is loaded, or added to."""
+        """Interpret an access that loads a sum or adds to it."""
         this = frozenset([buffer])
         if not access.is_whole or self.when.at in ("first", "some"):
             raise NotUnderstoodError
@@ -283,7 +282,7 @@ class Steps(Walk):
         return GONE
 
     def _copy(self, access: Access, buffer: Var, sums: frozenset[Var]) -> None:
-        """A result is made of complete sums: at each step, or at the last; one that moves with the steps, of other sums."""
+        """Interpret a store computed from complete sums, at each step or the last; a step's own result, from other sums."""
         places = [self.of(atom) for atom in (*access.starts, *access.others) if atom is not access.stored]
         if (
             access.reads
@@ -303,7 +302,7 @@ class Steps(Walk):
     # Blocks.
 
     def _touch(self, access: Access, buffer: Var) -> None:
-        """A buffer is read or written: in a step's own block of some dims, and elsewhere where every step does."""
+        """Interpret another access: within the step's own block along one dim, and the same at every step along others."""
         others = [self.of(atom) for atom in access.others]
         if self.dim in self.when.dims or any(isinstance(value, Sum) or self._varies(value) for value in others):
             raise NotUnderstoodError
@@ -321,7 +320,7 @@ class Steps(Walk):
         self.walked.update(walked)
 
     def _walks(self, access: Access, dim: int) -> bool:
-        """Whether a step has its block of this dim; not if all of it, or what it has, is the same for every step."""
+        """Whether a step accesses its own block along this dim; False if the offset is the same for every step."""
         start, length, steps = self.of(access.starts[dim]), access.shape[dim], len(self.numbers[self.dim])
         if isinstance(start, Sum):
             raise NotUnderstoodError
@@ -337,7 +336,7 @@ class Steps(Walk):
 
 
 def _first_carry(loop: JaxprEqn) -> int:
-    """Which of a loop's operands is the first that it carries."""
+    """The number of a loop's first carry among its operands."""
     num_consts, num_carry = scan_counts(loop.params)
     if len(loop.invars) > num_consts + num_carry or len(loop.outvars) > num_carry:
         raise NotUnderstoodError
@@ -349,9 +348,9 @@ def _are_zeros(value: Value) -> bool:
 
 
 def _keeps_sums(eqn: JaxprEqn, sums: Sequence[bool]) -> bool:
-    """Whether an equation on these operands, which are sums of parts, makes a sum of what it makes of the parts."""
+    """Whether an equation is linear in the operands that are sums, so that partial sums pass through it."""
     group = tuple(k for k, is_sum in enumerate(sums) if is_sum)
-    if eqn.primitive.name == "convert_element_type":  # a kernel adds up in more bits than it returns, as products do
+    if eqn.primitive.name == "convert_element_type":  # kernels accumulate in more bits than they return, as products do
         source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         are_floats = jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(target, jnp.floating)
         return sums_survive(source, target) or (are_floats and may_be_partial(target))

@@ -1,9 +1,9 @@
-"""FLOPs of a Pallas kernel, and of what else is one operation with a program inside.
+"""Counts the FLOPs of a Pallas kernel, and of other operations with a program inside.
 
 In:     a `pallas_call`.
-Out:    `kernel_flops`: what its author says of it (`cost_estimate`), else those of its body at every step of the grid.
-Method: the rules of the operations in the body, which are JAX's own; loads and stores count nothing. A loop whose length
-        is known only when it runs walks once through the buffers that it loads from: at most so often is it counted.
+Out:    `kernel_flops`: the author's `cost_estimate`, else the FLOPs of its body times the steps of the grid.
+Method: the rules of the operations in the body, which are JAX's own; loads and stores count nothing. A loop of unknown length
+        is assumed to go once over the buffers that it loads from, which bounds its trips.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def body_flops(body: Jaxpr) -> float:
 
 
 def _trips(eqn: JaxprEqn) -> int:
-    """How often the body of an equation runs, at most."""
+    """The most times that the body of an equation runs."""
     match eqn.primitive.name:
         case "scan":
             return int(eqn.params["length"])
@@ -52,7 +52,7 @@ def _trips(eqn: JaxprEqn) -> int:
 
 
 def _loads(body: Jaxpr) -> Iterator[int]:
-    """Of each buffer that is loaded from, how many loads it takes to see all of it."""
+    """For each load, how many such loads cover its buffer."""
     for eqn in body.eqns:
         if eqn.invars and is_buffer(eqn.invars[0]) and eqn.outvars:
             buffer, part = (getattr(var.aval, "shape", ()) for var in (eqn.invars[0], eqn.outvars[0]))

@@ -1,10 +1,11 @@
-"""Buffers that outlive a step of a Pallas kernel, as those of attention for TPUs do: who finds what another left in them.
+"""Checks whether scratch buffers of a Pallas kernel carry values between steps, as those of attention on TPUs do.
 
-In:     the body of a kernel, such buffers, the numbers of a step.
-Out:    `is_begun_anew`: whether such a step stores all of them before it reads any. What was there before is then lost.
-Method: the body is gone through with what is known of the step, mostly that it is the first of inner dims of the grid
-        (`pl.when(pl.program_id(2) == 0)`), in the order in which it runs. A branch that is known to be taken is gone through,
-        too; in others, and in loops, a buffer must not stand before it is stored.
+In:     the body of a kernel, its buffers that outlive a step, the grid indices of a step.
+Out:    `is_begun_anew`: whether such a step overwrites all of these buffers before it reads any, so that it sees nothing of
+        earlier steps.
+Method: walk the body in execution order with the known grid indices, mostly index 0 of the inner dims
+        (`pl.when(pl.program_id(2) == 0)`). A branch that is known to be taken is walked too; other branches, and loops, must
+        not use a buffer before it is overwritten.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from autopar.ir.rules.kernel_walk import NotUnderstoodError, Value, Walk
 
 
 def is_begun_anew(body: Jaxpr, buffers: Iterable[Var], numbers: Mapping[int, np.ndarray]) -> bool:
-    """Whether a step stores buffers before it reads them.
+    """Whether a step overwrites buffers before it reads them.
 
     Args:
-        body: Of the kernel.
-        buffers: Of its arguments those that outlive a step.
-        numbers: For dims of the grid, as the kernel counts them, the numbers that such a step may have; of others: any.
+        body: The kernel's body.
+        buffers: Its arguments that outlive a step.
+        numbers: For dims of the grid, in the kernel's numbering, the indices that the step may have; other dims: any.
     """
     step = _Step(body, numbers, buffers)
     try:
@@ -36,10 +37,10 @@ def is_begun_anew(body: Jaxpr, buffers: Iterable[Var], numbers: Mapping[int, np.
 
 
 class _Step(Walk):
-    """What is known at a moment of a step.
+    """A walk through one step.
 
     Attributes:
-        left: Buffers in which stands what another step left.
+        left: Buffers that still hold values of earlier steps.
     """
 
     def __init__(self, body: Jaxpr, numbers: Mapping[int, np.ndarray], buffers: Iterable[Var]):

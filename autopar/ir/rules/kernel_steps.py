@@ -1,10 +1,10 @@
-"""Steps of a kernel of which fewer, over shorter buffers, make a part of each result.
+"""Finds grid dims and loops of a Pallas kernel that can be split: fewer steps over shorter buffers compute part of each result.
 
-In:     the body of a Pallas kernel, and which steps: those of a dim of its grid, or the trips of a loop in it.
-Out:    `loops_over_blocks`, `steps_over_blocks`: each step has its own block of some buffers, which it finds by its number;
+In:     the body of a kernel, and the steps: those of a grid dim, or the trips of a loop in the body.
+Out:    `loops_over_blocks`, `steps_over_blocks`: each step has its own block of some buffers, at an offset that it computes;
         `dims_added_up`: results are sums over the steps.
-Method: what is found when the body is gone through once for all steps (`kernel_buffers.py`). What a step keeps for the next is
-        looked at elsewhere (`kernel_scratch.py`).
+Method: one interpretation of the body for all steps (`kernel_buffers.py`). Whether steps carry values to later ones is
+        checked in `kernel_scratch.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class BlockLoop:
     """A loop over blocks.
 
     Attributes:
-        at: Its number among the equations of the body; None: its trips are the steps of a dim of the grid.
-        trips: How many.
-        walked: (position among the body's arguments, dim) of what is gone over; a block is the `trips`-th part of it.
+        at: Its number among the equations of the body; None: its trips are the steps of a grid dim.
+        trips: Number of trips.
+        walked: (position among the body's arguments, dim) of the buffers that it goes over, in `trips` equal blocks.
         adds_up: Whether some results are sums over the trips.
     """
 
@@ -38,7 +38,7 @@ class BlockLoop:
 
 
 def loops_over_blocks(body: Jaxpr, results: Sequence[int]) -> list[BlockLoop]:
-    """Such loops of a body, whose results are the arguments at these positions; behind them stands scratch."""
+    """The loops of a body over blocks. `results`: positions of results among its arguments; scratch buffers follow them."""
     found = []
     made, scratch = [body.invars[at] for at in results], body.invars[max(results, default=-1) + 1 :]
     for at, eqn in enumerate(body.eqns):
@@ -55,15 +55,15 @@ def loops_over_blocks(body: Jaxpr, results: Sequence[int]) -> list[BlockLoop]:
 def steps_over_blocks(
     body: Jaxpr, dim: int, num_trips: int, trip_steps: int, results: Sequence[int], scratch: Sequence[int]
 ) -> BlockLoop | None:
-    """The steps of a dim of the grid, as the kernel counts it, as a loop over blocks; None: fewer of them may be anything.
+    """The steps of a grid dim as a loop over blocks; None: they are not understood.
 
     Args:
-        body: Of the kernel.
-        dim: Which.
-        num_trips: Of the loop.
-        trip_steps: Steps of the dim that are one trip.
-        results: Positions of results among the body's arguments. One that is walked nowhere must move with the grid.
-        scratch: The same of buffers that outlive a step.
+        body: The kernel's body.
+        dim: The grid dim, in the kernel's numbering.
+        num_trips: Trips of the loop.
+        trip_steps: Steps of the dim per trip.
+        results: Positions of results among the body's arguments. A result without blocks of the loop must move with the grid.
+        scratch: Positions of buffers that outlive a step.
     """
     made, kept = [body.invars[at] for at in results], [body.invars[at] for at in scratch]
     found = []
@@ -81,10 +81,10 @@ def steps_over_blocks(
 def dims_added_up(
     body: Jaxpr, grid: Sequence[int | None], shared: Mapping[int, Dims], scratch: Sequence[int] = ()
 ) -> Dims:
-    """Dims of the grid, as the kernel counts them, over which all results that do not move with them are sums.
+    """The grid dims, in the kernel's numbering, over which all results that do not move with them are sums.
 
     Args:
-        body: Of the kernel.
+        body: The kernel's body.
         grid: Lengths of these dims.
         shared: For each result, by its position among the body's arguments, the dims (longer than 1) that it does not
             move with.
@@ -94,7 +94,7 @@ def dims_added_up(
     kept = [body.invars[at] for at in scratch]
 
     def adds_up(dim: int, times: int) -> bool:
-        """Whether results are sums over so many times the steps of a dim."""
+        """Whether results are sums over the steps of a dim, and still would be with `times` as many steps."""
         lengths = {d: length * (times if d == dim else 1) for d, length in enumerate(grid) if length is not None}
         longer = with_last_steps(body, {dim: (lengths[dim] // times, lengths[dim])})
         sums = [var for var, dims in of_result.items() if dim in dims]
@@ -108,5 +108,5 @@ def dims_added_up(
         return complete and not steps.walked and all(steps.is_result_sum(var, of_result[var]) for var in sums)
 
     dims = sorted(frozenset[int]().union(*shared.values()))
-    # What looks like a sum only over so many steps does so no more over twice as many.
+    # Twice the steps rule out a body that is a sum for this number of steps only.
     return frozenset(dim for dim in dims if grid[dim] is not None and adds_up(dim, 1) and adds_up(dim, 2))

@@ -1,8 +1,8 @@
-"""A way through the body of a kernel, for one step or for all at once.
+"""An abstract interpreter for the body of a Pallas kernel, for one step or for all at once.
 
-In:     the body of a Pallas kernel, and the numbers of the steps that are meant.
-Out:    `Walk`: goes through the body, through branches and what is called, with what is known of its values.
-Method: numbers are computed (`index_map.py`), for all steps at once. What else an equation does is for others to say.
+In:     the body of a kernel, and the grid indices of the steps.
+Out:    `Walk`: interprets the body, with its branches and calls.
+Method: numbers are computed (`index_map.py`) for all steps at once. Subclasses interpret the other equations.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ _MAX_VISITS = 2**14
 
 
 class NotUnderstoodError(Exception):
-    """Fewer steps may be anything."""
+    """The body does something that the analysis does not understand, so the kernel must not be split this way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A value that depends on what steps have added up.
+    """A value that depends on sums over the steps.
 
     Attributes:
-        of: The buffers, or what a loop carries, in which they add.
-        state: As a step finds it; with what it adds; what is complete, or will be at the last step; of no further use.
+        of: The buffers, or carries of a loop, that the steps add to.
+        state: `"old"`: the sum as a step finds it; `"new"`: with the step's addend; `"total"`: linear in complete sums, or
+            will be at the last step; `"gone"`: must not be used.
     """
 
     of: frozenset[Var]
@@ -39,17 +40,17 @@ class Sum:
 
 GONE = Sum(frozenset(), "gone")
 Value = np.ndarray | Sum | None
-"""Numbers, with a dim in front for each dim of steps, of length 1 where all of these have the same; None: a value that does
-not depend on which step it is."""
+"""Known numbers, with one leading dim per dim of steps, of length 1 where all of its steps agree; None: an unknown value that
+does not depend on the step."""
 
 
 class Walk:
-    """A way through a body, and what is known of its values on it.
+    """An interpretation of a body.
 
     Attributes:
-        numbers: For dims of steps, the numbers of the steps; of others nothing is known.
-        known: What is known of values.
-        buffers: Which argument of the body each buffer is.
+        numbers: For dims of steps, the indices of the steps; other dims are unknown.
+        known: Variables -> what is known of them.
+        buffers: Buffer variables -> the argument of the body that they are.
     """
 
     def __init__(self, body: Jaxpr, numbers: Mapping[int, np.ndarray]):
@@ -59,14 +60,14 @@ class Walk:
         self.visits = 0
 
     def made(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
-        """What an equation makes."""
+        """Interpret an equation; its results."""
         raise NotImplementedError
 
     def through(self, body: Jaxpr) -> None:
-        """Go through a body.
+        """Interpret a body.
 
         Raises:
-            NotUnderstoodError: It does something else.
+            NotUnderstoodError: It does something that is not understood.
         """
         for eqn in body.eqns:
             self.visit(eqn)
@@ -87,7 +88,7 @@ class Walk:
         return number.reshape((1,) * len(self.axes) + number.shape)
 
     def inside(self, closed: Jaxpr | ClosedJaxpr, operands: Sequence[Atom], values: Sequence[Value]) -> list[Value]:
-        """Through a program that is called with these; what it returns."""
+        """Interpret a program that is called with these operands; its results."""
         body, consts = open_jaxpr(closed)
         if consts or len(operands) != len(body.invars):
             raise NotUnderstoodError
@@ -99,12 +100,12 @@ class Walk:
         return [self.of(atom) for atom in body.outvars]
 
     def branch(self, eqn: JaxprEqn, index: np.ndarray) -> Jaxpr | ClosedJaxpr:
-        """The branch of a condition that is taken."""
+        """The branch of a `cond` that is taken."""
         branches = eqn.params["branches"]
         return branches[min(max(int(index.item()), 0), len(branches) - 1)]
 
     def _number(self, eqn: JaxprEqn) -> Value:
-        """Which step it is. How many there are is not the same for all steps either: it is another number for fewer."""
+        """The grid index, or the grid's length, as an array over all steps: the length differs too if there are fewer."""
         numbers = self.numbers.get(eqn.params["axis"])
         if numbers is None:
             return None

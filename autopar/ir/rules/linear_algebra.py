@@ -1,8 +1,8 @@
-"""Rules of products and decompositions of matrices.
+"""Rules of matrix products and decompositions.
 
-In:     products, grouped and scaled ones, too, and `cholesky`, `triangular_solve`, `lu`, `eigh`, `svd`, ...
-Out:    `ab,bc->ac {sum b}` for products; for decompositions, batch dims split and the dims of the matrix whole.
-Method: a product is summed over the contracted factors: split, the result is a partial sum. Linear in either operand.
+In:     products, grouped and scaled ones too, and `cholesky`, `triangular_solve`, `lu`, `eigh`, `svd`, ...
+Out:    `ab,bc->ac {sum b}` for products; for decompositions, batch dims may be split and the dims of the matrix are whole.
+Method: a product sums over the contracted factors; if one is split, the result is a partial sum. Linear in either operand.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def dot_general(eqn: JaxprEqn) -> ShardingRule:
 def _product_terms(
     eqn: JaxprEqn, contracted: Sequence[Sequence[int]], batch: Sequence[Sequence[int]], grouped: Sequence[int] = ()
 ) -> tuple[Term, Term, Term, tuple[Factor, ...]]:
-    """Terms of lhs, rhs and result, every dim with a factor, and the contracted factors; `grouped` dims of rhs go, too."""
+    """Terms of lhs, rhs and result, with a factor for every dim, and the contracted factors.
+
+    `grouped`: dims of rhs that the result lacks too.
+    """
     fresh = factor_names()
     lhs = tuple((next(fresh),) for _ in eqn.invars[0].aval.shape)
     lhs_dim_of = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
@@ -74,7 +77,7 @@ def _product(
     maxed: Sequence[Factor] = (),
     whole: Sequence[Factor] = (),
 ) -> ShardingRule:
-    """A rule linear in its first and in its second operand, with 2 FLOPs for each combination of their factors."""
+    """A rule linear in the first and in the second operand, with 2 FLOPs for each combination of their factors."""
     all_sizes = infer_sizes([*operands, out], [var.aval.shape for var in (*eqn.invars, *eqn.outvars)])
     flops = 2.0 * math.prod(all_sizes[factor] for factor in factors_of(*operands[:2]))
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):
@@ -96,13 +99,13 @@ def _product(
 
 @register(*find_primitives("ragged_dot_general"), grouped_product_p)
 def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
-    """A product whose dim `lhs_ragged_dimensions` is cut into groups g, with their lengths in `group_sizes`.
+    """A product whose dim `lhs_ragged_dimensions` is divided into groups g, with their lengths in `group_sizes`.
 
-    Three cases, by what the ragged dim is: free, as of tokens (`tk,gkn,h->tn {sum k g}`: each group has its own rhs, and
-    rows of other groups than a device's own are zeros there), contracted (`tk,tn,h->gkn {sum t}`: each group has its own
-    result), or batch. In the first two both the ragged dim and the groups may be split: a device finds in the whole list
-    of lengths which of its rows belong to which of its groups. With lengths that have a batch dim, and in the third,
-    they are whole; the rest is as in `dot_general`.
+    The ragged dim is free, contracted or batch. Free, as for tokens: `tk,gkn,h->tn {sum k g}`; each group has its own rhs,
+    and a device has zeros for rows of groups that it does not hold. Contracted: `tk,tn,h->gkn {sum t}`; each group has its
+    own result. In these two cases both the ragged dim and the groups may be split: from the whole list of lengths a device
+    computes which of its rows belong to which of its groups. For a batch dim, and for lengths that have batch dims
+    themselves, they are whole; the rest is as in `dot_general`.
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
@@ -127,17 +130,17 @@ def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
         local = functools.partial(_ragged_here, rows=lhs[ragged][0], group=group[0])
         return replace(rule, flops=rule.flops / groups, picked=picked, local=local)
     group_sizes: Term = (group,)
-    if eqn.invars[2].aval.ndim > 1:  # one list of lengths for each place of the dims that stand before the ragged one
+    if eqn.invars[2].aval.ndim > 1:  # one list of lengths per index of the dims before the ragged one
         group_sizes = (*(lhs[d] for d in prefix[: prefix.index(ragged)]), group)
     whole = (*lhs[ragged], *group)
     rule = _product(eqn, (lhs, rhs, group_sizes), out, summed=[f for f in summed if f not in whole], whole=whole)
-    return replace(rule, flops=rule.flops / groups)  # each token meets one group's rhs only
+    return replace(rule, flops=rule.flops / groups)  # each token is multiplied by one group's rhs only
 
 
 def _in_parts(
     eqn: JaxprEqn, terms: tuple[Term, Term, Term], summed: Sequence[Factor], rows: Factor, groups: int
 ) -> ShardingRule:
-    """`(pt)k,gkn,ph->(pt)n {sum k g}`, `(pt)k,(pt)n,ph->gkn {sum p t}`: equal parts of the rows, each with its own groups."""
+    """`(pt)k,gkn,ph->(pt)n {sum k g}`, `(pt)k,(pt)n,ph->gkn {sum p t}`: rows in equal parts, each sorted by group."""
     part, group, lengths = "p0", "g0", ("h0",)
     lhs, rhs, out = (tuple((part, rows) if dim == (rows,) else dim for dim in term) for term in terms)
     sums = [*summed, part] if rows in summed else [*summed, group]
@@ -152,7 +155,7 @@ def _in_parts(
     ) -> Sequence[jax.Array]:
         if travel.axes(shard.axes_of):
             return _of_rows_that_travel(eqn, shard, travel, lhs, rhs, group_sizes)
-        if shard.num_shards(group) == 1 < len(group_sizes):  # of fewer parts, which a mesh may split further
+        if shard.num_shards(group) == 1 < len(group_sizes):  # only the parts are split; a mesh may split it again
             return bind_eqn(eqn, lhs, rhs, group_sizes)
 
         def one(lhs: jax.Array, rhs: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -166,12 +169,12 @@ def _in_parts(
 def _of_rows_that_travel(
     eqn: JaxprEqn, shard: Shard, travel: Travel, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
 ) -> Sequence[jax.Array]:
-    """The per-device program where each device has its own groups, and of all rows a part: rows travel, and come back.
+    """The per-device program where one axis splits both rows and groups: rows are sent to their groups' devices and back.
 
-    `group_sizes`: of all parts, the same on every device.
+    `group_sizes`: those of all parts, the same on every device.
     """
     axes, of_parts = travel.axes(shard.axes_of), shard.axes_of[travel.part]
-    # Which part a row is of is told by all axes that split them, in their order; it travels along some of these.
+    # All axes that split the parts, in order, determine a row's part; the exchange is along some of them.
     counts = signed(group_sizes).reshape(*(shard.axis_sizes[axis] for axis in of_parts), -1, group_sizes.shape[-1])
     for d, axis in reversed([*enumerate(of_parts)]):
         if axis not in axes:
@@ -197,7 +200,7 @@ def _of_rows_that_travel(
 def _ragged_here(
     eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, rows: Factor, group: Factor
 ) -> Sequence[jax.Array]:
-    """The per-device program: lengths of a device's own groups among its own rows, which come first."""
+    """The per-device program: a product of the device's rows that belong to its groups, rolled to the front."""
     whole_rows, whole_groups = (shard.num_shards(f) == 1 for f in (rows, group))
     if whole_rows and whole_groups:
         return bind_eqn(eqn, lhs, rhs, group_sizes)
@@ -226,7 +229,7 @@ def _ragged_here(
 
 @register(*find_primitives("scaled_dot"))
 def scaled_dot(eqn: JaxprEqn) -> ShardingRule:
-    """A product of operands scaled block by block along the contracted dims: these and the blocks are whole."""
+    """A product of operands scaled by blocks along the contracted dims: these dims and the blocks are whole."""
     contracted, batch = eqn.params["dimension_numbers"]
     lhs, rhs, out, summed = _product_terms(eqn, contracted, batch)
     scales = [
@@ -239,7 +242,7 @@ def scaled_dot(eqn: JaxprEqn) -> ShardingRule:
 
 @register_named("scaled_matmul", "scaled_matmul_wrapper")
 def scaled_matmul(eqn: JaxprEqn) -> ShardingRule:
-    """`ab(cd),ae(cd),abc,aec->abe {sum c d}`: cuDNN's product of operands with a scale for each block of d; whole blocks split.
+    """`ab(cd),ae(cd),abc,aec->abe {sum c d}`: cuDNN's product with one scale per block of d elements; c may be split.
 
     Operands whose blocks differ in length are whole along the contracted dim.
     """
@@ -256,7 +259,7 @@ def _cubic(factor: float) -> Callable[[int, int], float]:
     return lambda m, n: factor * m * n * min(m, n)
 
 
-# Dims of one matrix (or vector) in the first operand, and FLOPs for m x n (Golub & Van Loan, "Matrix Computations").
+# Dims of a matrix (2) or vector (1) in the first operand, and FLOPs for m x n (Golub & Van Loan, "Matrix Computations").
 _DECOMPOSITIONS: dict[str, tuple[int, Callable[[int, int], float]]] = {
     "cholesky": (2, _cubic(1 / 3)),
     "cholesky_update": (2, lambda m, n: 6.0 * n * n),
@@ -294,9 +297,9 @@ def _of_each(
     linear: Sequence[tuple[int, ...]] = (),
     local: LocalProgram | None = None,
 ) -> ShardingRule:
-    """What is done to the last dims of the first operands: leading dims are a batch, shared by all operands and results.
+    """The rule of an operation on the last dims: leading dims are a batch, shared by all operands and results.
 
-    `num_dims` are the last dims of the first operand; `flops` those of one of the batch.
+    `num_arrays`: operands that are not scalars; `num_dims`: last dims of the first one; `flops`: those of one batch element.
     """
     shape = eqn.invars[0].aval.shape
     lead, fresh = len(shape) - num_dims, factor_names()
@@ -310,7 +313,7 @@ def _of_each(
 
 @register(*find_primitives("triangular_solve"))
 def triangular_solve(eqn: JaxprEqn) -> ShardingRule:
-    """a[.., m, m] x = b[.., m, n], or x a = b[.., n, m]: the right-hand sides n split too, and it is linear in b."""
+    """a[.., m, m] x = b[.., m, n], or x a = b[.., n, m]: batch dims and right-hand sides n may be split; linear in b."""
     fresh, on_left = factor_names(), eqn.params["left_side"]
     *batch, row, column = new_term(eqn.invars[0].aval.shape, fresh)
     sides = eqn.invars[1].aval.shape[-1 if on_left else -2]
@@ -322,7 +325,7 @@ def triangular_solve(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("tridiagonal_solve"))
 def tridiagonal_solve(eqn: JaxprEqn) -> ShardingRule:
-    """Three diagonals [.., m] and right-hand sides b[.., m, n]: batch and n split, linear in b."""
+    """Three diagonals [.., m] and right-hand sides b[.., m, n]: batch dims and n may be split; linear in b."""
     shape = eqn.invars[3].aval.shape
     b = new_term(shape)
     return rule_of(eqn, [*(b[:-1],) * 3, b], [b], [(3,)], whole=b[-2], flops=8.0 * num_elements(shape))
@@ -338,8 +341,8 @@ def fft(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _transform(eqn: JaxprEqn, shard: Shard, operand: jax.Array) -> list[jax.Array]:
-    """The transform between arrays in row-major order: XLA:CPU (jaxlib 0.10) lets a collective beside it ask for
-    another order, and then refuses it."""
+    """The transform with row-major operand and result: XLA:CPU (jaxlib 0.10) otherwise takes another layout from a collective
+    beside it, and then refuses it."""
     row_major = Layout(tuple(range(operand.ndim)))
     results = bind_eqn(eqn, with_layout_constraint(operand, row_major))
     return [with_layout_constraint(result, row_major) for result in results]

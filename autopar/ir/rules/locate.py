@@ -1,13 +1,13 @@
-"""What reading and writing by index have in common: which dims are searched, and global indices on one device.
+"""Shared by gather and scatter: their factors, and the conversion of global indices to a device's local ones.
 
-In:     the dimension numbers of a `gather`, or of a `scatter`, which are their mirror image; index arrays as the user's
-        program has them: of any integer type, out of range or negative too.
-Out:    `IndexTerms`, the operation in factors; and on a device that holds one part of an indexed dim, local indices and
-        which of them fall into this part.
-Method: JAX's modes are about global indices, so an index is clamped, or found out of range, before the part's offset is
-        taken off. An index that is out of range belongs to the first device, so that exactly one answers it. Where a
-        slice begins is always clamped here: XLA joins a slice of a slice into one without clamping either (jaxlib 0.10),
-        and arrays are sliced before and behind an operation when it is split.
+In:     the dimension numbers of a `gather`, or the mirrored ones of a `scatter`; index arrays as in the user's program: of
+        any integer type, possibly out of range or negative.
+Out:    `IndexTerms`, the operation in factors; and, on a device that holds one shard of an indexed dim, local indices and
+        which of them fall into this shard.
+Method: JAX's modes are about global indices, so an index is clamped, or found out of range, before the shard's offset is
+        subtracted. An index that is out of range belongs to the first device, so that exactly one device answers it. The
+        start of a slice is always clamped here: XLA merges a slice of a slice into one without clamping either (jaxlib 0.10),
+        and splitting an operation adds slices before and after it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class IndexTerms:
     """The factors of reading slices from a table, or of writing them into it.
 
     Attributes:
-        table: A dim that is taken whole shares its factor with the slices, a batching dim with slices and indices.
-        indices: Positions, and last the vector of coordinates.
-        slices: What is read (`gather`'s result) or written (`scatter`'s updates).
+        table: Term of the table. A dim that is taken whole shares its factor with the slices, a batching dim with slices and
+            indices.
+        indices: Term of the indices; the last dim is the vector of coordinates.
+        slices: Term of the slices: `gather`'s result, `scatter`'s updates.
         sizes: Global length of each factor.
-        searched: Table dims from which an index takes single elements, with their factors, which stand nowhere else.
-        positions: Factors of the positions that are not batching dims: they stand in indices and slices only.
-        whole: Factors that may not be split: of dims of which several elements are taken, but not all.
+        searched: Table dims that an index picks single elements from -> their factors, which occur in no other term.
+        positions: Factors of the indices' dims that are not batching dims; they occur in indices and slices only.
+        whole: Factors that may not be split: dims of which several elements are taken, but not all.
     """
 
     table: Term
@@ -49,10 +50,10 @@ class IndexTerms:
 def index_terms(
     table: Sequence[int], indices: Sequence[int], taken: Sequence[int], numbers: lax.GatherDimensionNumbers
 ) -> IndexTerms:
-    """Name the factors of a gather; those of a scatter with the mirrored numbers are the same.
+    """The factors of a gather, or of a scatter with mirrored numbers.
 
     Args:
-        table: Shape of what is read from, or written into.
+        table: Shape of the array that is read from, or written into.
         indices: Shape of the indices; the last dim is the vector of coordinates.
         taken: Length of a slice along each dim of the table.
     """
@@ -97,7 +98,7 @@ def index_terms(
 def slice_terms(
     table: Sequence[int], taken: Sequence[int]
 ) -> tuple[Term, Term, tuple[Factor, ...], tuple[Factor, ...]]:
-    """Terms of a table and of one slice of it; factors of which the slice has a single element, and those not to be split."""
+    """Terms of a table and of one slice of it; factors of which the slice has a single element; factors not to be split."""
     fresh = factor_names()
     rows = new_term(table, fresh)
     lengths = list(zip(rows, table, taken, strict=True))
@@ -108,7 +109,7 @@ def slice_terms(
 
 
 def signed(index: jax.Array) -> jax.Array:
-    """The same indices in a signed type of at least 32 bits; what is too large for it becomes its largest."""
+    """The indices in a signed dtype of at least 32 bits; larger ones are clamped to its maximum."""
     if jnp.issubdtype(index.dtype, jnp.signedinteger):
         return index.astype(jnp.promote_types(index.dtype, jnp.int32))
     if index.dtype.itemsize >= 4:
@@ -122,8 +123,8 @@ def locate(index: jax.Array, factor: Factor, shard: Shard) -> tuple[jax.Array, j
     `index`: global, signed; may be out of range.
 
     Returns:
-        The local index (-1 where the global one is out of range), and a mask of the same shape; over all devices along
-        the dim exactly one is true.
+        The local index (-1 where the global one is out of range), and a mask of the same shape, which is true on exactly
+        one of the devices along the dim.
     """
     inside = (index >= 0) & (index < shard.sizes[factor])
     local = jnp.where(inside, index, 0) - jnp.asarray(shard.offset(factor), index.dtype)
@@ -135,10 +136,10 @@ def locate(index: jax.Array, factor: Factor, shard: Shard) -> tuple[jax.Array, j
 def locate_slice(
     starts: Sequence[jax.Array], taken: Sequence[int], shape: Sequence[int], table: Term, shard: Shard
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Local start of the one slice that begins at global `starts`, and whether it is on this device.
+    """Local start of the slice that begins at global `starts`, and whether this device holds it.
 
     Args:
-        starts: A scalar for each dim; they are clamped, so that the slice is inside.
+        starts: A scalar for each dim; clamped, so that the slice is inside.
         taken: Length of the slice along each dim.
         shape: Global shape of the table.
     """

@@ -1,8 +1,8 @@
 """`autopar.mark_stage`: the user's own border between two pipeline stages.
 
 In:     an array or a pytree of arrays, in the forward pass of a step.
-Out:    the same; its operations up to here belong to one stage, what follows to the next.
-Method: an identity of its own, which differentiation and batching pass through.
+Out:    the same values; the operations that compute them belong to one stage, those that follow to the next.
+Method: an identity primitive, which differentiation and batching pass through.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ mlir.register_lowering(mark_stage_p, lambda _, x: [x])
 
 
 def mark_stage(x: Tree) -> Tree:
-    """End a pipeline stage here: the operations that make `x` are the last of one stage.
+    """End a pipeline stage here: the operations that compute `x` are the last of the stage.
 
-    Obeyed by `PipelineParallel()`, which then cuts one stage more than there are marks. Elsewhere it is an identity.
+    Obeyed by `PipelineParallel()`, which then makes one stage more than there are marks. Elsewhere it is an identity.
 
-    `x`: what passes from one stage to the next: an array or a pytree; the mark is put on its last array.
+    `x`: the value that one stage passes to the next: an array or a pytree; the mark is put on its last array.
     """
     leaves, tree = jax.tree.flatten(x)
     marked = [*leaves[:-1], *(mark_stage_p.bind(leaf) for leaf in leaves[-1:])]

@@ -1,9 +1,9 @@
 """Rules of operations that move elements and do not change them.
 
 In:     `broadcast_in_dim`, `transpose`, `slice`, `concatenate`, `pad`, `select_n`, `iota`, ...
-Out:    dims that keep all their elements in order are shared factors and split freely; a dim that is cut, padded,
-        reversed or joined is whole.
-Method: a broadcast dim is a factor of the result alone, so a device makes just its part. All are linear: partial sums
+Out:    dims that keep all their elements in order are shared factors and may be split; a dim that is sliced, padded,
+        reversed or concatenated is whole.
+Method: a broadcast dim is a factor of the result alone, so a device computes just its shard. All are linear: partial sums
         pass.
 """
 
@@ -24,7 +24,7 @@ from autopar.ir.rules.terms import new_term, rule_of
 
 @register(*find_primitives("broadcast_in_dim"))
 def broadcast_in_dim(eqn: JaxprEqn) -> ShardingRule:
-    """`b->ab`; a dim of length 1 that is stretched is `1`: `1b->ab`."""
+    """`b->ab`; an operand dim of length 1 is written `1`: `1b->ab`."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     result = new_term(target)
     places = eqn.params["broadcast_dimensions"]
@@ -63,7 +63,7 @@ def _without(term: Term, dims: Sequence[int]) -> Term:
 
 @register(*find_primitives("select_n"))
 def select_n(eqn: JaxprEqn) -> ShardingRule:
-    """`ab,ab,ab->ab`, the predicate first, which may be a scalar; linear in the cases together."""
+    """`ab,ab,ab->ab`; the predicate, which is first, may be a scalar; linear in the cases together."""
     shape = eqn.outvars[0].aval.shape
     term = new_term(shape, factor_names())
     predicate = term if eqn.invars[0].aval.shape else ()
@@ -74,9 +74,9 @@ def select_n(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("slice"))
 def slice_(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->ac {whole b c}`: a dim that is cut is whole."""
+    """`ab->ac {whole b c}`: a dim that is sliced is whole."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    kept = [a == b for a, b in zip(source, target, strict=True)]  # equal lengths: nothing was cut, nothing skipped
+    kept = [a == b for a, b in zip(source, target, strict=True)]  # equal lengths: the slice takes every element
     strides = eqn.params["strides"] or (1,) * len(source)
 
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array) -> Sequence[jax.Array]:
@@ -105,13 +105,13 @@ def rev(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("concatenate"))
 def concatenate(eqn: JaxprEqn) -> ShardingRule:
-    """`ab,ac->ad {whole b c d}`: the dim along which arrays are joined is whole."""
+    """`ab,ac->ad {whole b c d}`: the concatenated dim is whole."""
     return _joined(eqn, eqn.params["dimension"])
 
 
 @register(*find_primitives("split"))
 def split(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->ac,ad {whole b c d}`: the dim that is taken apart is whole."""
+    """`ab->ac,ad {whole b c d}`: the dim along which the array is split is whole."""
     return _joined(eqn, eqn.params["axis"])
 
 
@@ -129,7 +129,7 @@ def unstack(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("tile"))
 def tile(eqn: JaxprEqn) -> ShardingRule:
-    """`b->(ab)`: copies one behind the other are a factor in front, which the operand lacks."""
+    """`b->(ab)`: the number of the copy is a major factor, which the operand lacks."""
     shape, reps = eqn.invars[0].aval.shape, eqn.params["reps"]
     fresh = factor_names()
     sizes: dict[Factor, int] = {}
@@ -152,7 +152,7 @@ def tile(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("iota"))
 def iota(eqn: JaxprEqn) -> ShardingRule:
-    """`->ab`: each device counts from where its part begins."""
+    """`->ab`: each device counts from the offset of its shard."""
     shape, along = eqn.outvars[0].aval.shape, eqn.params["dimension"]
     result = new_term(shape)
 
@@ -166,7 +166,7 @@ def iota(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("iota_2x32_shape"))
 def iota_2x32_shape(eqn: JaxprEqn) -> ShardingRule:
-    """`->ab,ab`: position in row-major order, as high and low words; the counters of random bits."""
+    """`->ab,ab`: the position in row-major order as high and low words, which are the counters of random bits."""
     shape = eqn.outvars[0].aval.shape
     result = new_term(shape)
     small = num_elements(shape) <= 1 << 32
@@ -185,7 +185,7 @@ def iota_2x32_shape(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("bitcast_convert_type"))
 def bitcast_convert_type(eqn: JaxprEqn) -> ShardingRule:
-    """`a->a`; between widths a last dim comes or goes: `a->ab {whole b}`."""
+    """`a->a`; between dtypes of different width a last dim is added or removed: `a->ab {whole b}`."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     term = new_term(max(source, target, key=len))
     whole = term[-1] if len(source) != len(target) else ()
@@ -193,7 +193,7 @@ def bitcast_convert_type(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: LocalProgram | None) -> ShardingRule:
-    """One array whose dims are kept or resized; further operands are scalars, linear together with it."""
+    """The rule for one array whose dims are kept or resized; further operands are scalars, linear together with it."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     fresh = factor_names()
     operand = new_term(source, fresh)
@@ -220,7 +220,7 @@ def _moving(
 
 
 def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
-    """All operands and results share their dims but one, which is whole in each."""
+    """The rule of arrays that share all dims but `along`, which is whole in each."""
     fresh = factor_names()
     shape = [1 if d == along else size for d, size in enumerate(eqn.invars[0].aval.shape)]
     shared = new_term(shape, fresh)
@@ -231,7 +231,7 @@ def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
 
 
 def _stacked(eqn: JaxprEqn, shape: Sequence[int], along: int) -> ShardingRule:
-    """Arrays without dim `along`, and the stack of them that has it."""
+    """The rule between arrays without dim `along`, and the stack of them."""
     stacked = new_term(shape)
     part = _without(stacked, (along,))
     operands, results = (

@@ -1,14 +1,13 @@
-"""`autopar.sharding_rule`: a function of the user's (a Pallas kernel, an FFI call) as one operation with a rule.
+"""`autopar.sharding_rule`: makes a user's function (a Pallas kernel, an FFI call) one operation with a rule.
 
 In:     `@sharding_rule("b s d, d f -> b s f {sum d}")` above a function of arrays.
-Out:    a function that stands in the program as one equation, whose rule is that text. On each device the function
-        itself is called on local arrays, so it must take its sizes from its arguments.
+Out:    a function that is one equation in the program, with the rule of that text. Each device calls the function
+        itself on local arrays, so it must take its sizes from its arguments.
 Method: names are separated by spaces; `(h d)` is a dim of two factors, major to minor, `1` a dim of length 1, and a
-        scalar is written as nothing. Behind the results, in braces, stands what the operation does with factors that
-        are not in every result: `sum`, `max` or `min` (it reduces over them); those not named there are not split,
-        nor are those behind `whole`.
+        scalar is an empty term. Braces after the results tell what the operation does with factors that some result
+        lacks: `sum`, `max` or `min` (it reduces over them); others are not split, nor are those listed under `whole`.
 
-Differentiation goes through the function as if the decorator were not there, for its derivative has another rule. A
+Differentiation goes through the function as if the decorator were not there, since its derivative has another rule. A
 kernel with a gradient of its own keeps both rules if the decorator stands on the two functions inside:
 
     @jax.custom_vjp
@@ -43,20 +42,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def sharding_rule(
     text: str, *, linear: Sequence[Sequence[int]] = (), flops: Callable[..., float] | None = None
 ) -> Callable[[Function], Function]:
-    """Make a function one operation of the program, split as `text` says.
+    """Make a function one operation of the program, with the sharding rule `text`.
 
     Args:
-        text: What the function is, in factors: `"b s d, d f -> b s f {sum d}"`. One term per array among the positional
-            arguments (a tuple or dict counts each of its leaves), one per array returned.
+        text: The rule: `"b s d, d f -> b s f {sum d}"`. One term per array among the positional arguments (a tuple or
+            dict counts each of its leaves), one per array returned.
         linear: Groups of operands in which the function is linear, such as `[(0,), (1,)]` for a product: these
-            may come in as partial sums, and then the results are.
-        flops: Of shapes and dtypes of the whole operands; None counts 2 for each combination of the factors.
+            may be partial sums, and then the results are.
+        flops: FLOPs, from the shapes and dtypes of the whole operands; None: 2 for each combination of the factors.
 
     Returns:
         A decorator. Keyword arguments of the function must be hashable constants. It may not close over traced arrays.
 
     Raises:
-        RuleError: The text cannot be read (at once), or does not fit the arguments (when the function is called).
+        RuleError: The text cannot be parsed (at once), or does not fit the arguments (when the function is called).
     """
     parsed = parse_text(text)
 
@@ -80,15 +79,15 @@ def sharding_rule(
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """The function of one opaque equation, and what is known of it.
+    """The function of one opaque equation, and its rule.
 
     Attributes:
-        function: The user's.
+        function: The user's function.
         tree: Structure of its positional arguments.
         keywords: Its keyword arguments.
         text: Its rule.
         linear: Groups of operands in which it is linear.
-        flops: Of the operands' abstract values.
+        flops: Its FLOPs, from the operands' abstract values.
         host_call: The first primitive in it that calls the host; None: there is none.
         batched: One entry per `vmap` around it, innermost first: which operands have the leading batch dim.
     """
@@ -104,7 +103,7 @@ class OpaqueCall:
 
     @property
     def name(self) -> str:
-        """Of the function; of one with arguments filled in, what it prints."""
+        """Name of the function; for a `functools.partial`, its text."""
         return getattr(self.function, "__qualname__", repr(self.function))
 
     def run(self, *operands: jax.Array) -> list[jax.Array]:
@@ -126,10 +125,10 @@ def _host_call(program: Jaxpr) -> str | None:
 
 
 def parse_text(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Factor, str]]:
-    """Terms of operands, terms of results, and what is noted of factors.
+    """Terms of operands, terms of results, and the notes in braces: factor -> kind.
 
     Raises:
-        RuleError: It cannot be read.
+        RuleError: The text cannot be parsed.
     """
 
     def fail(wrong: str) -> RuleError:
@@ -242,7 +241,7 @@ mlir.register_lowering(opaque_p, mlir.lower_fun(lambda *operands, call: call.run
 
 @register(opaque_p)
 def opaque(eqn: JaxprEqn) -> ShardingRule:
-    """The user's text; a factor missing from some result, with no note, is whole."""
+    """The rule of the user's text; a factor that some result lacks and no note mentions is whole."""
     call: OpaqueCall = eqn.params["call"]
     operands, results, noted = parse_text(call.text)
     for level, batched in enumerate(call.batched):
@@ -271,10 +270,10 @@ def opaque(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-    """The function on local arrays; what it returns must be the part that the rule promises."""
+    """The per-device program: the function on local arrays; its results must have the local shapes of the rule."""
     call: OpaqueCall = eqn.params["call"]
-    # As one operation still, what a microbatch does of it can be split further. But a call into the host must be the
-    # program's own, where what it raises is caught.
+    # It stays one operation, so that a microbatch's part can be split further. But a call into the host must be an equation
+    # of the program, where its exceptions are caught.
     results = call.run(*operands) if call.host_call else opaque_p.bind(*operands, call=call)
     rule = opaque(eqn)
     for number, (result, term) in enumerate(zip(results, rule.results, strict=True)):

@@ -1,7 +1,7 @@
-"""Rules of operations that put elements in order: `sort`, `top_k`.
+"""Rules of operations that order elements: `sort`, `top_k`.
 
 In:     `sort` of any number of arrays by the first of them, `top_k`, `approx_top_k`.
-Out:    the dim along which elements are ordered is whole, the others split freely.
+Out:    the dim along which elements are ordered is whole, the others may be split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sort(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("top_k", "approx_top_k"))
 def top_k(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->ac,ac {whole b c}`: the largest of each row, and where they are."""
+    """`ab->ac,ac {whole b c}`: the largest elements of each row, and their indices."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(source)
     fresh = factor_names()

@@ -1,16 +1,15 @@
 """The rule of a Pallas kernel, from its grid and the index maps of its blocks.
 
-In:     a `pallas_call`: a grid, and for each array the shape of a block and which block each step of the grid holds.
-Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and of the operands or not at all, is a factor
-        that can be split; its length is that of the grid dim. On one device runs the same kernel over fewer steps. So is
-        one whose steps add up the results that it does not walk (`kernel_steps.py`): fewer steps make a part of the sum.
-Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. What else keeps a grid dim
-        whole: the kernel asks at which step it is (`program_id`: a causal mask) for more than to find its rows in whole
-        arrays (`kernel_steps.py`), a block is written at several of its steps,
-        or which one a step holds is known only when it runs. In a scratch buffer, and in a result that nothing reads, a step
-        finds what the step before it left; a dim is split only if no step could tell this from the first: neither it nor a
-        dim outside of it is asked for, or buffers are begun anew (`kernel_scratch.py`).
-        Positions within a block need no such care: a block is the same block on one device.
+In:     a `pallas_call`: a grid, and for each array the block shape and the block that each step of the grid has.
+Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and walks operands fully or not at all, is a factor
+        of the grid dim's length, which may be split; so is one whose steps add up the results that it does not walk
+        (`kernel_steps.py`), where fewer steps make a partial sum. The per-device program is the kernel over fewer steps.
+Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. A grid dim is whole if the
+        kernel reads its index (`program_id`: a causal mask) for more than to find its rows in whole arrays
+        (`kernel_steps.py`), if a block is written at several of its steps, or if the block of a step is known only at run
+        time. A scratch buffer, or a result that nothing reads, may carry values from step to step; then a dim is split only
+        if neither its own index nor that of an outer dim is read, or if the buffers are overwritten first
+        (`kernel_scratch.py`). Positions within a block do not matter: a block is the same block on one device.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from autopar.ir.source import source_line
 
 @register_named("pallas_call")
 def pallas_call(eqn: JaxprEqn) -> ShardingRule:
-    """`a kernel over blocks (ab)c->(ab)c {whole b c}`: see the head of this file."""
+    """`(ab)c->(ab)c {whole b c}` for a kernel over blocks: see the top of this file."""
     reason = _not_understood(eqn)
     if reason is None:
         kernel = _Kernel(eqn)
@@ -54,7 +53,7 @@ def pallas_call(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _not_understood(eqn: JaxprEqn) -> str | None:
-    """Why nothing can be told of a kernel; None: it can."""
+    """Why a kernel cannot be analysed; None: it can."""
     mapping = eqn.params.get("grid_mapping")
     wanted = ("grid", "block_mappings", "num_inputs", "num_outputs", "vmapped_dims", "scratch_avals")
     if not all(hasattr(mapping, name) for name in wanted):
@@ -72,12 +71,13 @@ def _not_understood(eqn: JaxprEqn) -> str | None:
 
 
 class _Kernel:
-    """One kernel while its rule is read: terms of its arrays, and why grid dims are whole.
+    """The derivation of one kernel's rule.
 
     Attributes:
         results: Positions of results among the body's arguments.
-        scratch: The same of buffers that outlive a step.
-        overwrites: Operands whose memory results take.
+        scratch: Positions of buffers that outlive a step.
+        overwrites: (operand, result) pairs that share memory.
+        whole: Grid dims that may not be split -> why.
     """
 
     def __init__(self, eqn: JaxprEqn):
@@ -107,7 +107,7 @@ class _Kernel:
         self.loops |= {self._step_factor(dim): loop for dim, loop in self.steps.items()}
 
     def rule(self) -> ShardingRule:
-        """The rule; `whole` then says why grid dims are."""
+        """Derive the rule, and fill `whole`."""
         eqn, num_inputs = self.eqn, self.mapping.num_inputs
         first = eqn.invars[: len(eqn.invars) - num_inputs]  # lengths of the grid, scalars for the index maps
         scalars = [tuple(self._inner(size) for size in atom.aval.shape) for atom in first]
@@ -136,16 +136,16 @@ class _Kernel:
 
     @functools.cached_property
     def _user_dims(self) -> list[int]:
-        """Which grid dim is the first, second, ... that the kernel itself knows of."""
+        """The grid dims in the kernel's own numbering, which leaves out dims that `vmap` added."""
         return [dim for dim in range(len(self.grid)) if dim not in self.mapping.vmapped_dims]
 
     def _loops(self) -> list[BlockLoop]:
-        """Loops in the body over blocks of what every step has all of."""
+        """Loops in the body over blocks of arrays that every step has in full."""
         found = [] if self.overwrites else loops_over_blocks(self.body, self.results)
         return [loop for loop in found if None not in self._walked(loop)]
 
     def _steps(self) -> dict[int, BlockLoop]:
-        """Grid dims by whose number the body finds blocks of what every step has all of."""
+        """Grid dims by whose index the body finds its blocks in arrays that every step has in full."""
         asked = dict.fromkeys(_asked_for(self.body))
         found: dict[int, BlockLoop] = {}
         for own, dim in enumerate(self._user_dims):
@@ -157,13 +157,13 @@ class _Kernel:
         return found
 
     def _walked(self, loop: BlockLoop) -> list[tuple[int, int] | None]:
-        """(Array, dim) of what a loop goes over; None: of no array, or of one of which a step has but a part."""
+        """(Array, dim) of each buffer dim that a loop goes over; None: no array, or one that a step has only a block of."""
         return [_dim_of_array(self.eqn, at, dim) for at, dim in loop.walked]
 
     def _added_up(self, results: Sequence[Term]) -> set[int]:
-        """Grid dims over whose steps those results are sums that do not move with them."""
+        """Grid dims over which the results that do not move with them are sums."""
         if self.overwrites:
-            return set()  # more may go from step to step than the sum
+            return set()  # steps may pass on more than the sum
         shared = {}
         for at, term, var in zip(self.results, results, self.eqn.outvars, strict=True):
             still = [d for d in self._user_dims if self.grid[d] != 1 and not self._moves(term, d)]
@@ -175,14 +175,14 @@ class _Kernel:
         return {self._user_dims[dim] for dim in dims_added_up(self.body, grid, shared, self.scratch)}
 
     def _step_factor(self, grid_dim: int) -> Factor:
-        """The major factor of a grid dim, which is split."""
+        """The major factor of a grid dim, the one that may be split."""
         return self.factor_of[grid_dim, len(self.lengths[grid_dim]) - 1]
 
     def _moves(self, term: Term, grid_dim: int) -> bool:
         return any(self._step_factor(grid_dim) in dim for dim in term)
 
     def _keep_what_is_asked_for(self, results: Sequence[Term], sums: set[int]) -> None:
-        """Grid dims whose index the kernel reads, by `program_id` or a name; or where a step may find what another left."""
+        """Keep grid dims whole whose index the kernel reads, by `program_id` or a name, or that may carry values."""
         asked = {self._user_dims[dim] for dim in _asked_for(self.body) if dim < len(self._user_dims)}
         asked -= sums | self.steps.keys()
         if self.mapping.grid_names is not None:
@@ -198,12 +198,12 @@ class _Kernel:
                     self.whole[dim] = "a scratch buffer may carry values along it"
 
     def _unread(self, results: Sequence[Term], grid_dim: int) -> list[int]:
-        """Results, among the body's arguments, that do not move with a grid dim, and that nothing reads."""
+        """Results, as positions among the body's arguments, that nothing reads and that do not move with a grid dim."""
         triples = zip(self.results, results, self.eqn.outvars, strict=True)
         return [at for at, term, var in triples if isinstance(var, DropVar) and not self._moves(term, grid_dim)]
 
     def _begins_anew(self, grid_dim: int, buffers: Sequence[int]) -> bool:
-        """Whether these hold nothing that was there before a step of a grid dim."""
+        """Whether each step of a grid dim overwrites these buffers before it reads them."""
         numbers_of = {own: np.zeros(1, int) for own, dim in enumerate(self._user_dims) if dim > grid_dim}
         if grid_dim in self._user_dims:
             *inner, trips = self.lengths[grid_dim]
@@ -211,7 +211,7 @@ class _Kernel:
         return is_begun_anew(self.body, [self.body.invars[at] for at in buffers], numbers_of)
 
     def _parallel(self, dim: int) -> bool:
-        """Whether who wrote the kernel says that the steps of a grid dim are independent."""
+        """Whether the kernel's author declares the steps of a grid dim independent."""
         semantics = getattr(self.eqn.params.get("compiler_params"), "dimension_semantics", None)
         if semantics is None or len(semantics) != len(self._user_dims) or dim not in self._user_dims:
             return False
@@ -219,7 +219,7 @@ class _Kernel:
         return str(getattr(own, "value", own)).lower() == "parallel"
 
     def _inner(self, size: int) -> Dim:
-        """A dim that is not split."""
+        """A new dim that may not be split."""
         if size == 1:
             return ()
         factor = next(self.fresh)
@@ -228,7 +228,7 @@ class _Kernel:
         return (factor,)
 
     def _term(self, k: int) -> Term:
-        """The dims of an array: of each the factors that walk its blocks and one inside a block."""
+        """The term of an array: each dim has the factors that walk its blocks, then one for positions in a block."""
         each, numbers = self.mapping.block_mappings[k], self.maps[k]
         unknown = BlockNumbers(frozenset(range(len(self.grid))), None)
         dims: list[Dim] = []
@@ -246,7 +246,7 @@ class _Kernel:
         return tuple(dims)
 
     def _walk(self, size: int, block: int | None, number: BlockNumbers, taken: set[Factor]) -> Dim | None:
-        """The factors that walk the blocks of a dim; None where the dim is not walked in step with the grid."""
+        """The factors that walk the blocks of a dim; None: the grid does not walk it evenly."""
         if number.numbers is not None and not number.numbers.any():  # always the same block: nothing moves along it
             return () if block == size else None
         digits = None
@@ -261,7 +261,7 @@ class _Kernel:
         return walk
 
     def _keep_what_does_not_move(self, results: Sequence[Term], sums: set[int]) -> None:
-        """A grid dim that does not walk through every result that is read: some block is written at several steps."""
+        """Keep grid dims whole that do not walk every result that is read: some block is written at several steps."""
         for dim, length in enumerate(self.grid):
             unread = self._unread(results, dim)
             moves = all(self._moves(term, dim) or at in unread for at, term in zip(self.results, results, strict=True))
@@ -269,7 +269,7 @@ class _Kernel:
                 self.whole.setdefault(dim, "results do not move with it: blocks are written at several of its steps")
 
     def _keep_what_is_overwritten(self, operands: Sequence[Term], results: Sequence[Term]) -> None:
-        """An operand whose memory a result takes must be sharded as the result is."""
+        """Keep grid dims whole by which an operand and the result in its memory would be sharded differently."""
         num_dynamic = sum(length is None for length in self.grid)
         for operand, result in self.overwrites:
             pair = [_without(term, self.never) for term in (operands[operand + num_dynamic], results[result])]
@@ -285,7 +285,7 @@ def _without(term: Term, factors: Sequence[Factor]) -> Term:
 
 
 def _block_size(block: Any) -> int | None:
-    """Elements of a block along one dim, counted in blocks by its index map; None of a dim that is not cut in blocks."""
+    """Elements of a block along one dim, if its index map counts in blocks; else None."""
     match type(block).__name__:
         case "int" | "Blocked":
             return int(getattr(block, "block_size", block))
@@ -295,7 +295,7 @@ def _block_size(block: Any) -> int | None:
 
 
 def _dim_of_array(eqn: JaxprEqn, at: int, dim: int) -> tuple[int, int] | None:
-    """(Array, dim) of a dim of the buffer that is the `at`-th argument of a body; None: no step has all of it."""
+    """(Array, dim) of dim `dim` of the body's `at`-th argument; None: it is no array, or a step has only a block of it."""
     mapping, (body, _) = eqn.params["grid_mapping"], open_jaxpr(eqn.params["jaxpr"])
     k = at - (len(body.invars) - len(mapping.scratch_avals) - len(mapping.block_mappings))
     if not 0 <= k < len(mapping.block_mappings) or mapping.block_mappings[k].transforms:
@@ -306,7 +306,7 @@ def _dim_of_array(eqn: JaxprEqn, at: int, dim: int) -> tuple[int, int] | None:
 
 
 def _asked_for(body: Jaxpr) -> Iterator[int]:
-    """Dims of the grid, as the kernel counts them, whose index or length it uses."""
+    """The grid dims, in the kernel's numbering, whose index or length the body uses."""
     used = {atom for eqn in body.eqns for atom in eqn.invars if isinstance(atom, Var)}
     used.update(atom for atom in body.outvars if isinstance(atom, Var))
     for eqn in body.eqns:
@@ -325,12 +325,13 @@ def _on_part(
     loops: Mapping[Factor, BlockLoop],
     results: Sequence[Term],
 ) -> Sequence[jax.Array]:
-    """The kernel over the steps of one device.
+    """The per-device program: the kernel over the device's steps.
 
     Args:
         steps: The major factor of each grid dim.
-        sums: Grid dims whose steps are added up, by the number that the kernel knows them by.
-        loops: Loops in the body, by the factor that they go over.
+        sums: Grid dims over which results are sums, by their number in the kernel.
+        loops: Loops over blocks, by the factor of their trips.
+        results: Terms of the results.
     """
     mapping = eqn.params["grid_mapping"]
     counts = [shard.num_shards(steps[dim]) for dim in range(len(mapping.grid))]
@@ -361,7 +362,7 @@ def _on_part(
 def _with_fewer_trips(
     eqn: JaxprEqn, body: Jaxpr, blocks: list[Any], loop: BlockLoop, trips: int
 ) -> tuple[Jaxpr, list[Any]]:
-    """The body with a shorter loop, and blocks of the length of what it goes over."""
+    """The body with `trips` trips of a loop over blocks, and block shapes of that length."""
     walked: dict[int, dict[int, int]] = {}
     blocks = list(blocks)
     for at, dim in loop.walked:

@@ -1,10 +1,10 @@
 """Rules of reductions and of cumulative operations.
 
 In:     `reduce_sum`, `reduce_max`, ..., `argmax`, the general `reduce`, `cumsum`, ...
-Out:    a reduced dim is summed (`ab->a {sum b}`: split, the result is a partial sum), reduced at once (`{max b}`), or
+Out:    a reduced dim is summed (`ab->a {sum b}`: if split, the result is a partial sum), reduced at once (`{max b}`), or
         whole (`{whole b}`).
-Method: sums stay partial; max, min and the logical and, or are all-reduced as such; other reductions, and the dim along
-        which a cumulative operation runs, are not split.
+Method: sums stay partial; max, min and the logical and, or are all-reduced as such; dims of other reductions, and the dim
+        along which a cumulative operation runs, are whole.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PARTS: dict[str, tuple[str, Callable[[np.dtype], bool]]] = {
     "sum": ("sum", may_be_partial),
     "max": ("max", may_be_extreme),
     "min": ("min", may_be_extreme),
-    "or": ("max", _is_boolean),  # of the bits of integers, no collective's reduction
+    "or": ("max", _is_boolean),  # no collective does bitwise reductions of integers
     "and": ("min", _is_boolean),
 }
-"""What a reduction of parts is a part of, and of which dtypes; other reductions are not done in parts."""
+"""Reductions that may be split: the collective that joins the partial results, and a test of the dtype."""
 
 
 @register(*find_primitives("argmax", "argmin", "reduce_prod", "reduce_xor", *(f"reduce_{name}" for name in _PARTS)))
@@ -49,7 +49,7 @@ def reduction(
     gone: Sequence[Factor],
     sizes: Mapping[Factor, int] | None = None,
 ) -> ShardingRule:
-    """The rule of arrays of which these factors are reduced: in parts, if what parts make can be joined."""
+    """The rule of a reduction over the factors `gone`: they may be split if a collective can join the partial results."""
     name = eqn.primitive.name.removeprefix("reduce_").removeprefix("window_")
     kind, fits = _PARTS.get(name, ("whole", may_be_partial))
     kind = kind if fits(eqn.outvars[0].aval.dtype) else "whole"
@@ -67,7 +67,7 @@ def reduction(
 
 
 def _parted(term: Term, dims: Sequence[int]) -> tuple[Term, tuple[Factor, ...]]:
-    """A term without these dims, and their factors."""
+    """A term without `dims`, and the factors of those."""
     return tuple(dim for d, dim in enumerate(term) if d not in dims), tuple(f for d in dims for f in term[d])
 
 

@@ -2,9 +2,9 @@
 
 In:     equations of the flat program.
 Out:    `rule_for(eqn)`.
-Method: each family's file registers its rules here; `__init__.py` imports the families. A primitive stands in exactly
-        one place: in a family, in `replicated.py` (computed whole on every device), or in the structured few that the
-        graph takes apart (`scan`, `while`, `cond`, ...).
+Method: each family's file registers its rules here; `__init__.py` imports the families. A primitive has a rule in exactly
+        one family, or is in one of the lists of `replicated.py`: computed whole on every device, or structured (`scan`,
+        `while`, `cond`, ...).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def register(*primitives: Primitive) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def register_named(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """The same of primitives in modules of JAX that `import jax` does not load: kernels.
+    """As `register`, by name, for primitives in modules of JAX that `import jax` does not load: kernels.
 
     Raises:
         ValueError: One of them already has a rule.
@@ -59,12 +59,12 @@ def _find(primitive: Primitive) -> RuleFunction | None:
 
 
 def has_rule(primitive: Primitive) -> bool:
-    """Whether `primitive` stands in the table."""
+    """Whether `primitive` is in the table."""
     return _find(primitive) is not None
 
 
 def family_of(primitive: Primitive) -> str:
-    """The family that the rule of a primitive belongs to, which is its file's name; "": it has none."""
+    """The family of a primitive, which is the name of its rule's file; "": it has no rule."""
     rule = _find(primitive)
     return "" if rule is None else rule.__module__.rpartition(".")[2]
 
@@ -72,11 +72,11 @@ def family_of(primitive: Primitive) -> str:
 def rule_for(eqn: JaxprEqn) -> ShardingRule:
     """The sharding rule of an equation.
 
-    A primitive without one is computed whole on every device: silently if `replicated.py` says that this is expected,
-    else with a warning that names it and the line.
+    A primitive without a rule is computed whole on every device: silently if it is in a list of `replicated.py`, else with
+    a warning that names it and the line.
 
     Raises:
-        UnsupportedPrimitiveError: It is a collective or mutates a reference.
+        UnsupportedPrimitiveError: The equation is a collective or mutates a reference.
     """
     rule = _find(eqn.primitive)
     kind = list_of(eqn.primitive.name) if rule is None else None
@@ -99,7 +99,7 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
 
 
 def whole_kernel_warning(what: str, reason: str, eqn: JaxprEqn) -> str:
-    """What is said of a kernel that is not split, with the line that would split its leading dim."""
+    """The warning about a kernel that is not split, with the decorator that would split its leading dim."""
     batch = eqn.outvars[0].aval.shape[:1] if eqn.outvars else ()
     fresh = (name for name in factor_names() if name != "b")
 
@@ -128,7 +128,7 @@ def _out_of_place(eqn: JaxprEqn) -> UnsupportedPrimitiveError:
 
 
 def replicated_rule(eqn: JaxprEqn) -> ShardingRule:
-    """The rule of an operation that is computed whole on every device: every dim is a factor that may not be split."""
+    """The rule of an operation that every device computes whole: every dim is a factor that may not be split."""
     fresh = factor_names()
     terms = [tuple((next(fresh),) for _ in var.aval.shape) for var in (*eqn.invars, *eqn.outvars)]
     sizes = infer_sizes(terms, [var.aval.shape for var in (*eqn.invars, *eqn.outvars)])

@@ -1,15 +1,14 @@
-"""The primitives that no rule splits: computed whole, taken apart elsewhere, or out of place in a one-device program.
+"""Lists the primitives without a rule: computed whole, structured, or not allowed in a one-device program.
 
-In:     nothing.
-Out:    names of primitives, as a jaxpr prints them. A primitive has a rule or stands in exactly one of these lists.
-Method: by name, since releases of JAX differ in what they have. A test walks all of JAX's primitives and names those
-        that stand nowhere.
+Out:    names of primitives, as a jaxpr prints them. A primitive has a rule or is in exactly one of these lists.
+Method: by name, since releases of JAX have different primitives. A test walks all of JAX's primitives and names those
+        that are nowhere.
 """
 
 from __future__ import annotations
 
 COMPUTED_REPLICATED: tuple[str, ...] = (
-    # random bits of a hardware generator: one stream, which no device can start in the middle
+    # random bits of a hardware generator: one stream, in which no device can start in the middle
     *"rng_bit_generator rng_uniform random_gamma".split(),
     # loops over data without a batch dim, or on scalars only
     *"custom_lin linear_call run_state tie".split(),
@@ -21,7 +20,7 @@ COMPUTED_REPLICATED: tuple[str, ...] = (
 SIDE_EFFECTS: tuple[str, ...] = tuple(
     "check debug_callback debug_print inspect_sharding io_callback pure_callback".split()
 )
-"""Calls into the host. Their operands are gathered whole; they must run on one device only, and not once on each."""
+"""Calls into the host. Their operands are gathered whole; they must run on one device only, not on each."""
 
 STRUCTURED: tuple[str, ...] = (
     # loops and branches: the planner looks into their bodies
@@ -37,7 +36,7 @@ STRUCTURED: tuple[str, ...] = (
     # any number of operands, passed through together
     *"optimization_barrier".split(),
 )
-"""Taken apart by flattening or by the planner's graph: no factor rule is asked for."""
+"""Removed by flattening, or handled as regions by the planner's graph: they need no rule."""
 
 KERNELS: tuple[str, ...] = tuple(
     (
@@ -46,8 +45,8 @@ KERNELS: tuple[str, ...] = tuple(
         "mosaic_gpu_call tpu_custom_call triton_call"
     ).split()
 )
-"""Foreign kernels: only who wrote them knows what they compute. Whole on every device, with a warning, unless
-`autopar.sharding_rule` says more."""
+"""Foreign kernels: only their authors know what they compute. Whole on every device, with a warning, unless they are
+wrapped in `autopar.sharding_rule`."""
 
 STATEFUL: tuple[str, ...] = tuple(
     (
@@ -64,17 +63,17 @@ COLLECTIVE: tuple[str, ...] = tuple(
         "unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p"
     ).split()
 )
-"""Talk between devices, by the name of a mesh axis: cannot stand in a program written for one device. With them go
-their asynchronous halves, `*_start` and `*_done`."""
+"""Communication over named mesh axes: not allowed in a program written for one device. Includes the asynchronous halves,
+`*_start` and `*_done`."""
 
 DIFFERENTIATION_ONLY: tuple[str, ...] = tuple(
     "call_hi_primitive call_hi_primitive_linearized stage unreachable".split()
 )
-"""Gone once a program is traced and differentiated."""
+"""Absent from a program that is traced and differentiated."""
 
 
 def list_of(name: str) -> str | None:
-    """Which of the lists holds the primitive of this name; None if none does."""
+    """The name of the list that has the primitive of this name; None: none has."""
     base = name.removesuffix("_start").removesuffix("_done")
     for title, names in ALL_LISTS.items():
         if name in names or (title == "COLLECTIVE" and base in names):

@@ -1,9 +1,9 @@
-"""The rule of `reshape`: dims merged and split are dims of several factors.
+"""The rule of `reshape`: merged and split dims are dims of several factors.
 
 In:     a `reshape` equation.
-Out:    `a(bc)->abc` for a split, `abc->(ab)c` for a merge; a dim splits over devices by its first factor.
-Method: source and target are read from the major side; equal products end a factor. Where lengths have no common
-        measure (12 x 10 to 8 x 15), what they share in front (4) is a factor and the rest of that group is whole.
+Out:    `a(bc)->abc` for a split, `abc->(ab)c` for a merge; devices split a dim by its first factor.
+Method: source and target are read from the major side; a factor ends where both products are equal. Where lengths do not
+        divide each other (12 x 10 to 8 x 15), their common divisor (4) is a factor, and the rest of that group is whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reshape(eqn: JaxprEqn) -> ShardingRule:
 def factor_shapes(
     source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[tuple[Factor, ...]], list[tuple[Factor, ...]], dict[Factor, int], tuple[Factor, ...]]:
-    """The factors of each dim of two shapes of one size: source dims, target dims, lengths, those that are whole."""
+    """The factors of two shapes of equal size: source dims, target dims, lengths of factors, whole factors."""
     fresh = factor_names()
     if 0 in source:
         return _separate(source, target, fresh)
@@ -53,7 +53,7 @@ def factor_shapes(
             left.take(factor, common)
             right.take(factor, common)
         if left.rest > 1 and right.rest > 1:
-            # No common measure: from here to where the products meet again, each side has factors of its own.
+            # They do not divide: up to where the products are equal again, each side has factors of its own.
             for side, length in _until_equal(left, right):
                 factor = next(fresh)
                 sizes[factor] = length
@@ -63,14 +63,14 @@ def factor_shapes(
 
 
 class _Side:
-    """One shape, read from the major side; `rest` is what of the present dim has no factor yet."""
+    """One shape, read from the major side; `rest`: the length of the present dim that has no factor yet."""
 
     def __init__(self, shape: Sequence[int]):
         self.shape, self.at, self.rest = tuple(shape), -1, 1
         self.dims: list[tuple[Factor, ...]] = [()] * len(self.shape)
 
     def advance(self) -> bool:
-        """Go on to a dim with something left; False at the end."""
+        """Go on to the next dim if `rest` is used up; False at the end."""
         while self.rest == 1:
             self.at += 1
             if self.at >= len(self.shape):
@@ -84,7 +84,7 @@ class _Side:
 
 
 def _until_equal(left: _Side, right: _Side) -> Iterator[tuple[_Side, int]]:
-    """Take what is left of dims, on whichever side has less of it so far, until both have taken the same."""
+    """Yield (side, rest of a dim), from whichever side has the smaller product so far, until both products are equal."""
     taken = {id(left): 1, id(right): 1}
     while True:
         side = left if taken[id(left)] <= taken[id(right)] else right
@@ -95,7 +95,7 @@ def _until_equal(left: _Side, right: _Side) -> Iterator[tuple[_Side, int]]:
 
 
 def _separate(source: Sequence[int], target: Sequence[int], fresh: Iterator[Factor]):
-    """An array without elements: equal dims in front and behind are the same, those between are whole."""
+    """The factors for an array without elements: equal dims at both ends are shared, those between are whole."""
     least = min(len(source), len(target))
     front = next((k for k in range(least) if source[k] != target[k]), least)
     behind = next((k for k in range(least - front) if source[-1 - k] != target[-1 - k]), least - front)

@@ -1,11 +1,11 @@
-"""What an operation is, in factors: the one description from which everything else follows.
+"""Sharding rules: an operation in factors, its loop indices; all else about it is derived from them.
 
 In:     an equation of the flat program.
-Out:    `ShardingRule`: a name for each loop index of the operation and where it stands in each operand and result,
+Out:    `ShardingRule`: a name for each loop index of the operation, and the dims that it indexes in operands and results,
         as in einsum: `dot_general` is `ab,bc->ac {sum b}`.
-Method: a dim is a tuple of factors, major to minor, so that `reshape` is a rule like any other: `a(bc)->abc`. From a
-        rule come the shardings an operation allows (`intra_op/strategies.py`), its FLOPs, and its per-device program.
-        The notation is that of Shardy's op sharding rules and of einops.
+Method: a dim is a tuple of factors, major to minor, so that `reshape` is a rule like any other: `a(bc)->abc`. A rule gives
+        the shardings that an operation allows (`intra_op/strategies.py`), its FLOPs, and its per-device program. The
+        notation is that of Shardy's op sharding rules and of einops.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ Term = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where this device stands in an equation: which mesh axes split each factor, and what it is. Valid inside `shard_map`
-    only."""
+    """This device's shard of an equation: the mesh axes that split each factor, and their indices here.
+
+    Valid only inside `shard_map`.
+    """
 
     axes_of: Mapping[Factor, tuple[str, ...]]
     axis_sizes: Mapping[str, int]
@@ -40,7 +42,7 @@ class Shard:
     platform: str = field(default="", kw_only=True)
 
     def num_shards(self, factor: Factor) -> int:
-        """Into how many parts `factor` is split; 1 where it is whole."""
+        """Into how many shards `factor` is split; 1 where it is whole."""
         return math.prod(self.axis_sizes[axis] for axis in self.axes_of.get(factor, ()))
 
     def local_size(self, factor: Factor) -> int:
@@ -48,7 +50,7 @@ class Shard:
         return self.sizes[factor] // self.num_shards(factor)
 
     def index(self, factor: Factor) -> jax.Array | int:
-        """This device's part of `factor`, counted from 0: a traced int32, or the int 0 where it is whole."""
+        """Number of this device's shard of `factor`: a traced int32, or the int 0 where it is whole."""
         axes = self.axes_of.get(factor, ())
         return lax.axis_index(axes) if axes else 0
 
@@ -63,14 +65,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """An axis may split two factors of an operation at once: rows that come in parts travel to the devices of their groups, and
-    what is made of them comes back.
+    """Two factors of an operation that one axis may split at once: rows are sent to the devices of their groups and back.
 
     Attributes:
-        part: The factor that says of which part a row is.
-        group: The factor that says of which group a matrix is.
-        along: Of each operand and then each result, which of the two the axis splits there; None: it is whole on all devices,
-            and on those of other axes.
+        part: The factor that numbers the parts of the rows.
+        group: The factor that numbers the groups.
+        along: For each operand and then each result, which of the two factors the axis splits; None: none, and no other axis
+            splits it either.
     """
 
     part: Factor
@@ -79,11 +80,11 @@ class Travel:
 
     @property
     def travelling(self) -> tuple[int, ...]:
-        """Those operands, and then results, that are sent."""
+        """The operands, and then results, whose rows are sent."""
         return tuple(k for k, factor in enumerate(self.along) if factor == self.part)
 
     def axes(self, axes_of: Mapping[Factor, tuple[str, ...]]) -> tuple[str, ...]:
-        """The axes on which this is done, if these split each factor."""
+        """The axes that split both factors, given those that split each factor."""
         return tuple(axis for axis in axes_of.get(self.group, ()) if axis in axes_of.get(self.part, ()))
 
 
@@ -101,21 +102,21 @@ class ShardingRule:
         operands: For each operand, its dims.
         results: For each result, its dims.
         sizes: Global length of each factor.
-        summed: Factors that no longer stand in the result because it is a sum over them: split, they make it partial.
-        picked: Those of them from which single elements are read: all terms but one are zeros.
-        reduced: The same for other reductions, by name (`"max"`, `"min"`): split, the result is reduced at once.
-        whole: Factors that may not be split (a sorted dim, a window, a dim cut unevenly).
+        summed: Factors that the result is a sum over: if one is split, the result is a partial sum.
+        picked: Those of them that single elements are picked from: all addends but one are zeros.
+        reduced: The same for other reductions, by name (`"max"`, `"min"`): if one is split, the result is reduced at once.
+        whole: Factors that may not be split (a sorted dim, a window, a dim that is sliced).
         linear: Groups of operands in which the operation is linear: if all of one group are partial sums over an
             axis and the other operands are replicated over it, so are the results. `mul` has ((0,), (1,)), `add` ((0, 1),).
-        moves: Every element of a result is one of the `linear` operands, whose other elements have no part in it; or 0.
+        moves: Every element of a result equals one element of a `linear` operand, or is 0.
         joined: For a summed factor, the operands that are added to the sum and lack the factor (`scatter_add`'s
             operand): they must be partial over the axes that split it.
-        flops: Of the whole operation, on one device.
-        local: Per-device program; None where binding the primitive to local operands is it.
-        once: It calls into the host: one device runs it and hands its results to all.
-        turned: Operands that kernels want with their dims in another order: an array that is stored as it was given is copied.
-        zeros_like: The operand of whose shape the zeros are that the result begins as; None: it does not.
-        travel: Rows may travel to the devices of their groups; None: there are none.
+        flops: FLOPs of the whole operation, on one device.
+        local: Per-device program; None: the primitive itself on local operands.
+        once: It calls into the host: one device runs it and sends its results to all.
+        turned: Operands that kernels want with their dims in another order: an argument of the step is copied for them.
+        zeros_like: The operand whose shape the result's initial zeros have; None: the result is not accumulated into zeros.
+        travel: Rows may be sent to the devices of their groups; None: they may not.
     """
 
     operands: tuple[Term, ...]
@@ -136,7 +137,7 @@ class ShardingRule:
     travel: Travel | None = None
 
     def splittable(self) -> tuple[Factor, ...]:
-        """Factors that may be split over mesh axes, in order of appearance: not whole, and leading wherever they stand."""
+        """Factors that may be split over mesh axes, in order of appearance: not whole, and leading in every dim with them."""
         leading: dict[Factor, bool] = {}
         seen: dict[Factor, None] = {}
         for term in self.operands + self.results:
@@ -179,7 +180,7 @@ def infer_sizes(
     what: str = "rule",
     known_sizes: Mapping[Factor, int] | None = None,
 ) -> dict[Factor, int]:
-    """Length of each factor from the shapes; in a dim of several factors all but one must be known from elsewhere."""
+    """Infer the length of each factor from the shapes; in a dim of several factors at most one may be unknown elsewhere."""
     if len(terms) != len(shapes) or any(len(t) != len(s) for t, s in zip(terms, shapes, strict=False)):
         raise ValueError(f"{what}: does not fit the shapes {[tuple(s) for s in shapes]}.")
     sizes = dict(known_sizes or {})

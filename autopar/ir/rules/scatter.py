@@ -1,12 +1,12 @@
 """Rules of writing by index: the `scatter` family and `dynamic_update_slice`.
 
 In:     `x.at[i].set`, `.add`, ..., the gradient of an embedding lookup, updates of caches.
-Out:    window dims and batching dims split freely; so does a dim into which single elements are written: each device
-        writes those that it holds. The positions of what is added up split too: the result is a partial sum then, and
-        the operand must come as one.
-Method: an index made local is out of range where it points into another device's part, and such writes are dropped.
-        Not so a single update: XLA makes slices of it, and joins a slice with the slice that its table was cut by
-        without clamping either. So its index is in range on every device, and what stands there is written again.
+Out:    window dims and batching dims may be split; so may a dim that single elements are written into: each device
+        writes those that it holds. If updates are added, their positions may be split too: the result is then a partial
+        sum, and the operand must be one.
+Method: a local index is out of range where the global one is another device's, and such writes are dropped. Except for a
+        single update: XLA turns it into slices, and merges a slice with the slice that made its table without clamping
+        either. So its index is in range on every device, and other devices write the old values again.
         The terms are those of the gather that reads what is written (`locate.py`).
 """
 
@@ -34,7 +34,7 @@ def scatter_add(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("scatter-mul"))
 def scatter_mul(eqn: JaxprEqn) -> ShardingRule:
-    """`bc,a1,ac->bc {whole a}`; linear in the operand, of which every element is multiplied."""
+    """`bc,a1,ac->bc {whole a}`; linear in the operand."""
     return _scatter(eqn, (0,))
 
 
@@ -46,15 +46,15 @@ def scatter_extreme(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("scatter"))
 def scatter(eqn: JaxprEqn) -> ShardingRule:
-    """`bc,a1,ac->bc {whole a}`: of several writes to one place one counts, so a device must see them all.
+    """`bc,a1,ac->bc {whole a}`: of several writes to one index only one counts, so a device must see them all.
 
-    Where no two can meet, it is linear in operand and updates together.
+    Where indices are unique, it is linear in operand and updates together.
     """
     return _scatter(eqn, *([(0, 2)] if _writes_once(eqn) else []), flops_per_update=0)
 
 
 def _writes_once(eqn: JaxprEqn) -> bool:
-    if eqn.params["update_jaxpr"] is not None:  # `x.at[i].apply(f)`: any function of what stands there
+    if eqn.params["update_jaxpr"] is not None:  # `x.at[i].apply(f)`: any function of the old value
         return False
     batching = eqn.params["dimension_numbers"].scatter_indices_batching_dims
     positions = [size for d, size in enumerate(eqn.invars[1].aval.shape[:-1]) if d not in batching]
@@ -105,7 +105,7 @@ def _mirrored(numbers: lax.ScatterDimensionNumbers) -> lax.GatherDimensionNumber
 def _scatter_here(
     eqn: JaxprEqn, terms: IndexTerms, taken: Sequence[int], shard: Shard, *operands: jax.Array
 ) -> Sequence[jax.Array]:
-    """The per-device program: what is written elsewhere is not written here."""
+    """The per-device program: apply the updates whose indices this device holds."""
     table, indices, updates = operands
     shape, index_map = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
     if all(table.shape[d] == shape[d] for d in index_map):
@@ -118,7 +118,7 @@ def _scatter_here(
         return [_write_once(eqn, terms, taken, shard, table, columns, indices, updates)]
     for d, factor in terms.searched.items():
         if shard.num_shards(factor) > 1:
-            columns[d], _ = locate(columns[d], factor, shard)  # in another device's part: out of range here
+            columns[d], _ = locate(columns[d], factor, shard)  # another device's index is out of range here
     drop = lax.GatherScatterMode.FILL_OR_DROP
     params = {**eqn.params, "indices_are_sorted": False, "unique_indices": False, "mode": drop}
     return bind_eqn(eqn, table, jnp.stack(list(columns.values()), axis=-1), updates, params=params)
@@ -134,7 +134,7 @@ def _write_once(
     indices: jax.Array,
     updates: jax.Array,
 ) -> jax.Array:
-    """One update: the window that it meets is read, updated by itself, and written where it was read."""
+    """Apply a single update: read its window, update that, and write it back."""
     shape = eqn.invars[0].aval.shape
     window = [here if length == size else length for here, length, size in zip(table.shape, taken, shape, strict=True)]
     begin, mine = [jnp.int32(0)] * len(shape), jnp.asarray(True)
@@ -161,7 +161,7 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
         begin, mine = locate_slice(starts, taken, shape, operand, shard)
         if all(shard.num_shards(factor) == 1 for factor in single):
             return bind_eqn(eqn, array, new, *begin)
-        # Elsewhere, what stands at some place is written there again: the array can still be updated in place.
+        # Other devices write old values back, so that the array can still be updated in place.
         new = jnp.where(mine, new, lax.dynamic_slice(array, begin, new.shape))
         return bind_eqn(eqn, array, new, *begin)
 

@@ -1,7 +1,7 @@
-"""The small parts from which rules are written: fresh terms, terms without the factors of length 1, and the rule of terms.
+"""Helpers for writing rules: fresh terms, terms without factors of length 1, and a rule from terms.
 
 In:     shapes; an equation, and terms for its operands and results.
-Out:    `Term`s, in which a dim of length 1 is `()`, so that a factor always is something to split; `rule_of` terms.
+Out:    `Term`s, in which a dim of length 1 is `()`, so that every factor can be split; `rule_of`, a rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.ir.rules.rule import Factor, ShardingRule, Term, factor_names
 
 
 def new_term(shape: Sequence[int], fresh: Iterator[Factor] | None = None) -> Term:
-    """A fresh factor for each dim; a dim of length 1 has none."""
+    """A term with a fresh factor for each dim; a dim of length 1 has none."""
     fresh = factor_names() if fresh is None else fresh
     return tuple(() if size == 1 else (next(fresh),) for size in shape)
 
@@ -28,14 +28,14 @@ def rule_of(
     sizes: Mapping[Factor, int] | None = None,
     **facts: Any,
 ) -> ShardingRule:
-    """The rule of an equation in these terms.
+    """The rule of an equation with these terms.
 
     Args:
         operands: Terms of its first operands; the others are scalars.
-        results: Terms of its results; one stands for all of them.
-        linear: Groups of operands in which it is linear, whatever the dtypes.
-        sizes: Of all factors; None: each stands alone in some dim, whose length it is.
-        facts: What else a `ShardingRule` says.
+        results: Terms of its results; a single one is that of all results.
+        linear: Groups of operands in which it is mathematically linear, whatever the dtypes.
+        sizes: Lengths of all factors; None: each is alone in some dim, whose length it has.
+        facts: Other fields of `ShardingRule`.
     """
     operands = (*operands, *((),) * (len(eqn.invars) - len(operands)))
     results = tuple(results) * (len(eqn.outvars) if len(results) == 1 else 1)
@@ -52,5 +52,5 @@ def drop_units(terms: Sequence[Term], sizes: Mapping[Factor, int]) -> list[Term]
 
 
 def factors_of(*terms: Term) -> tuple[Factor, ...]:
-    """The factors that stand in any of the terms, in order of appearance."""
+    """The factors of the terms, in order of appearance."""
     return tuple(dict.fromkeys(factor for term in terms for dim in term for factor in dim))

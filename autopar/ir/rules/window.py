@@ -1,10 +1,10 @@
-"""What a window does along one dim, in factors: shared by windowed reductions and convolutions.
+"""The factors of a window along one dim, for windowed reductions and convolutions.
 
 In:     lengths, stride, padding and dilations along one dim.
 Out:    `WindowFactors`: the dim in the operand, in the window (a convolution's kernel) and in the result.
-Method: most windows overlap, and their dim is whole (splitting it would need the neighbours' rim). Five kinds are plain
-        reshapes and do split: a window of one position; one window over everything; windows side by side (patches,
-        2 x 2 pooling); and the two gradients of these, where a dilation takes the stride's place.
+Method: most windows overlap, and their dim is whole (to split it would need halo exchanges). Five kinds are plain
+        reshapes and may be split: a window of one position; one window over everything; adjacent windows (patches,
+        2 x 2 pooling); and the two gradients of the latter, which have a dilation in place of the stride.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autopar.ir.rules.rule import Dim, Factor
 
 @dataclass(frozen=True, slots=True)
 class WindowFactors:
-    """One dim in the operand, in the window and in the result; `whole` factors may not be split.
+    """One dim in the operand, in the window and in the result.
 
-    `reduced` are the factors of the window that may be: the result is a reduction over them.
+    `whole`: factors that may not be split; `reduced`: factors of the window, which may be: the result is a reduction over them.
     """
 
     operand: Dim
@@ -32,7 +32,7 @@ class WindowFactors:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window of `size` positions along a dim of `length`, at `places` places: those of the result."""
+    """A window of `size` positions along a dim of `length`, at `places` positions, one per result element."""
 
     length: int
     places: int
@@ -43,7 +43,7 @@ class Window:
     window_dilation: int = 1
 
     def factors(self, fresh: Iterator[Factor]) -> WindowFactors:
-        """The dim in factors; names are taken from `fresh`."""
+        """The dim in factors, with names from `fresh`."""
         length, places, size, stride = self.length, self.places, self.size, self.stride
         undilated, unpadded = self.base_dilation == self.window_dilation == 1, tuple(self.padding) == (0, 0)
         if size == stride == 1 and self.base_dilation == 1 and unpadded:  # each position is one place
@@ -68,6 +68,6 @@ class Window:
 
 
 def _new_dims(fresh: Iterator[Factor], *lengths: int) -> tuple[dict[Factor, int], list[Dim]]:
-    """A factor for each length but 1, and their sizes."""
+    """The sizes of new factors, and a dim for each length; a length of 1 has no factor."""
     dims: list[Dim] = [() if length == 1 else (next(fresh),) for length in lengths]
     return {dim[0]: length for dim, length in zip(dims, lengths, strict=True) if dim}, dims

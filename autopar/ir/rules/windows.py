@@ -1,7 +1,7 @@
 """Rules of windowed reductions: pooling and its gradients.
 
 In:     `reduce_window` and its kinds, `select_and_scatter_add` (the gradient of max pooling), `select_and_gather_add`.
-Out:    `a(bc)->ab {whole c}` for a dim cut into windows side by side; a dim that no window spans splits freely; one
+Out:    `a(bc)->ab {whole c}` for a dim of adjacent windows; a dim along which windows have length 1 may be split; one
         that a single window covers is reduced; a dim of windows that overlap, or with padding or dilation, is whole.
 Method: each dim by itself (`window.py`).
 """
@@ -33,7 +33,7 @@ def reduce_window(eqn: JaxprEqn) -> ShardingRule:
     flops *= num_elements(eqn.params["window_dimensions"])
 
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-        """A window along a split factor is shorter by as much."""
+        """The window is shorter along a reduced factor that is split."""
         lengths = zip(dims, eqn.params["window_dimensions"], strict=True)
         shorter = tuple(length // math.prod(map(shard.num_shards, dim.reduced)) for dim, length in lengths)
         return bind_eqn(eqn, *operands, params={**eqn.params, "window_dimensions": shorter})
@@ -42,7 +42,7 @@ def reduce_window(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _terms(dims: Sequence[WindowFactors]) -> tuple[Term, Term, dict[Factor, int]]:
-    """Of what windows go over, and of an element for each window; lengths of the factors in them."""
+    """The term of the array that windows go over, the term with one element per window, and the lengths of their factors."""
     operand, result = tuple(dim.operand for dim in dims), tuple(dim.result for dim in dims)
     used = factors_of(operand, result)
     return operand, result, {f: size for dim in dims for f, size in dim.sizes.items() if f in used}
@@ -69,10 +69,10 @@ def _window_factors(eqn: JaxprEqn, shape: Sequence[int], places: Sequence[int]) 
 
 @register(*find_primitives("select_and_scatter_add", "select_and_gather_add"))
 def select_and_move(eqn: JaxprEqn) -> ShardingRule:
-    """(source or tangents, operand): of each window of the operand one position is chosen. Linear in what is moved.
+    """(source or tangents, operand): select one position in each window of the operand. Linear in the first operand.
 
-    `select_and_scatter_add` puts each source element at the position chosen in its window; `select_and_gather_add`
-    takes the tangent that stands there.
+    `select_and_scatter_add` adds each source element at the position selected in its window; `select_and_gather_add`
+    takes the tangent at that position.
     """
     shape, first = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
     places = first if eqn.primitive.name == "select_and_scatter_add" else eqn.outvars[0].aval.shape
