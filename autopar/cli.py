@@ -16,7 +16,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
@@ -25,6 +25,7 @@ from autopar.api import parallelize
 from autopar.calibrate import calibrate
 from autopar.calibrate.words import profile_text
 from autopar.compare import compare
+from autopar.compare.comparison import Sort
 from autopar.doctor import examine
 from autopar.doctor.findings import print_report
 from autopar.errors import AutoparError, PlanFileError, StalePlanError, check_number
@@ -162,9 +163,7 @@ def _add_compare(commands: Any) -> None:
     command.add_argument("--method", nargs="+", help=METHOD_HELP)
     command.add_argument("--price", metavar="FILE", help=PRICE_HELP)
     command.add_argument("--html", metavar="FILE", help="write a page with bars, too")
-    command.add_argument(
-        "--sort", choices=("step", "rate", "price", "energy"), default="step", help="order of rows (step)"
-    )
+    command.add_argument("--sort", choices=get_args(Sort), default="step", help="order of rows (step)")
 
 
 def _compare(options: argparse.Namespace) -> int:

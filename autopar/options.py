@@ -9,27 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from autopar.errors import AutoparError, ConstraintError, PipelineError, SolverError, check_choice, check_number
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-Solver = Literal["highs", "cbc", "random", "greedy", "beam", "bfs", "halving", "mcmc", "mcts"]
-SOLVERS: tuple[Solver, ...] = ("highs", "cbc")
-"""Those that prove what they find."""
-SEARCHERS: tuple[Solver, ...] = ("random", "greedy", "beam", "bfs", "halving", "mcmc", "mcts")
+Prover = Literal["highs", "cbc"]
+"""Solvers that prove what they find."""
+Searcher = Literal["random", "greedy", "beam", "bfs", "halving", "mcmc", "mcts"]
 """Those that do not: for comparison."""
+Solver = Prover | Searcher
 MicrobatchSemantics = Literal["exact", "per_microbatch"]
-SEMANTICS: tuple[MicrobatchSemantics, ...] = ("exact", "per_microbatch")
 RecomputeLevel = Literal["cheap", "all"] | float
 Recompute = Literal["auto"] | RecomputeLevel | tuple[RecomputeLevel, ...]
 Goal = Literal["step", "calls"]
 Memory = Literal["predicted", "compiler"]
-MEMORY: tuple[Memory, ...] = ("predicted", "compiler")
 Offload = Literal["auto", "never"]
-OFFLOAD: tuple[Offload, ...] = ("auto", "never")
 _LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
@@ -87,9 +84,10 @@ class Options(Settings):
     repaying_steps: float = math.inf
 
     def __post_init__(self) -> None:
-        check_choice("", "solver", self.solver, SOLVERS + SEARCHERS, kind=SolverError, solver=self.solver)
-        for name, known in (("microbatch_semantics", SEMANTICS), ("memory", MEMORY), ("offload", OFFLOAD)):
-            check_choice("", name, getattr(self, name), known)
+        solvers = get_args(Prover) + get_args(Searcher)
+        check_choice("", "solver", self.solver, solvers, kind=SolverError, solver=self.solver)
+        for name, known in (("microbatch_semantics", MicrobatchSemantics), ("memory", Memory), ("offload", Offload)):
+            check_choice("", name, getattr(self, name), get_args(known))
         _check_recompute(self.recompute)
         check_number("", "solver_seconds", self.solver_seconds)
         if self.planning_seconds is not None:

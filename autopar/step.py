@@ -293,10 +293,6 @@ class ParallelStep(Generic[P, R]):
         """The step as it was last compiled; None: it has not been."""
         return self._made.latest
 
-    def program(self, *args: Any, **kwargs: Any) -> Program:
-        """The traced step, flat; plans nothing."""
-        return self._trace(args, kwargs)
-
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Apart | None]:
         """What a plan depends on, the leaves of the dynamic arguments, and objects among them taken apart."""
         dynamic, static = self._split(args, kwargs)
@@ -334,7 +330,8 @@ class ParallelStep(Generic[P, R]):
         check_hashable(call.static, name_of(self._fn))
         return (call.args, call.kwargs), tuple((name, type(value), value) for name, value in call.static)
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The traced step, flat; plans nothing."""
         args = (*self._bound, *args)
         call = self._static.split(args, kwargs)
         adapter = adapter_of(call.args, call.kwargs)
@@ -355,7 +352,7 @@ class ParallelStep(Generic[P, R]):
 
     def _roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
         """Trace, and tell state from batch."""
-        program = self._trace(args, kwargs)
+        program = self.program(*args, **kwargs)
         try:
             roles = find_roles(program, self._batch_argnums, self._donate_argnums)
         except BatchError:

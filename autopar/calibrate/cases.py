@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
-from autopar.cost.steps import CollectiveKind
+from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 
 SMALL = 1e-6
 """Keeps numbers of one size however long a loop runs."""
@@ -260,13 +260,7 @@ def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
         yield from ((size, group) for group in groups)
 
 
-_COLLECTIVES: tuple[CollectiveKind, ...] = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+_COLLECTIVES = tuple(kind for kind in COLLECTIVE_KINDS if kind != "ragged-all-to-all")
 """What is measured of them: an all-to-all of unequal counts is taken to be one of equal counts."""
 
 

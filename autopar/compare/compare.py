@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import parallelize
-from autopar.compare.comparison import Comparison, Row
+from autopar.compare.comparison import Comparison, Row, Sort
 from autopar.errors import AutoparError, ClusterError
 from autopar.mesh import Cluster
 from autopar.mesh.find_device import known_device
@@ -33,7 +33,7 @@ def compare(
     methods: Sequence[Method | str] | None = None,
     *,
     prices: Mapping[str, Any] | str | PathLike | None = None,
-    sort: str = "step",
+    sort: Sort = "step",
 ) -> Comparison:
     """Plan a step for several clusters, by several methods; touches no device.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from os import PathLike
 from pathlib import Path
+from typing import Literal, get_args
 
 from autopar.errors import check_choice
 from autopar.markup import WIDTH, box, legend, picture, room_for, tag, text
@@ -23,7 +24,7 @@ from autopar.report.plan import Plan
 from autopar.report.show import write_page
 from autopar.report.text import wide_text
 
-SORTS = ("step", "rate", "price", "energy")
+Sort = Literal["step", "rate", "price", "energy"]
 ROW, BAR = 30, 20
 PARTS = (("F", "kernels"), ("all-gather", "exposed communication"), ("wait", "bubbles"))
 """What a step consists of, and the colour's class."""
@@ -112,9 +113,9 @@ class Comparison:
     rows: tuple[Row, ...]
     currency: str = ""
 
-    def sorted_by(self, key: str) -> Comparison:
+    def sorted_by(self, key: Sort) -> Comparison:
         """By `"step"` time, `"rate"`, `"price"` or `"energy"`; what has no such figure is behind."""
-        check_choice("compare", "sort", key, SORTS)
+        check_choice("compare", "sort", key, get_args(Sort))
 
         def place(row: Row) -> tuple[bool, float]:
             value = {

@@ -31,7 +31,7 @@ from autopar.mesh import LogicalMesh, Sharding
 Shardings = tuple[Sharding, ...]
 """One sharding per choice of a node; equal tuples are one object, so that costs are computed once."""
 Phase = typing.Literal["f", "b", "u", "o"]
-PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
+PHASES: tuple[Phase, ...] = typing.get_args(Phase)
 """Reader of a value: the forward pass, the backward pass, the update, or an output of the program or body."""
 
 NodeKind = typing.Literal["op", "port", "hub", "keep"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pulp
@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 
 from autopar.errors import SolverError
 from autopar.intra_op.stoppable import run_stoppable
-from autopar.options import SOLVERS
+from autopar.options import Prover
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ def solve_model(model: Model, solver: str, seconds: float, gap: float) -> Ended:
     raise SolverError(
         "unknown solver.",
         given=f"solver={solver!r}",
-        wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
+        wrong=f"autopar knows {', '.join(map(repr, get_args(Prover)))}.",
         do="name one of them.",
         solver=solver,
     )

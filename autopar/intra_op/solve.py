@@ -13,6 +13,7 @@ Method: elimination is exact, so the whole is as optimal as the core. For a core
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.intra_op.trws import Ascent
-from autopar.options import SOLVERS
+from autopar.options import Prover
 from autopar.tuning import TUNING
 
 
@@ -282,7 +283,7 @@ def _solve_whole(core: Problem, solver: str, limit: TimeLimit, gap: float) -> So
 
 def _exact(solver: str) -> str:
     """An exact solver that handles memory rows: `solver`, or the default one if that is a heuristic search."""
-    return SOLVERS[0] if solver in SEARCHES else solver
+    return get_args(Prover)[0] if solver in SEARCHES else solver
 
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:

@@ -37,7 +37,7 @@ from autopar._jax import (
 
 Kind: typing.TypeAlias = typing.Literal["scan", "while", "cond", "barrier"]
 Role: typing.TypeAlias = typing.Literal["test", "const", "carry", "xs", "ys", "result", "through"]
-_ORDER: tuple[Role, ...] = ("test", "const", "carry", "xs", "ys", "result", "through")
+_ORDER: tuple[Role, ...] = typing.get_args(Role)
 REGIONS: dict[str, Kind] = {"scan": "scan", "while": "while", "cond": "cond", "optimization_barrier": "barrier"}
 """The primitives that are regions."""
 

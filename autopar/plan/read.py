@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import jax
 
@@ -17,7 +18,7 @@ from autopar.entry import LARGEST, Entry, reader_of
 from autopar.errors import AutoparError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
-from autopar.options import SEMANTICS
+from autopar.options import MicrobatchSemantics
 from autopar.plan.decision import Cost, Decision, Recomputed, Search, Stage, Submesh, Value
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.record import INSTRUCTIONS
@@ -51,7 +52,7 @@ def read_plan(entry: Entry) -> Decision:
         method=entry["method"].text(),
         stages=stages,
         num_microbatches=count,
-        microbatch_semantics=entry["microbatch_semantics"].one_of(SEMANTICS),
+        microbatch_semantics=entry["microbatch_semantics"].one_of(get_args(MicrobatchSemantics)),
         schedule=schedule,
         parts=entry["parts"].count(1),
         padded=entry["padded"].items(_longer),

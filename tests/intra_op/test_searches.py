@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.solve import solve
-from autopar.options import SEARCHERS
+from autopar.options import Searcher
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
 
@@ -59,4 +61,4 @@ def test_rows_are_kept_by_the_ilp():
 
 
 def test_options_name_them_all():
-    assert set(SEARCHERS) == set(SEARCHES)
+    assert set(get_args(Searcher)) == set(SEARCHES)
