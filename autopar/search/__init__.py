@@ -1,1 +1,1 @@
-"""How a plan is found: the methods a user may ask for, and the search over meshes, stages and schedules."""
+"""Planning: the methods that a user may ask for, and the search over meshes, stages and schedules."""

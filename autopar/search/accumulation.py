@@ -1,10 +1,10 @@
-"""Gradient accumulation on one mesh: the batch in as many microbatches as make the step faster, or make it fit.
+"""Searches for a number of microbatches on one mesh that makes the step faster, or makes it fit (gradient accumulation).
 
-In:     what was found of the step as a whole (`meshes.py`).
-Out:    `Accumulated`: the step in microbatches, how many, and what was found of it; or None: nothing better.
-Method: a microbatch holds less, and costs its collectives and its small operations once more. So it is tried where memory
-        binds: nothing fits, or what fits was chosen for that and is slower than it would be without. About twice as many
-        each time, from where it may fit, on the meshes that were best before, until that is no faster.
+In:     the plans found for the step with its whole batch (`meshes.py`).
+Out:    `Accumulated`: the step in microbatches, their number, and the plans found for it.
+Method: microbatches take less memory, but repeat collectives and small operations. So they are tried if memory binds:
+        nothing fits, or the best plan was chosen to fit and is slower than without a budget. Numbers about double each
+        time, from the least that may fit, on the meshes that were best so far, until the step is no faster.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Accumulated:
     """A step in microbatches on one mesh.
 
     Attributes:
-        count: How many.
-        program: The step that works through them.
-        searched: What was found of it.
+        count: Number of microbatches.
+        program: The step, rewritten to a loop over them.
+        searched: The plans found for it.
     """
 
     count: int
@@ -43,7 +43,7 @@ class Accumulated:
 def search_accumulation(
     request: Request, meshes: list[LogicalMesh], whole: Searched, report: Report
 ) -> Iterator[Accumulated]:
-    """Numbers of microbatches beyond one, each better than the one before and the batch as a whole; extends `whole.tried`."""
+    """Yield steps in more than one microbatch, each faster than the one before and than `whole`; extends `whole.tried`."""
     if not memory_binds(whole):
         return
     if whole.results:
@@ -53,14 +53,14 @@ def search_accumulation(
             return
 
     def told(text: str, done: float | None = None, best: float = math.inf) -> None:
-        report(text, done, least)  # what is found of a number of microbatches is known when all its meshes are
+        report(text, done, least)  # the best for a number of microbatches counts once all its meshes are tried
 
     found: Accumulated | None = None
     least = min((sharded.step_seconds for sharded in whole.results), default=math.inf)
     needed = needed_bytes(whole.failure)
     for count in request.microbatch_counts(shared=True):
         if not whole.results and needed > count * request.budget_bytes and math.isfinite(needed):
-            continue  # a part of the batch needs no smaller part of the memory
+            continue  # memory shrinks at most in proportion to the microbatch
         try:
             how = count, request.options.microbatch_semantics, request.cluster.num_devices
             split = in_microbatches(request.program, request.roles, *how)
@@ -75,7 +75,7 @@ def search_accumulation(
             break
         if not searched.results:
             before, needed = needed, needed_bytes(searched.failure)
-            if needed > (1 - TUNING.accumulation_bytes) * before:  # what is left is no sample's: parameters, gradients
+            if needed > (1 - TUNING.accumulation_bytes) * before:  # the rest does not shrink: parameters, gradients
                 break
             continue
         seconds = searched.best.step_seconds
@@ -88,7 +88,7 @@ def search_accumulation(
 
 
 def _to_beat(known: Searched | Accumulated, count: int) -> tuple[float, Exposure | None]:
-    """The objective that another number of microbatches has to beat, and what is known of exposure there."""
+    """The objective that another number of microbatches has to beat, and a guess of the exposure there."""
     before, searched = (known.count, known.searched) if isinstance(known, Accumulated) else (1, known)
     if not searched.results:
         return math.inf, None
@@ -98,12 +98,12 @@ def _to_beat(known: Searched | Accumulated, count: int) -> tuple[float, Exposure
 
 
 def memory_binds(searched: Searched) -> bool:
-    """Whether more memory would have given a faster plan, or any."""
+    """Whether more memory might have given a faster plan, or any: the best plan has memory rows, or there is none."""
     return not searched.results or bool(searched.best.problem.rows)
 
 
 def best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
-    """The fastest of the meshes; the first of all, where none has a plan."""
+    """The meshes with the fastest plans; the first of `meshes` if there are no plans."""
     searched = known.searched if isinstance(known, Accumulated) else known
     order = sorted(searched.results, key=lambda sharded: sharded.step_seconds)
     return [sharded.mesh for sharded in order[: TUNING.accumulation_meshes]] or meshes[: TUNING.accumulation_meshes]

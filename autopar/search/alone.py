@@ -1,10 +1,10 @@
-"""One stage on all devices: gradients accumulated, and as much of the forward pass recomputed as memory demands.
+"""Plans the step as one stage on all devices, with gradient accumulation and as much recomputation as memory demands.
 
-In:     a traced step, the meshes that were best without; where memory binds.
-Out:    `Stages`: the fastest such step, if it is faster than what is known, and what was tried.
-Method: a pipeline of one stage, which no one waits for: its backward pass is a program of its own, and may recompute what
-        it would else have to find. In one microbatch, then about twice as many each time, until more are no faster, or
-        need about as many bytes as half as many, too many: what is left is no sample's.
+In:     a traced step for which memory binds, the meshes that were best so far.
+Out:    `Stages`, extended by the fastest such step, if it is faster than the best known, and by what was tried.
+Method: a pipeline of one stage has no bubble, and its backward pass is a program of its own, which may recompute residuals.
+        The number of microbatches about doubles each time, until the step is no faster, or saves no memory: the rest is
+        parameters and gradients.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def search_alone(
     known: float,
     accumulated: int = 1,
 ) -> None:
-    """Plan the step as one stage on one of the meshes; extends `found`. `known` is the seconds of the best step so far.
+    """Plan the step as one stage on one of the meshes; extends `found`. `known`: seconds of the best step so far.
 
-    `accumulated`: in so many microbatches that step is best otherwise; as many are tried, whatever fewer come to.
+    `accumulated`: the number of microbatches of the best step without a stage; at least as many are tried.
     """
     failure: AutoparError | None = None
     for count in (1, *request.microbatch_counts(shared=True)):
@@ -53,19 +53,19 @@ def search_alone(
         if wins:
             found.best, known = planned, planned.seconds
         elif count >= accumulated and set(planned.tasks.levels) == {CHEAP}:
-            return  # more microbatches take longer still, and there is no more that they need not recompute
+            return  # more microbatches are slower, and cannot save recomputation
 
 
 def _saves_nothing(before: AutoparError | None, after: AutoparError) -> bool:
-    """Whether more microbatches need about as many bytes: what is left is no sample's, but of parameters and gradients.
+    """Whether more microbatches need about as many bytes, so that the rest is parameters and gradients.
 
-    As far as both errors tell the same: what is proved to be needed says little of the least that was found.
+    Only errors of one kind are compared: a proved bound says little about the least that was found.
     """
     return type(before) is type(after) and needed_bytes(after) > (1 - TUNING.accumulation_bytes) * needed_bytes(before)
 
 
 def _as_stage(method: Auto, count: int) -> PipelineParallel:
-    """The same settings, of a pipeline of one stage."""
+    """A pipeline of one stage with the method's settings."""
     shared = {f.name for f in dataclasses.fields(method)} & {f.name for f in dataclasses.fields(PipelineParallel)}
     settings = {name: getattr(method, name) for name in sorted(shared)}
     return PipelineParallel(**settings | {"num_stages": 1, "num_microbatches": count})

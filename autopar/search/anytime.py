@@ -1,9 +1,9 @@
-"""Planning that can end at any time: with the best plan so far, when the time is up or somebody presses Ctrl-C.
+"""Ends planning with the best plan so far, when its time is up or the user presses Ctrl-C.
 
-In:     a report of progress, the seconds that planning may take.
-Out:    a report that ends a pass; what each pass took, and why planning ended before all was tried.
-Method: passes tell of progress before each piece of work, which is where they can end. Without a plan there is nothing to end
-        with: the limit waits for the first one, and Ctrl-C ends everything, as it does where nobody sits at a terminal.
+In:     a progress report, the seconds that planning may take.
+Out:    a report that can end a pass; the seconds of each pass, and why planning ended early.
+Method: passes report before each piece of work, and can end there. As long as there is no plan, the limit does not apply,
+        and Ctrl-C aborts, as it always does when not on a terminal or in a notebook.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from autopar.search.progress import Report
 
 
 class TimeIsUp(Exception):
-    """Planning has taken as long as it may, and there is a plan."""
+    """The time limit of planning is reached, and there is a plan."""
 
 
 class Anytime:
-    """A report that also ends planning; as of `Report`.
+    """A `Report` that also ends planning.
 
     Attributes:
-        reason: Why planning ended before all was tried; "": it has not.
-        tried: What was tried: (what, its time or why not).
+        reason: Why planning ended early; "": it did not.
+        tried: What was tried: (what, its seconds or why not).
     """
 
     def __init__(self, report: Report, seconds: float | None):
@@ -40,14 +40,14 @@ class Anytime:
 
     @property
     def time_is_up(self) -> str:
-        """The reason, if it is the limit."""
+        """The reason that is given for the time limit."""
         return f"planning_seconds={self._limit:g} were over"
 
     def __call__(self, text: str, done: float | None = None, best: float = math.inf) -> None:
-        """As of `Report`.
+        """Pass on progress, as in `Report`.
 
         Raises:
-            TimeIsUp: It is.
+            TimeIsUp: The limit is reached, and there is a plan.
         """
         self._best = min(self._best, best)
         self._report(text, done, best)
@@ -56,13 +56,13 @@ class Anytime:
 
     @contextlib.contextmanager
     def one_pass(self, name: str, has_plan: Callable[[], bool]) -> Iterator[None]:
-        """A pass, named for people, which ends early if it must and there is a plan."""
+        """Context of a named pass, which may end early once there is a plan."""
         started = time.process_time()
         try:
             yield
         except TimeIsUp:
             if not has_plan():
-                raise AssertionError("a best step was told of, and there is no plan") from None
+                raise AssertionError("a best step was reported, and there is no plan") from None
             self.reason = self.time_is_up
         except KeyboardInterrupt:
             if not (has_plan() and (sys.stderr.isatty() or in_notebook())):
@@ -72,5 +72,5 @@ class Anytime:
             self._passes.append((name, time.process_time() - started))
 
     def search(self) -> Search:
-        """What was tried, for the plan."""
+        """The record of the search, for the plan."""
         return Search(tuple(self.tried), tuple(self._passes), self.reason)

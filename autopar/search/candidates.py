@@ -1,11 +1,11 @@
-"""Pipelines that the stage table suggests: which stages, on which submeshes, in how many microbatches.
+"""Finds candidate pipelines by the stage table: stages, their submeshes, the number of microbatches.
 
-In:     costs of layers (`layer_costs.py`), what crosses their borders.
+In:     costs of layers (`layer_costs.py`), bytes that cross their borders.
 Out:    `Candidate`s, best first.
-Method: for each number of microbatches, stages of equal work on equal submeshes, as one would write them by hand, and what the
-        DP of `inter_op/slicing.py` picks; ranked as under the schedule that is best for them. Layers are sharded only on the
-        submeshes on which a pipeline may beat the best step known, by their kernels alone. What rests on a guess is
-        solved first, where it stands among the best and may beat that step.
+Method: for each number of microbatches, stages of equal work on equal submeshes, and the slicing that the DP of
+        `inter_op/slicing.py` finds; ranked under the schedule that is best for them. Layers are sharded only on submeshes
+        on which a pipeline may beat the best step known, going by kernels alone. Guessed costs are solved for if they are
+        among the best and may beat that step.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How often microbatches go round before a pipeline is empty again.
+    """How much a pipeline's bubble counts.
 
     Attributes:
-        calls: Of the step, in a row, that do not wait for each other.
-        bubble: Part of 1F1B's bubble that the best schedule for it leaves.
+        calls: Number of calls of the step in a row that do not wait for each other, and share one bubble.
+        bubble: Fraction of 1F1B's bubble that the best schedule leaves.
     """
 
     calls: int = 1
     bubble: float = 1.0
 
     def seconds(self, times: np.ndarray, count: int) -> float:
-        """Of one call of so many microbatches, through stages that take these times for each."""
+        """Seconds of a call with `count` microbatches, each of which takes `times` in the stages."""
         slowest = float(times.max())
         return count * slowest + self.bubble * (float(times.sum()) - slowest) / self.calls
 
@@ -48,12 +48,12 @@ class Candidate:
 
     Attributes:
         count: Number of microbatches.
-        seconds: What the table says of it.
-        least: What it says if all communication were hidden that could be.
-        sizes: Devices of each stage.
-        firsts: First layer of each stage; None: balanced anew, as many parts of a scan as stages.
-        meshes: Of each stage, the logical meshes to try.
-        parts: So many parts of a scan instead; 0: not.
+        seconds: Its step by the table.
+        least: The same with all communication hidden that may be.
+        sizes: Number of devices of each stage.
+        firsts: First layer of each stage; None: borders are balanced anew, with scans in as many parts as stages.
+        meshes: Per stage, the logical meshes to try.
+        parts: Number of parts of scans instead of that; 0: not given.
     """
 
     count: int
@@ -65,11 +65,11 @@ class Candidate:
     parts: int = 0
 
     def may_beat(self, known: float) -> bool:
-        """Whether it may take less than so many seconds, as far as the table tells; of single layers it knows nothing."""
+        """Whether it may be faster than `known` by the table, which says nothing about layers outside of loops (`parts`)."""
         return self.least * (1 - TUNING.table_doubt) < known or self.parts > 0
 
     def text(self, schedule: str) -> str:
-        """For people."""
+        """A description."""
         sizes = "+".join(map(str, self.sizes))
         if len(self.sizes) > 4 and len(set(self.sizes)) == 1:
             sizes = f"{self.sizes[0]} devices each"
@@ -80,15 +80,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimates:
-    """What is known of pipelines before any is planned.
+    """What is known about pipelines before any is planned.
 
     Attributes:
         layers: Costs of layers.
-        crossing_bytes: `[layer]`: what crosses the border before that layer in a step.
-        cluster: The machine.
-        budget: Bytes of one device.
-        rounds: How microbatches go round.
-        most_stages: More cannot be cut.
+        crossing_bytes: `[layer]`: bytes that cross the border before that layer in a step.
+        cluster: The cluster.
+        budget: Memory budget of one device, bytes.
+        rounds: How much the bubble counts.
+        most_stages: The largest number of stages that can be cut.
     """
 
     layers: LayerCosts
@@ -99,9 +99,9 @@ class Estimates:
     most_stages: int
 
     def crossing(self, count: int) -> np.ndarray:
-        """`[layer]`: seconds to bring what crosses the border before it over it, for each of so many microbatches.
+        """`[layer]`: seconds of the transfers over the border before that layer, per microbatch of `count`.
 
-        Between hosts, if there are several; all devices of a host at once.
+        Between hosts, if there are several; all devices of a host send at once.
         """
         link = self.cluster.inter if self.cluster.hosts > 1 else self.cluster.intra
         sent = self.crossing_bytes / count / self.cluster.devices_per_host
@@ -109,10 +109,9 @@ class Estimates:
 
 
 def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known: float) -> list[Candidate]:
-    """Candidates in so many microbatches, best first; those that rest on guesses last.
+    """Find candidates for each number of microbatches, best first; those with guessed costs last.
 
-    A guess is on the fast side: it is solved as long as it stands among the best `num_firm`, and may win against the best
-    step known.
+    Guesses are optimistic: they are solved for while they are among the best `num_firm`, and may beat the best step known.
     """
     layers, slicings = told.layers, _where_any_may_win(told, counts, known)
 
@@ -131,9 +130,9 @@ def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known
 
 
 def _where_any_may_win(told: Estimates, counts: Sequence[int], known: float) -> dict[int, list[Candidate]]:
-    """The slicings for each number of microbatches, layers sharded on every submesh on which any of them may win.
+    """The slicings for each number of microbatches, after layers were sharded on every submesh on which one may win.
 
-    On the others kernels alone take so long that no pipeline there beats the best step known.
+    On the others, no pipeline beats the best step known even by its kernels alone.
     """
     layers = told.layers
 
@@ -154,7 +153,7 @@ def _where_any_may_win(told: Estimates, counts: Sequence[int], known: float) -> 
 
 
 def equal_candidates(told: Estimates, count: int) -> list[Candidate]:
-    """Pipelines of equal work on equal submeshes; of each size of these the mesh on which they are fastest."""
+    """Pipelines of equal work on equal submeshes: for each submesh size, on its fastest mesh."""
     found: list[Candidate] = []
     for size in told.layers.meshes:
         num_stages, left = divmod(told.cluster.num_devices, size)
@@ -171,19 +170,19 @@ def equal_candidates(told: Estimates, count: int) -> list[Candidate]:
 
 
 def _slicings(told: Estimates, count: int) -> list[Candidate]:
-    """The best slicing for a number of microbatches, and some that one would write by hand."""
+    """Candidates for a number of microbatches: the best slicings, and stages of equal work."""
     layers, found = told.layers, equal_candidates(told, count)
     kinds = kinds_of(layers, count, told.budget)
-    # Also the best one that runs nothing more again: what recomputation takes is known only when it is planned.
+    # Also the best one without recomputation, whose cost is known only once it is planned.
     for some in (kinds, kinds.first(len(layers.meshes)))[: len(layers.levels)]:
         best = _best_slicing(told, some, count)
         found += [best] if best is not None else []
-    # Equal stages that are balanced anew stand for the same stages made of whole layers.
+    # Stages of equal work, balanced anew, replace equal slicings into whole layers.
     return list({(c.sizes, c.firsts): c for c in reversed(found)}.values())
 
 
 def _best_slicing(told: Estimates, kinds: Kinds, count: int) -> Candidate | None:
-    """The slicing of least latency by the table; None: none fits, or it is one stage."""
+    """The slicing of least latency by the table; None: none fits."""
     crossing, rounds = told.crossing(count), told.rounds
     try:
         slicing = slice_stages(

@@ -1,9 +1,9 @@
-"""A planned step as a plan: what the user is told of it.
+"""Describes a planned step to the user, as a `Plan`.
 
-In:     `StepPlan`, and what it was made for.
+In:     `StepPlan`, the request that it was made for.
 Out:    `Plan`.
-Method: where a value lies is where its buffers lie; costs are those of the step on the clock; names come from the arguments'
-        paths and the user's lines.
+Method: shardings are those of the values' buffers, costs those of the simulated step, names the arguments' paths and the
+        user's source lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.streams.clock import most_host_bytes, timeline_of
 
 
 def describe_plan(request: Request, planned: StepPlan, planning_seconds: float) -> Plan:
-    """What the user is told of a planned step, which took so long to plan."""
+    """The `Plan` of a planned step, which took `planning_seconds` to plan."""
     step, cluster, options = request.program, request.cluster, request.options
     values = tuple(_values(planned))
     by_name = {v.name: v for v in values}
@@ -75,7 +75,7 @@ def _stages(planned: StepPlan, cluster: Cluster) -> Iterator[Stage]:
 
 
 def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cost:
-    """What the clock says of a step, on average over all devices."""
+    """The costs of a simulated step, averaged over all devices."""
     stages, simulation = planned.stages, planned.simulation
     num_meshes = len(planned.streams.instructions)
     devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
@@ -93,7 +93,7 @@ def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cos
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
     busy, gap = simulation.busy_seconds, max(s.gap for s in stages)
     idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes)) / devices
-    # Where devices share cores, those that rest lend theirs, and what is computed then is no waiting.
+    # If devices share cores, idle ones lend theirs, and what is computed then is not idle time.
     idle = min(idle, planned.seconds - compute - shown)
     return Cost(
         planned.seconds,
@@ -153,7 +153,7 @@ def _activations(body: Body) -> Iterator[tuple[str, Var, Sharding]]:
 
 
 def role_of(program: Program, roles: Roles, k: int) -> ArgumentRole:
-    """What an input of the flat program is to the user: state, batch, another argument, or a constant."""
+    """The role of an input of the flat program: state, batch, another argument, or a constant."""
     if k >= program.num_args:
         return "constant"
     return "state" if k in roles.state else "batch" if k in roles.batch else "argument"

@@ -1,8 +1,8 @@
-"""A planned step as text, pass by pass: what `AUTOPAR_DUMP=folder` shows of it behind the traced program.
+"""Writes a planned step as text, pass by pass, for `AUTOPAR_DUMP=folder`.
 
 In:     the `StepPlan` that was chosen.
-Out:    numbered files, in the order of the passes: of a step that is one program how it was sharded; of a pipeline rewritten,
-        microbatches, segments, one for each stage, streams.
+Out:    numbered files, in the order of passes, after that of the traced program: for one program the sharded program; for a
+        pipeline the rewritten program, microbatches, segments, one file per stage, streams.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.streams.assemble import PipelinePlan, StepPlan
 
 
 def dump_plan(planned: StepPlan) -> None:
-    """Write what each pass made, if that is asked for."""
+    """Write the result of each pass, if `AUTOPAR_DUMP` is set."""
     if isinstance(planned, PipelinePlan):
         _dump_pipeline(planned)
     else:
@@ -52,7 +52,7 @@ def _phases(split: Microbatches) -> Iterator[str]:
 
 def _equations(eqns: Sequence[JaxprEqn], names: Names) -> Iterator[str]:
     for var in variables(atom for eqn in eqns for atom in eqn.invars):
-        names.define(var)  # what is made elsewhere has a name all the same
+        names.define(var)  # values made elsewhere need names, too
     yield from equations_text(make_jaxpr([], [], eqns), names, "  ", False)
 
 
@@ -78,7 +78,7 @@ def _streams(pipeline: PipelinePlan) -> Iterator[str]:
 
 
 def body_text(body: Body, indent: str = "") -> str:
-    """The sharded program as text, one instruction a line."""
+    """The sharded program as text, one instruction per line."""
     lines: list[str] = []
     for instruction in body.instructions:
         lines.append(f"{indent}{instruction}")

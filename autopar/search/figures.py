@@ -1,9 +1,9 @@
-"""Count what a plan's figures say: multiplications, samples, bytes by level, watts and price.
+"""Computes a plan's figures: model and hardware FLOPs, samples, bytes per level of the machine, watts and price.
 
-In:     the step as the user wrote it, what was planned to run, the cluster.
+In:     the step as the user wrote it, the planned step, the cluster.
 Out:    `Figures`.
-Method: MFU counts what the step must multiply, HFU what the devices do: Chowdhery et al., "PaLM", 2022, appendix B. Matrix
-        products count, and kernels that state their FLOPs; elementwise work is left out, as everybody does.
+Method: MFU counts the products that the step needs, HFU those that devices run: Chowdhery et al., "PaLM", 2022, appendix B.
+        Matrix products count, and kernels that state their FLOPs; elementwise work does not, as is customary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEVELS = "within a host", "between hosts", "between pods"
 def figures_of(
     request: Request, planned: StepPlan, collectives: Sequence[Collective], crossings: Sequence[Crossing]
 ) -> Figures:
-    """The figures of a planned step, with all communication of it."""
+    """The figures of a planned step; `collectives` and `crossings`: all its communication."""
     step, cluster = request.program, request.cluster
     amount, unit = amount_of([step.in_avals[k] for k in request.roles.batch])
     groups = cluster.groups or (cluster,)
@@ -54,7 +54,7 @@ def figures_of(
 
 
 def amount_of(batch: Any) -> tuple[int, str]:
-    """How much there is to learn in a batch of arrays, or types: tokens where it has a matrix of integers, else samples."""
+    """The size of a batch of arrays or types, and its unit: tokens if it has a matrix of integers, else samples."""
     leaves = jax.tree.leaves(batch)
     for leaf in leaves:
         if np.ndim(leaf) == 2 and np.issubdtype(getattr(leaf, "dtype", object), np.integer):
@@ -64,12 +64,12 @@ def amount_of(batch: Any) -> tuple[int, str]:
 
 
 def least_seconds(program: Program, cluster: Cluster) -> float:
-    """A step's multiplications on all devices at once, each at its operands' peak; what it computes again is left out."""
+    """Seconds of a step's products on all devices at the peak for their dtypes, without recomputation."""
     return _peak_seconds(_needed(program.jaxpr.eqns), cluster)
 
 
 def _peak_seconds(work: Iterable[tuple[JaxprEqn, int]], cluster: Cluster) -> float:
-    """Seconds of equations, each so many times, on all devices of the cluster at their peak."""
+    """Seconds of (equation, executions) on all devices of the cluster at their peak."""
     counts: dict[object, tuple[JaxprEqn, int]] = {}
     for eqn, times in work:
         same = equation_signature(eqn)
@@ -102,7 +102,7 @@ def _needed(eqns: Sequence[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprEqn
 def _link_bytes(
     cluster: Cluster, planned: StepPlan, collectives: Sequence[Collective], crossings: Sequence[Crossing]
 ) -> tuple[tuple[str, int], ...]:
-    """What one device sends over each level of the machine in one step, on average over all."""
+    """Bytes that one device sends over each level of the machine in a step, averaged over all devices."""
     totals = dict.fromkeys(LEVELS, 0.0)
     for crossing in crossings:
         level = level_between(planned.first_device, planned.stages, crossing.source, crossing.target, cluster)
@@ -116,7 +116,7 @@ def _link_bytes(
 
 
 def _reaches(mesh: LogicalMesh) -> Iterator[tuple[str, int]]:
-    """Of each axis, over how many neighbouring devices it goes: those within it, and its own."""
+    """(axis, number of neighbouring devices that a group along it spans)."""
     reach = 1
     for axis, size in reversed(tuple(mesh.axis_sizes.items())):
         reach *= size
@@ -124,6 +124,6 @@ def _reaches(mesh: LogicalMesh) -> Iterator[tuple[str, int]]:
 
 
 def sum_stated(values: Sequence[float | None]) -> float | None:
-    """Their sum; None: one of them is not stated."""
+    """The sum of values; None: one of them is not stated."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None

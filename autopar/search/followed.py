@@ -1,11 +1,10 @@
-"""The pipeline of a step that takes another step's state in its sharding: an eval or inference step behind a training step.
+"""Plans a step on the pipeline of another step, whose state it takes in place: evaluation or inference beside training.
 
-In:     a traced step, the plan it follows, which of its arguments are whose of that step.
+In:     a traced step, the plan it follows, which of its arguments are state of that step.
 Out:    `PipelinePlan` on the same submeshes and logical meshes.
-Method: scans over layers are taken apart into as many parts as there. A segment of the step belongs where the parameters
-        lie that it reads: borders are chosen by dynamic programming for the fewest bytes of state read on another stage,
-        among equals for the fewest bytes that cross. Each stage is sharded with its state pinned as it lies. Without a
-        backward pass the schedule is "inference".
+Method: scans over layers are split into as many parts as in the other step. Borders are chosen by dynamic programming for
+        the fewest bytes of state read by another stage than its own, ties for the fewest bytes that cross. Each stage is
+        sharded with its state pinned to the present sharding. Without a backward pass the schedule is "inference".
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from autopar.search.solve_stages import Solved, Terms, pinned, solve_stage
 from autopar.streams.assemble import PipelinePlan, assemble
 from autopar.streams.schedules import SCHEDULES, num_chunks, splits_backward
 
-Lies = Mapping[Var, tuple[int, Sharding]]
-"""Of an argument that the other step keeps: stage and sharding."""
+Homes = Mapping[Var, tuple[int, Sharding]]
+"""Argument that is state of the other step -> its stage and sharding."""
 
 
 def pipeline_behind(request: Request, method: Follow, report: Report = silent) -> PipelinePlan:
-    """Plan a step behind another's pipeline.
+    """Plan a step on another step's pipeline.
 
     Raises:
-        PipelineError: The step has fewer places to cut than there are stages.
+        PipelineError: The step has fewer segments than there are stages.
         InfeasibleError: A stage does not fit.
     """
     lead, program, cluster = _lead(method), request.program, request.cluster
@@ -54,8 +53,8 @@ def pipeline_behind(request: Request, method: Follow, report: Report = silent) -
             do="parallelize it by itself: its state is moved to where it wants it.",
             num_stages=num_stages,
         )
-    lies = _lies(cut, method, found)
-    borders = aligned_borders(cut, lies, num_stages)
+    homes = _homes(cut, method, found)
+    borders = aligned_borders(cut, homes, num_stages)
     report(f"sharding {program.name} behind {method.plan.name}, {num_stages} stages")
     forward_only = not any(cut.chain.backward) and num_chunks(lead.schedule) == 1
     schedule = SCHEDULES["inference"] if forward_only else lead.schedule
@@ -64,7 +63,7 @@ def pipeline_behind(request: Request, method: Follow, report: Report = silent) -
     keep_keys = restrict_stages(cut, {})
     for number, like in enumerate(lead.stages):
         stage = stage_program(tasks, number)
-        pins = {at: lies[var][1] for at, var in stage.arguments.items() if var in lies and lies[var][0] == number}
+        pins = {at: homes[var][1] for at, var in stage.arguments.items() if var in homes and homes[var][0] == number}
         further, key = keep_keys(stage, like.mesh)
         restrict = pinned(pins, further, f"`{method.plan.name}` keeps it so")
         stages.append(solve_stage(stage, like.mesh, terms, restrict, (tuple(pins.items()), key)))
@@ -76,12 +75,12 @@ def pipeline_behind(request: Request, method: Follow, report: Report = silent) -
 def _lead(method: Follow) -> PipelinePlan:
     """The pipeline that is followed."""
     lead = method.plan.attached.pipeline
-    assert isinstance(lead, PipelinePlan), "behind one program a step is one program"
+    assert isinstance(lead, PipelinePlan), "a step that follows one program is one program"
     return lead
 
 
 def _cut(request: Request, method: Follow, found: Mapping[int, int]) -> CutStep:
-    """The step taken apart as the other is: its stacks, and its microbatches if it can be worked through in such."""
+    """The step cut as the other one is: its stacks alike, and as many microbatches if that is possible."""
     lead = _lead(method)
     program = request.program
     kept = dataclasses.replace(request.roles, state=tuple(sorted({*request.roles.state, *found})))
@@ -97,21 +96,21 @@ def _cut(request: Request, method: Follow, found: Mapping[int, int]) -> CutStep:
     return cut_step(program, kept, len(lead.stages), 1, semantics, layout, spread)
 
 
-def _lies(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:
+def _homes(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:
     lead, values = _lead(method).cut, method.plan.values
-    lies = {}
+    homes = {}
     for here, there in found.items():
         mine, theirs = cut.stacks.inputs[here], lead.stacks.inputs[there]
-        if len(mine) == len(theirs):  # else a stack that this step does not take layer by layer: it is put together
+        if len(mine) == len(theirs):  # else this step reads a stack as a whole: it is assembled for it
             for a, b in zip(mine, theirs, strict=True):
-                lies[cut.program.jaxpr.invars[a]] = values[b].stage, values[b].sharding
-    return lies
+                homes[cut.program.jaxpr.invars[a]] = values[b].stage, values[b].sharding
+    return homes
 
 
-def aligned_borders(cut: CutStep, lies: Lies, num_stages: int) -> tuple[int, ...]:
-    """First segment of each stage: the fewest bytes of state on another stage, then the fewest that cross."""
+def aligned_borders(cut: CutStep, homes: Homes, num_stages: int) -> tuple[int, ...]:
+    """First segment of each stage: the fewest bytes of state read by another stage, then the fewest that cross."""
     chain = cut.chain
-    away = _bytes_away(cut, lies, num_stages)
+    away = _bytes_away(cut, homes, num_stages)
     worst = (float("inf"), float("inf"))
     best = [[worst] * num_stages for _ in range(chain.num_segments)]
     begins = [[False] * num_stages for _ in range(chain.num_segments)]
@@ -135,15 +134,15 @@ def aligned_borders(cut: CutStep, lies: Lies, num_stages: int) -> tuple[int, ...
     return (0, *reversed(borders))
 
 
-def _bytes_away(cut: CutStep, lies: Lies, num_stages: int) -> list[list[int]]:
-    """Per segment and stage: bytes of the state that the segment reads and that is on other stages."""
+def _bytes_away(cut: CutStep, homes: Homes, num_stages: int) -> list[list[int]]:
+    """`[segment][stage]`: bytes of the state that the segment reads and that is on other stages."""
     split, chain = cut.split, cut.chain
     made_by = {var: eqn for eqn in split.before for var in eqn.outvars}
     read: list[dict[Var, None]] = [{} for _ in range(chain.num_segments)]
     for eqn, segment in zip(chain.loop.eqns, chain.segment, strict=True):
         outside = split.read_outside([eqn]) if segment >= 0 else ()
         behind = ancestors(outside, lambda var: inputs_of(made_by[var]) if var in made_by else ())
-        read[segment].update((var, None) for var in behind if var in lies and var not in made_by)
+        read[segment].update((var, None) for var in behind if var in homes and var not in made_by)
     return [
-        [sum(num_bytes(var) for var in own if lies[var][0] != stage) for stage in range(num_stages)] for own in read
+        [sum(num_bytes(var) for var in own if homes[var][0] != stage) for stage in range(num_stages)] for own in read
     ]

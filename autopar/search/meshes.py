@@ -1,11 +1,11 @@
-"""The step as a whole on every logical mesh that may be worth it; the best one, every node of it by itself.
+"""Shards the step on every logical mesh that may repay planning, and unties the best answer.
 
 In:     a step (in microbatches), the meshes that the method allows, fewer axes first.
-Out:    `Searched`: what was found on each mesh, and what was tried or left out, and why.
-Method: what is known of one mesh bounds the next: a mesh that cannot beat the best so far ends early, and one of three
-        axes, which takes many times as long to plan as others, begins at the best answer on fewer, or on as many, and
-        only where it can win as much as that costs.
-        Equal layers share their choices in all of this; the best answer is then untied (`intra_op/untie.py`).
+Out:    `Searched`: the plan on each mesh, and what was tried or left out, and why.
+Method: the best plan so far bounds the next mesh, which is abandoned early if it cannot win. A mesh of three axes, which
+        takes many times as long to plan, starts from the best answer on fewer or as many axes, and only if it can win as
+        much as that costs. Equal layers share their choices throughout; the best answer is then untied
+        (`intra_op/untie.py`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from autopar.tuning import TUNING
 
 @dataclass(slots=True)
 class Searched:
-    """What became of the meshes.
+    """The outcome of a search over meshes.
 
     Attributes:
         results: The plan on each mesh that has one.
-        tried: What was tried or left out: its time, or why.
-        failure: Why there is none on a mesh: of the one that needs least memory, or of the last, where that is not known.
-        pruned: Meshes that were given up, for nothing on them is better than the best.
+        tried: What was tried or left out: (what, its seconds or why not).
+        failure: Why a mesh has no plan: of the failures the one that needs least memory, or the last.
+        pruned: Meshes that were abandoned, since no plan on them beats the best.
     """
 
     results: list[Sharded]
@@ -49,11 +49,11 @@ class Searched:
     @property
     def best(self) -> Sharded:
         """The fastest; ties go to fewer axes."""
-        return min(self.results, key=_standing)
+        return min(self.results, key=_rank)
 
 
-def _standing(sharded: Sharded) -> tuple[float, int]:
-    """Its seconds, then its axes."""
+def _rank(sharded: Sharded) -> tuple[float, int]:
+    """Sort key of plans: seconds, then number of axes."""
     return sharded.step_seconds, len(sharded.mesh.shape)
 
 
@@ -65,9 +65,9 @@ def search_meshes(
     beat: float = math.inf,
     exposure: Exposure | None = None,
 ) -> None:
-    """Shard the step on the meshes, one after the other; extends `searched` as it goes on.
+    """Shard the step on each of the meshes; extends `searched` along the way.
 
-    As long as nothing is found, `beat` is the objective to be beaten, and `exposure` what is known of it.
+    Until the first plan is found, `beat` is the objective to beat, and `exposure` what it was priced by.
     """
     by_hosts = request.cluster.hosts, request.cluster.devices_per_host
     for number, mesh in enumerate(meshes):
@@ -77,7 +77,7 @@ def search_meshes(
             continue
         least = min((sharded.step_seconds for sharded in searched.results), default=math.inf)
         report(f"sharding {request.program.name} on mesh {mesh}", number / len(meshes), least)
-        # Data parallelism over all axes is the same on every mesh of a host: compared with once, and where it takes turns.
+        # Data parallelism over all axes is the same on every mesh of one host: compare once, and on the mesh of hosts.
         compare = not searched.results or mesh.shape == by_hosts
         if searched.results:
             best = searched.best.as_compared(request.cluster.device)
@@ -98,17 +98,17 @@ def search_meshes(
 
 
 def _to_beat(best: Sharded) -> float:
-    """What a plan on another mesh must be priced below to be worth a look: as the best so far, or a little more.
+    """The objective that another mesh has to beat: that of the best plan, or a little more for small problems.
 
-    Prices are not the clock: of two plans that are priced alike, each on its mesh, either may be faster.
+    Prices are not simulated times: of two plans with equal objectives on different meshes, either may be faster.
     """
     small = num_pairs(best.problem) <= TUNING.small_mesh_pairs
     return best.solution.objective * (1 + TUNING.clock_doubt if small else 1)
 
 
 def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
-    """Where to begin on a mesh of three axes: the fastest answer on a mesh each of whose axes is some of these, and the
-    fastest on one of as many."""
+    """Starting points for a mesh of three axes: the fastest answer on a mesh whose axes are products of its axes, and the
+    fastest on a mesh with as many axes."""
     if len(mesh.shape) < 3:
         return []
     known = sorted(searched.results, key=lambda sharded: sharded.step_seconds)
@@ -118,15 +118,14 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
 
 
 def untie_best(request: Request, searched: Searched) -> Sharded:
-    """The best plan with every node by itself; of small programs the best of all that are nearly as fast. Where that takes
-    long, it is done if it may win as much."""
+    """Untie the best plan; for small programs, also those that are nearly as fast. What takes long is done if it repays."""
     best, options, budget, device = searched.best, request.options, request.budget_bytes, request.cluster.device
 
     def settled(sharded: Sharded) -> Sharded:
-        # On fewer axes that was done when it was found (`shard.py`).
+        # On fewer axes `shard` has refined it already.
         if len(sharded.mesh.shape) < 3:
             return sharded
-        # What a program takes longer than it was priced is left open, whatever is proved of these prices.
+        # If the program takes longer than its choices were priced, bounds by these prices cannot close the gap.
         misjudged = sharded.least_gap > TUNING.rough_gap
         known = sharded if misjudged else proved(sharded)
         if known.gap <= TUNING.rough_gap:
@@ -156,16 +155,16 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
     small = len(best.graph.nodes) <= TUNING.untied_each
     others = [s for s in searched.results if s is not best and len(s.mesh.shape) < 3 and s.step_seconds <= near]
     found: list[Sharded] = []
-    # Three axes last: of such an answer a bound is still to be found, if it is not beaten by now.
+    # Three axes last: their answers still need a bound, unless they are beaten by then.
     for sharded in sorted([best, *(others if small else ())], key=lambda sharded: len(sharded.mesh.shape)):
         beaten = any(known.step_seconds <= sharded.step_seconds for known in found)
         if not (beaten and len(sharded.mesh.shape) > 2):
             found.append(untied(sharded))
-    return min(found, key=_standing)
+    return min(found, key=_rank)
 
 
 def _turns(sharded: Sharded, options: Options) -> int:
-    """How often the best answer is solved around: once to know how good it is, and more often if that repays."""
+    """Number of turns of `settle`: once to bound the answer, and more often if that repays."""
     each, worth = TUNING.solve_share * planning_seconds(sharded.problem), TUNING.settled_part * sharded.step_seconds
     turns = [n for n in range(1, TUNING.around_turns + 1) if n * each <= TUNING.settled_seconds]
     return max((n for n in turns if options.repays(worth, n * each)), default=1)
@@ -175,7 +174,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     """Why a mesh is left out; "": it is not."""
     options = request.options
     if not searched.results:
-        # There is nothing to begin at, and a step that does not fit on two axes seldom fits on three.
+        # There is no starting point, and a step that does not fit on two axes seldom fits on three.
         is_large = len(request.program.jaxpr.eqns) > TUNING.third_axis_equations
         return "left out: nothing fits on fewer axes" if searched.failure and is_large and len(mesh.shape) > 2 else ""
     widest, best = max(searched.results, key=lambda sharded: len(sharded.mesh.shape)), searched.best

@@ -1,8 +1,8 @@
-"""Methods by name: what people call them elsewhere, and calls as one writes them in Python.
+"""Parses methods from text: common names, and Python calls.
 
 In:     `"fsdp"`, or `"PipelineParallel(num_stages=4, num_microbatches=8)"`.
 Out:    the method.
-Method: a table of names; what is not in it is read as a call with literal arguments. Nothing is evaluated.
+Method: a table of names; other texts are parsed as calls with literal arguments. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES: dict[str, Method] = {
     "latency": Inference(),
     "throughput": Inference(latency=False),
 }
-"""What needs no numbers, without spaces, dashes and underscores."""
+"""Names that need no numbers, without spaces, dashes and underscores."""
 MEANT = {
     "zero": "zero1, zero2 or zero3: DataParallel(zero=...)",
     "tp": "ThreeD(tensor=8), or ShardParallel(), which finds out",
@@ -48,14 +48,14 @@ MEANT = {
     "1f1b": 'PipelineParallel(num_stages=..., schedule="1f1b")',
     "hsdp": "ShardParallel(mesh_shape=(hosts, devices_per_host)), which finds out",
 }
-"""What needs to say more."""
+"""Ambiguous names -> what to write instead."""
 
 
 def method_of(text: str) -> Method:
-    """The method of this name, or that this call makes.
+    """The method that a name or a call stands for.
 
     Raises:
-        AutoparError: There is none; says what may have been meant. Or its settings are not right.
+        AutoparError: There is no such method, with suggestions; or its settings are wrong.
     """
     plain = re.sub(r"[\s_\-.]+", "", text.lower())
     if plain in NAMES:
@@ -65,7 +65,7 @@ def method_of(text: str) -> Method:
         return called
     classes = {name.lower(): f"{name}(...)" for name in CLASSES}
     near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *classes])
-    near.sort(key=lambda name: sorted(name) != sorted(plain))  # letters in another order are nearer than other letters
+    near.sort(key=lambda name: sorted(name) != sorted(plain))  # anagrams first
     meant = MEANT.get(plain) or next((MEANT.get(name) or classes.get(name) or name for name in near), "")
     raise AutoparError(
         "unknown method.",
@@ -79,7 +79,7 @@ def method_of(text: str) -> Method:
 
 
 def _called(text: str) -> Method | None:
-    """What a call with literal arguments makes; None: it is no call of a method."""
+    """The method that a call with literal arguments makes; None: the text is no call of a method."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
