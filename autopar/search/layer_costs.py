@@ -1,14 +1,13 @@
-"""What each layer costs on each mesh of each submesh.
+"""Costs each layer on each logical mesh of each submesh.
 
 In:     a step that can be cut into layers for any number of microbatches, the cluster, options.
 Out:    `LayerCosts`: for a submesh and a number of microbatches, a `LayerCost` per logical mesh and layer.
-Method: each layer that differs from the others is sharded once on every logical mesh of every submesh (Alpa's stage
-        table, filled without compiling anything and without solving equal layers twice), for one number of microbatches;
-        for others it is stretched as its kernels are, for which nothing is solved. That holds while the samples of a
-        microbatch divide over the devices alike; where they do not, it is a guess until `solve` is asked for it. So it is
-        of layers that are larger than memory: to shard them within it takes many times as long, and they are slower then.
-        Until `shard_on` is asked for a submesh, its layers take what their kernels take at least: most submeshes cannot
-        win even then.
+Method: each distinct layer is sharded once on every logical mesh of every submesh (Alpa's stage table, filled without
+        compiling, and without solving equal layers twice), for one number of microbatches; for other numbers its cost is
+        scaled like its kernels' seconds, without solving. This is exact enough while the samples of a microbatch divide
+        over the devices alike; otherwise it is a guess until `solve` is called. Costs of layers larger than memory are
+        guesses, too: sharding them within the budget takes many times as long, and they get slower. Until `shard_on` is
+        called for a submesh, its layers cost a lower bound by their kernels: most submeshes cannot win even so.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs on one mesh, with the microbatch of one size.
+    """The cost of one layer on one mesh, for one size of microbatches; bytes are those of one device.
 
     Attributes:
-        work_seconds: Of one microbatch: what shrinks with it.
-        fixed_seconds: Of one microbatch: latencies, and operations on no samples, such as adding up gradients.
-        once_seconds: Once per step: preparation and update.
-        resident_bytes: On one device, all through the step: parameters, optimizer state, sums.
-        kept_bytes: For each microbatch in flight.
-        working_bytes: While it runs.
+        work_seconds: Seconds per microbatch that scale with its size.
+        fixed_seconds: Seconds per microbatch that do not: latencies, operations without a batch dim (adding up gradients).
+        once_seconds: Seconds per step: preparation and update.
+        resident_bytes: Bytes held throughout the step: parameters, optimizer state, sums.
+        kept_bytes: Bytes of residuals per microbatch in flight.
+        working_bytes: Further bytes while the layer runs.
         exposed_seconds: The part of `work_seconds` in which no kernel runs; beside other layers some of it may be hidden.
     """
 
@@ -67,10 +66,10 @@ class LayerCosts:
     """Costs of all layers on all meshes, for any number of microbatches.
 
     Attributes:
-        num_layers: How many layers.
-        work: Of each layer, in any unit.
-        levels: Of recomputation, that are tried.
-        meshes: Per submesh size, the logical meshes.
+        num_layers: Number of layers.
+        work: Work of each layer, in any unit.
+        levels: Recomputation levels that are tried.
+        meshes: Submesh size -> its logical meshes.
     """
 
     def __init__(
@@ -84,16 +83,16 @@ class LayerCosts:
         terms: Terms,
         report: Report,
     ):
-        """Nothing is sharded yet.
+        """Shards nothing yet.
 
         Args:
             cut_for: The step in phases, for a number of microbatches.
             borders: First segment of each layer.
-            work: Of each layer.
-            sizes: Devices that a stage may have.
-            batch_sizes: Samples of the batch, of each argument that has some.
-            counts: Numbers of microbatches, one of which each mesh is solved for.
-            terms: On which they are sharded, and recompute.
+            work: Work of each layer.
+            sizes: Numbers of devices that a stage may have.
+            batch_sizes: Number of samples in each batch argument.
+            counts: Numbers of microbatches; each mesh is solved for one of them.
+            terms: Terms of sharding.
             report: Called with a line of progress before each mesh is tried.
         """
         cluster, options = terms.cluster, terms.options
@@ -112,8 +111,8 @@ class LayerCosts:
         self._report = self._whole_report = report
 
     def shard_on(self, sizes: Iterable[int]) -> None:
-        """Shard every layer on every mesh of these submeshes, in the number of microbatches that divides best; equal layers
-        once. What has been sharded is not again."""
+        """Shard every distinct layer on every mesh of these submeshes, for the number of microbatches that divides best,
+        unless that was done before."""
         middle, places = len(self._counts) // 2, [*self.meshes]
         for size in sizes:
             if not self.is_bound(size):
@@ -126,23 +125,23 @@ class LayerCosts:
         self._report = part_of(self._whole_report, 1.0, 1.0)
 
     def has_bounds(self) -> bool:
-        """Whether it is known which layers are equal, and so what their kernels take; that costs next to nothing."""
+        """Whether the step can be cut into layers, so that bounds by their kernels are known; this is cheap."""
         with contextlib.suppress(AutoparError):
             self._layers_for(self._reference)
         return bool(self._kinds)
 
     def is_bound(self, size: int) -> bool:
-        """Whether all that is known of a submesh is what the kernels of its layers take at least."""
+        """Whether the costs on a submesh are still lower bounds by kernels."""
         return size not in self._known
 
     def _ways(self, size: int, count: int) -> tuple[int, ...]:
-        """Over how many of so many devices the samples of a microbatch divide."""
+        """For each batch argument, the largest number of devices that divides both `size` and a microbatch's samples."""
         return tuple(math.gcd(samples // count, size) for samples in self._batch_sizes)
 
     def of(self, size: int, count: int) -> tuple[int, list[list[tuple[LayerCost, ...] | None]]]:
-        """The number of microbatches that was solved for, and `[mesh][layer]` costs, at each level; None: does not fit.
+        """The number of microbatches that was solved for, and costs `[mesh][layer]` at each level; None: does not fit.
 
-        Of a submesh that nothing is sharded on, costs that no layer has less of.
+        For a submesh that no layer was sharded on, lower bounds.
         """
         if self.is_bound(size):
             of_kind = self._kernels_alone(size, count)
@@ -153,13 +152,13 @@ class LayerCosts:
         return solved_for, known[solved_for]
 
     def is_beyond(self, size: int, count: int) -> bool:
-        """Whether what is said of a submesh is of layers some of which are larger than memory: no layer takes less time."""
+        """Whether costs on a submesh are those of layers of which some exceed memory: within it, none is faster."""
         return not self.is_bound(size) and self._beyond[size, self.of(size, count)[0]]
 
     def stretch(self, size: int, solved_for: int, count: int) -> np.ndarray:
-        """Of each layer, how its kernels' seconds for one microbatch change from one number of microbatches to another.
+        """Per layer, the ratio of its kernels' seconds per microbatch with `count` microbatches to those with `solved_for`.
 
-        So many times smaller microbatches on so many devices are, to a device, what the same ones are on more devices.
+        To a device, smaller microbatches are like the same ones on proportionally more devices.
         """
         if solved_for == count:
             return np.ones(self.num_layers)
@@ -167,15 +166,14 @@ class LayerCosts:
         return np.array([after[kind] / before[kind] if before[kind] else solved_for / count for kind in self._kinds])
 
     def _kernels_alone(self, size: int, count: int) -> dict[int, tuple[LayerCost, ...]]:
-        """Of each kind of layers its kernels, at every level."""
+        """Kind of layer -> lower bound by its kernels, at every level."""
         levels, kernels = len(self.levels), self._kernels(size * count / self._reference)
         return {kind: (LayerCost(seconds, 0.0, 0.0, 0.0, 0.0, 0.0),) * levels for kind, seconds in kernels.items()}
 
     def _kernels(self, num_devices: float) -> dict[int, float]:
-        """Of each kind of layers, seconds of kernels on so many devices.
+        """Kind of layer -> seconds of its kernels on so many devices.
 
-        Between powers of 4 they are interpolated; on less than one device, which is one with larger microbatches, they grow
-        on as from 4 to one.
+        Interpolated between powers of 4; less than one device (one with larger microbatches) is extrapolated from 4 and 1.
         """
         place = math.log(num_devices, 4)
         power = max(0, math.floor(place))
@@ -195,22 +193,22 @@ class LayerCosts:
         return self._seconds_on[num_devices]
 
     def is_guess(self, size: int, count: int) -> bool:
-        """Whether what is said of a submesh is scaled from samples that divide over its devices otherwise, or is of layers that
-        do not fit."""
+        """Whether costs on a submesh are bounds, are scaled from samples that divide differently over its devices, or are
+        those of layers that do not fit."""
         if self.is_bound(size):
             return True
         return self.is_beyond(size, count) or self._ways(size, self.of(size, count)[0]) != self._ways(size, count)
 
     def refine(self, size: int, count: int) -> None:
-        """Shard every layer for a number of microbatches; if that has been done, within memory."""
+        """Shard every layer for a number of microbatches; if that was done before, within memory."""
         if self.is_bound(size):
             self.shard_on([size])
         else:
             self.solve(size, count, within=count in self._known[size])
 
     def solve(self, size: int, count: int, within: bool = True) -> None:
-        """Shard every layer on every mesh of a submesh, for a number of microbatches; as if memory were without end, unless
-        `within` it."""
+        """Shard every layer on every mesh of a submesh, for a number of microbatches, `within` the memory budget or without
+        one."""
         self._beyond[size, count] = False
         try:
             layers = self._layers_for(count)
@@ -232,7 +230,7 @@ class LayerCosts:
     def _cost(
         self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage, within: bool
     ) -> tuple[tuple[LayerCost, ...] | None, bool]:
-        """Of one layer on one mesh, at each level; and whether it is within memory."""
+        """The costs of one layer on one mesh, at each level; and whether it fits memory."""
         further, key = restrict(program, mesh)
         own = dataclasses.replace(self._terms, gap=TUNING.layer_gap)
         endless = dataclasses.replace(own, options=dataclasses.replace(own.options, memory_budget_bytes=math.inf))
@@ -251,12 +249,12 @@ class LayerCosts:
         return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True)), fits
 
     def _layers_for(self, count: int) -> dict[int, tuple[StageProgram, list[Tasks]]]:
-        """Of each kind of layers the first one: its program, and the tasks at each level."""
+        """Kind of layer -> program of the first such layer, and its tasks at each level."""
         if count not in self._layers:
             cut = self._cut_for(count)
             levels = [self.levels[0]] * self.num_layers
             tasks = make_tasks(cut, self._borders, levels=levels)
-            # What is equal for one number of microbatches is so for another.
+            # Layers that are equal for one number of microbatches are so for all.
             restrict = restrict_stages(cut, self._options.constraints)
             layers = [stage_program(tasks, layer) for layer in range(self.num_layers)] if not self._kinds else []
             self._kinds = self._kinds or _first_alike(layers, restrict)
@@ -268,7 +266,7 @@ class LayerCosts:
 
 
 def _first_alike(programs: Sequence[StageProgram], restrict: RestrictStage) -> list[int]:
-    """For each program the first that is equal, and pinned alike."""
+    """For each program, the index of the first one that is equal and has the same pins."""
     first: dict[Hashable, int] = {}
     anywhere = LogicalMesh((1,))
     keys = [(canonical_key(program.jaxpr), restrict(program, anywhere)[1]) for program in programs]
@@ -280,7 +278,7 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
     kept, working = kept_bytes(tasks, stage), 0
     held: dict[object, int] = {}
     for task in stage.tasks:
-        # What is read beside that and comes from other stages is there for one microbatch.
+        # Values read besides residuals come from other stages, for one microbatch at a time.
         read = sum(b.num_bytes for b in task.inputs if b.kind == "loop")
         working = max(working, task.working_bytes + max(0, read - kept))
         for border in (*task.inputs, *task.outputs):
@@ -299,7 +297,7 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
 
 
 def submesh_sizes(cluster: Cluster) -> list[int]:
-    """Devices that one stage may have: a divisor of a host's, or whole hosts whose number divides theirs; not all."""
+    """Numbers of devices that a stage may have: divisors of a host's, or whole hosts that divide the cluster; not all."""
     inside = [n for n in range(1, cluster.devices_per_host + 1) if cluster.devices_per_host % n == 0]
     hosts = [n * cluster.devices_per_host for n in range(2, cluster.hosts + 1) if cluster.hosts % n == 0]
     return [n for n in (*inside, *hosts) if n < cluster.num_devices]

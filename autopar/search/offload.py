@@ -1,9 +1,9 @@
-"""The optimizer's state in the memory of the hosts, where a step does not fit without.
+"""Offloads the optimizer's state to host memory, if a step does not fit otherwise.
 
 In:     a step and its roles.
-Out:    which of its arguments are state that only the update reads; the step with these in the hosts' memory.
-Method: a rewrite of the program (`ir/rewrite/state_on_host.py`), which is planned like any other: what lies there is not in
-        the devices' memory, and each copy has its seconds. It is tried where nothing else fits.
+Out:    the arguments that are state which only the update reads; the step with these in host memory.
+Method: a rewrite of the program (`ir/rewrite/state_on_host.py`), which is planned like any other: values in host memory take
+        no device memory, and copies have a price.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _T = TypeVar("_T")
 
 
 def within_memory(plan: Callable[[Request], _T], request: Request) -> tuple[_T, tuple[str, ...]]:
-    """What `plan` makes of a step; where nothing fits, of the same with its optimizer's state in the memory of the hosts.
+    """Plan a step with `plan`; if nothing fits, with its optimizer's state in host memory.
 
     Returns:
-        The plan, and the paths of the arguments that lie there.
+        The plan, and the paths of the arguments in host memory.
 
     Raises:
         InfeasibleError: Nothing fits either way.
@@ -66,29 +66,29 @@ def _again(error: InfeasibleError, given: str, do: str) -> InfeasibleError:
 
 
 def check_hosts(plan: Decision, device: Device) -> None:
-    """What is kept in the hosts' memory must fit there.
+    """Check that values in host memory fit there.
 
     Raises:
-        InfeasibleError: It does not.
+        InfeasibleError: They do not.
     """
-    needed, there = plan.cost.host_bytes, device.host_memory_bytes
-    if needed <= there:
+    needed, available = plan.cost.host_bytes, device.host_memory_bytes
+    if needed <= available:
         return
     what = "the optimizer's state" if plan.offloaded else "what the step copies there"
     raise InfeasibleError(
         "the hosts' memory is too small.",
         given=f"`{plan.name}`, whose plan has {bytes_text(needed)} of each {device} in the memory of its host",
-        wrong=f"{what} is more than a device's share of it, {bytes_text(there)}.",
+        wrong=f"{what} is more than a device's share of it, {bytes_text(available)}.",
         do="take more devices or microbatches, offload less, or state how much there is: Device(host_memory_bytes=...).",
-        budget_bytes=there,
+        budget_bytes=available,
         needed_bytes=needed,
     )
 
 
 def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:
-    """Paths of the arguments that come back, and that nothing but the update reads: moments, but no parameters.
+    """Paths of state that only the update reads: moments, but no parameters.
 
-    What is small beside the largest of them stays: its copies would take more time than their bytes.
+    State that is small beside the largest stays: the latency of its copies would outweigh the bytes saved.
     """
     late, of_state = only_for_update(program.jaxpr), set(roles.aliases.values())
     sizes = {
@@ -101,7 +101,7 @@ def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:
 
 
 def offloaded_program(program: Program, roles: Roles, paths: Collection[str]) -> Program:
-    """The step with these arguments, and their new values, in the memory of the hosts."""
+    """The step with these arguments, and their new values, in host memory."""
     if not paths:
         return program
     inputs = [k for k, path in enumerate(program.in_paths) if path in paths]

@@ -1,8 +1,8 @@
-"""Sharding a whole step on one mesh, as a method wants it.
+"""Shards a whole step on one mesh under a method.
 
-In:     `Program`, its roles, cluster, method, a logical mesh.
+In:     the request, a logical mesh.
 Out:    `Sharded`.
-Method: what the method forbids and the user pins becomes restrictions of choices; well-known plans are compared with.
+Method: the method and the user's pins restrict choices; well-known plans are compared with the answer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from autopar.search.request import Request
 
 
 def count_of(method: Method) -> int:
-    """Number of microbatches that a method asks for."""
+    """The number of microbatches that a method asks for; 1 if it leaves that open."""
     return getattr(method, "num_microbatches", None) or 1
 
 
 WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN, FREE)
-"""Of a step on one mesh that takes its batch at once."""
+"""The passes of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
     SORTED,
     Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(cut_behind_gradients)),
@@ -54,17 +54,17 @@ MICROBATCHES: tuple[Pass[Rewritten], ...] = (
         lambda step: step.by(lambda jaxpr: accumulate_in_rounds(jaxpr, *step.how)),
     ),
 )
-"""Of a step on one mesh in microbatches."""
+"""The passes of a step on one mesh in microbatches."""
 
 
 def in_microbatches(program: Program, roles: Roles, count: int, semantics: str, num_devices: int = 1) -> Program:
-    """The program that works through its batch in `count` microbatches, one after the other, or at once.
+    """Rewrite a program to loop over `count` microbatches, or, if that is 1, to take its batch at once.
 
-    Samples may then be spread over `num_devices`.
+    `num_devices`: number of devices that samples may be spread over.
 
     Raises:
         BatchError: The batch does not divide.
-        MicrobatchError: That would compute something else.
+        MicrobatchError: Microbatches would change what the step computes.
     """
     passes = MICROBATCHES if count > 1 else WHOLE
     step = run_passes(passes, Rewritten(program, roles, count, semantics, num_devices), check_rewritten)
@@ -83,10 +83,9 @@ def shard_on(
     begin: Sequence[Sharded] = (),
     explore: bool = False,
 ) -> Sharded:
-    """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
+    """Shard the program on one mesh under the method's restrictions; `compare` it with data parallelism.
 
-    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with, `like` the graph of
-    the program on one of them, `begin` answers to begin with, as of `shard`; so is `explore`.
+    `like`: the graph of the program on another mesh. Other arguments as in `shard`.
     """
 
     roles, device = request.roles, request.cluster.device
@@ -105,7 +104,7 @@ def shard_on(
 
 
 def _known_plans(request: Request, mesh: LogicalMesh) -> list[Restrict]:
-    """Data parallelism of every ZeRO stage, where the batch divides."""
+    """Data parallelism of every ZeRO stage, as restrictions; [] if the batch does not divide."""
     try:
         check_batch(request, mesh)
     except BatchError:
@@ -120,7 +119,7 @@ def _state_in_parts(request: Request) -> list[int]:
 
 
 def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
-    """Forbid what the method, its constraints and the program's keys forbid."""
+    """Apply the restrictions of the method, the user's constraints and random keys."""
     program, roles, method = request.program, request.roles, request.method
     into, out_of = ([k for k, key in enumerate(of) if key] for of in (program.key_inputs, program.key_outputs))
     keep_keys_whole(graph, into, out_of, allowed)
@@ -134,7 +133,7 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
 
 
 def check_batch(request: Request, mesh: LogicalMesh) -> None:
-    """The batch must divide over the devices of a data-parallel mesh.
+    """Check that the batch divides over the devices of a data-parallel mesh.
 
     Raises:
         BatchError: It does not, or there is none.
@@ -167,7 +166,7 @@ def check_batch(request: Request, mesh: LogicalMesh) -> None:
 
 
 def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
-    """Every argument must have a sharding left.
+    """Check that every argument has a sharding left.
 
     Raises:
         InfeasibleError: Names the pins on one argument that contradict each other or the method.

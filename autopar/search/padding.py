@@ -1,10 +1,10 @@
-"""Dims that do not divide: which of them are made longer, so that the devices can split them.
+"""Pads dims whose length does not divide, so that devices can split them.
 
-In:     a step, and what was planned of it as it stands.
-Out:    lengths of its products, each with the length that it is to become; the step with longer dims (`ir/rewrite/padding.py`).
-Method: a length is worth it if every device then has less of it than now, and if there is something to win: products along it
-        that some devices repeat, or collectives that nothing hides. The longer step is planned like any other; the faster
-        of both plans is taken.
+In:     a step, and its plan without padding.
+Out:    lengths to pad and what they become; the step with longer dims (`ir/rewrite/padding.py`).
+Method: padding a length is worth a try if each device then has less of it, and if there is something to gain: products
+        along it that some devices repeat, or exposed collectives. The padded step is planned like any other, and the faster
+        plan is taken.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from autopar.streams.assemble import StepPlan
 from autopar.tuning import TUNING
 
 Lengths = Mapping[int, int]
-"""A length -> what it becomes."""
+"""Length of a dim -> its padded length."""
 
 
 def padded_program(program: Program, lengths: Lengths) -> Program:
-    """The step with longer dims; its arguments and results are as they were."""
+    """The step with padded dims; its arguments and results are unchanged."""
     if not lengths:
         return program
     jaxpr = pad_dims(program.jaxpr, lengths)
@@ -42,7 +42,7 @@ def padded_program(program: Program, lengths: Lengths) -> Program:
 
 
 def lengths_that_do_not_divide(request: Request) -> dict[int, int]:
-    """Lengths along which a good part of the step's products goes, and that longer dims would let more devices split."""
+    """Lengths in a good part of the step's products that more devices could split if padded -> the padded lengths."""
     whole, along, rules = 0.0, dict[int, float](), EqualRules()
     for eqn, times in equations_within(request.program.jaxpr):
         if not is_product(eqn):
@@ -57,7 +57,7 @@ def lengths_that_do_not_divide(request: Request) -> dict[int, int]:
 
 
 def longer_length(length: int, num_devices: int) -> int:
-    """The length that most devices can split of those that are not much longer; the same where that wins nothing."""
+    """The padded length, not much longer, that most devices can split; the same length if padding does not help."""
     now = length // math.gcd(length, num_devices)
     for parts in (d for d in range(num_devices, 1, -1) if num_devices % d == 0):
         longer = -(-length // parts) * parts
@@ -67,10 +67,10 @@ def longer_length(length: int, num_devices: int) -> int:
 
 
 def worth_padding(planned: StepPlan, lengths: Lengths, request: Request, num_tried: int = 1) -> dict[int, int]:
-    """Those lengths of which longer ones may win what it takes to plan them, by what the plan without them does.
+    """The lengths whose padding may repay planning, judged by the plan without padding.
 
-    Products along a length are repeated by some devices; or, if none can split it at all, their collectives are exposed.
-    About `num_tried` plans were tried for this one, and will be again.
+    The gain is in products along a length that some devices repeat; or, if no devices can split it, in exposed collectives.
+    `num_tried`: number of plans tried for this one, which will be tried again.
     """
     operations = products = 0.0
     along, repeated = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)

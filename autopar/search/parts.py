@@ -1,12 +1,11 @@
-"""Into how many parts scans over layers are taken, so that stages are even, and fit.
+"""Chooses the number of parts that scans over layers are split into, so that stages are balanced and fit.
 
 In:     a step that is cut with as many parts as stages; a pipeline of it.
-Out:    the number of parts with which the largest stage is nearly as small as it can be; whether layers should stand by
-        themselves.
-Method: stages begin between parts. With one part for each, what comes before and behind the layers (a large head) is on
-        top of the first's and the last's share; with finer parts these get fewer layers. Each part is a loop of its own
-        to compile, so the fewest do that serve. A loop is recomputed only whole: where memory demands that something does,
-        layers without loops have the choice of which, and of what in them.
+Out:    the number of parts that makes the largest stage nearly as small as possible; whether each layer should be a part.
+Method: stages begin between parts. With one part per stage, the first and the last stage have the work before and after the
+        layers (a large head) on top of their share; with finer parts they get fewer layers. Each part is a loop to
+        compile, so the fewest sufficient parts are taken. A loop is recomputed only as a whole: if memory demands
+        recomputation, layers outside of loops allow to choose which, and what in them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from autopar.tuning import TUNING
 
 
 def even_parts(cut: CutStep, num_stages: int) -> int:
-    """How many parts serve for so many stages; those that the step is cut into, if it is even or nothing would help."""
+    """The fewest parts that balance so many stages; the present number, if finer parts do not help."""
     count, length, chain = cut.stacks.count, cut.stacks.length, cut.chain
     sizes = [share_of(k, count, length).size for k in range(count)]
     trips: dict[int, int] = {}  # of the loops over layers, by segment
@@ -45,9 +44,9 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
 
 
 def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
-    """As many parts as layers, if these are in loops that memory demands to recompute, and that keep what might; else 0.
+    """The number of layers, if memory demands recomputation and loops over layers keep values that it could save; else 0.
 
-    `planned` is a pipeline of the step; None: none fits.
+    `planned`: a pipeline of the step; None: none fits.
     """
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
     runs_again = planned is None or any(level > CHEAP for level in planned.tasks.levels)
@@ -55,15 +54,15 @@ def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) ->
 
 
 def finds_what_it_made(program: Program, roles: Roles) -> bool:
-    """Whether the backward pass finds most of what layers made, which might be recomputed; as the program is written."""
+    """Whether the program as written keeps most residuals of its layers, so that recomputation could save memory."""
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
     return _keep_what_they_make(program, length) if length else not any(map(is_recomputed, program.jaxpr.eqns))
 
 
 def _keep_what_they_make(program: Program, length: int) -> bool:
-    """Whether scans over so many layers keep more of what a layer makes than what goes on to the next.
+    """Whether scans over so many layers stack more bytes of residuals than they carry.
 
-    Where `jax.checkpoint` has all of a layer recomputed, its input is kept, and there is nothing left that might.
+    If `jax.checkpoint` recomputes whole layers, only their inputs are kept, and recomputation can save nothing more.
     """
     kept = carried = 0
     for eqn in program.jaxpr.eqns:
@@ -76,7 +75,7 @@ def _keep_what_they_make(program: Program, length: int) -> bool:
 
 
 def _finer(length: int, count: int) -> list[int]:
-    """The numbers of parts, from `count` on, that cut each of `count` parts into as many pieces, as even as can be."""
+    """Numbers of parts, from `count` on, that split each of `count` parts into equally many pieces."""
     multiples = range(2 * count, min(length, TUNING.most_parts) + 1, count)
     if length % count == 0:
         return [count, *(n for n in multiples if length % n == 0)]
@@ -84,13 +83,13 @@ def _finer(length: int, count: int) -> list[int]:
 
 
 def _pieces(parts: int, length: int, count: int, trips: int) -> list[int]:
-    """The trips of each piece of one of `count` parts, if all were cut so that there are `parts`."""
+    """The trips of each piece of one of `count` parts with `trips` trips, if there were `parts` parts in all."""
     pieces = trips if parts == length else parts // count
     return [share_of(k, pieces, trips).size for k in range(pieces)]
 
 
 def _largest(work: np.ndarray, pieces: dict[int, list[int]], num_stages: int) -> float:
-    """The work of the largest stage, if these segments were in pieces of such sizes."""
+    """The work of the largest stage, if segments were split into pieces of these sizes."""
     each = [
         amount * np.array(pieces.get(segment, [1])) / sum(pieces.get(segment, [1]))
         for segment, amount in enumerate(work)

@@ -1,11 +1,11 @@
-"""The compiler as a list: which passes a step goes through, phase by phase.
+"""The compiler as a list: the passes that a step goes through, phase by phase.
 
-In:     (a list only; each is carried out where it stands.)
-Out:    `PHASES`, in order. Between them stands what makes one form of another, or goes round in circles:
+In:     (a list only; each pass is run where it is defined.)
+Out:    `PHASES`, in order. Between them come translations and iterations:
         segments and stages (`inter_op/chain.py`, `slicing.py`), their tasks (`stage_program.py`);
-        decisions (`intra_op/graph.py`); solve, lower and the clock, until it shows what was thought (`intra_op/shard.py`);
-        streams, checked and on the clock (`streams/assemble.py`).
-Method: `AUTOPAR_CHECK=1` checks what each of them makes; `AUTOPAR_DUMP=folder` writes what the phases made.
+        the decision graph (`intra_op/graph.py`); solve, lower and simulate, to a fixed point (`intra_op/shard.py`);
+        streams, checked and simulated (`streams/assemble.py`).
+Method: `AUTOPAR_CHECK=1` checks the result of each pass; `AUTOPAR_DUMP=folder` writes those of the phases.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from autopar.streams.emit import EMIT
 
 PHASES: dict[str, tuple[Pass[Any], ...]] = {
     "trace": TRACE,  # every step, once: from what JAX traced to one flat program
-    "apart": APART,  # pipelines, for each number of parts: so that there is something to cut
+    "apart": APART,  # pipelines, for each number of parts: splits loops, so that stages can be cut
     "whole": WHOLE,  # one mesh, the batch at once
-    "microbatches": MICROBATCHES,  # one mesh, for each number of microbatches: a loop that adds up sums
-    "shard": SHARD,  # on every mesh that is tried, of a step or a stage: from decisions to a choice problem
-    "lower": LOWER,  # of every solution that is looked at, and every task: from choices to a sharded program
-    "emit": EMIT,  # every pipeline that is looked at: from tasks to a stream for each mesh
+    "microbatches": MICROBATCHES,  # one mesh, for each number of microbatches: a loop that accumulates sums
+    "shard": SHARD,  # a step or stage on each mesh tried: from the decision graph to a choice problem
+    "lower": LOWER,  # each solution considered, and each task: from choices to a sharded program
+    "emit": EMIT,  # each pipeline considered: from tasks to one stream per mesh
 }

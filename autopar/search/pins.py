@@ -1,9 +1,9 @@
-"""The user's constraints: which arguments they pin, of a whole step and of one stage; a stage's random keys.
+"""Resolves the user's constraints to pins, for a whole step and for its stages.
 
 In:     `{path glob: PartitionSpec}`, the paths of the step's arguments; a step that is cut, a stage of it.
-Out:    pins by position; of a stage, those on what it reads, as a restriction of choices, and keys in one piece.
-Method: globs are matched on the user's own arguments. A stacked argument that is cut into parts hands its pins to each; of
-        the batch, which comes in microbatches, the rows of each microbatch are pinned. Axes are those of the stage's mesh.
+Out:    pins by position; for a stage, a restriction to the pins on its inputs and to unsplit random keys.
+Method: globs are matched on the user's own arguments. Each part of a stacked argument inherits its pins; of a batch argument
+        each microbatch is pinned. Axes are those of the stage's mesh.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, keep_n
 from autopar.mesh import LogicalMesh
 
 RESULT = "result"
-"""Constraints that begin so may name results of a step without stages."""
+"""Constraints with this prefix may name results of a step without stages."""
 RestrictStage = Callable[[StageProgram, LogicalMesh], tuple[Restrict | None, Hashable]]
-"""What is forbidden of a stage on a mesh, and a key that tells it from what is forbidden of an equal stage."""
+"""The restriction of a stage on a mesh, and a key: equal stages with equal keys have equal restrictions."""
 
 
 def unrestricted(program: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
-    """Nothing is forbidden."""
+    """No restriction."""
     return None, ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What one constraint pins: position -> (what the user wrote, spec)."""
+    """The pins of one constraint: position -> (the user's glob, spec)."""
 
     inputs: dict[int, tuple[str, Any]]
     outputs: dict[int, tuple[str, Any]]
 
 
 def find_pins(in_paths: Sequence[str], constraints: Mapping[str, Any], out_paths: Sequence[str] = ()) -> list[Pins]:
-    """Per constraint, what it pins: arguments, and results where it begins with `result`.
+    """The pins of each constraint: on arguments, and on results if it begins with `result`.
 
     Raises:
-        ConstraintError: One names no argument and no result, or is no PartitionSpec.
+        ConstraintError: A constraint names no argument and no result, or is no PartitionSpec.
     """
     pins = []
     for glob, spec in constraints.items():
@@ -100,7 +100,7 @@ def _check_spec(glob: str, spec: object) -> None:
 def restrict_stages(
     cut: CutStep, constraints: Mapping[str, Any], restrict: RestrictStage = unrestricted
 ) -> RestrictStage:
-    """Stages keep the user's pins, and random keys in one piece, and what is `restrict`ed beside.
+    """Combine the user's pins, unsplit random keys, and further restrictions (`restrict`) of stages.
 
     Raises:
         ConstraintError: A constraint names no argument, or is no PartitionSpec.
@@ -144,7 +144,7 @@ def restrict_stages(
 def _pin(
     stage: StageProgram, pins: Sequence[tuple[int, tuple[str, PartitionSpec], str]], graph: Graph, allowed: Allowed
 ) -> None:
-    """Keep pins: (position, pin, path)."""
+    """Apply pins: (position, pin, path)."""
     for at, pin, path in pins:
         node, var = graph.nodes[graph.inputs[at]], stage.jaxpr.invars[at]
         if at in stage.stacks:
@@ -154,7 +154,7 @@ def _pin(
 
 
 def _in_the_loop(stage: StageProgram, graph: Graph, at: int) -> tuple[Node, Var]:
-    """The decision on one microbatch of a batch argument."""
+    """The node and variable of one microbatch of a batch argument."""
     var = stage.stacks[at][1]
     number = list(stage.scan.stacked).index(var)
     return graph.nodes[graph.ports[stage.scan.eqn, "xs", 1 + number]], var
