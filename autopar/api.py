@@ -2,7 +2,7 @@
 
 In:     the user's step, and perhaps a cluster and a method.
 Out:    `ParallelStep` (`step.py`), called like the step itself.
-Method: what can be told wrong before there are arguments is told here.
+Method: checks everything here that can be checked without the step's arguments.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ def parallelize(
         fn: The step: pytrees of arrays in and out as under `jax.jit`, or NNX objects as under `nnx.jit`, or Equinox
             modules as under `eqx.filter_jit`; differentiated by plain `jax.grad`. Absent: a decorator.
         cluster: The machine; None: all devices of this process.
-        method: How to split; None: `Auto()`, decide everything. Names that are used elsewhere (`"fsdp"`, `"ddp"`) do, too.
+        method: How to split; None: `Auto()`, which decides everything. Common names (`"fsdp"`, `"ddp"`) are accepted too.
         batch_argnums: Positions of the arguments that hold samples, counted as in `jax.jit`; they are not state.
-            `"auto"`: what is not state and shares its leading dim; state is what comes back in the outputs with the same
-            structure and shapes. An array by itself, after other state, may be a batch that is reconstructed: it is
-            state only if there is another batch, of another leading dim.
+            `"auto"`: arguments that are not state and share their leading dim; state is what the outputs contain with the
+            same structure and shapes. A single array, after other state, may be a batch that is reconstructed: it is
+            state only if there is another batch, with another leading dim.
         donate_argnums: Positions of the arguments whose memory is reused, counted likewise. `"auto"`: state.
         static_argnums: As in `jax.jit`: a parameter is static whether it is passed by position or by name.
         static_argnames: As in `jax.jit`.
-        runtime: `"local"` or `"ray"`; None: what the cluster is.
+        runtime: `"local"` or `"ray"`; None: the cluster's own.
 
     Returns:
-        `ParallelStep`: called like `fn`, plans and compiles at first call.
+        `ParallelStep`: called like `fn`; plans and compiles at the first call.
 
     Raises:
         AutoparError: `fn` is no function, an argument is of the wrong type, or there is no such static argument.

@@ -1,9 +1,9 @@
-"""The command line: plans as files, read, compared, explained, checked; and what this machine can do.
+"""The command line: makes, reads, compares, explains and checks plans; examines and measures this machine.
 
 In:     plan files; or a step and its arguments, each as `module:name`, the arguments a tuple or a function that returns
         one (arrays or `jax.ShapeDtypeStruct`s).
-Out:    text. Exit status 0; 1 where plans differ, one is not verified or the machine lacks something necessary; 2 where
-        the command cannot be carried out.
+Out:    text. Exit status 0; 1 if plans differ, a plan is not verified, or the machine lacks something necessary; 2 if the
+        command cannot be carried out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, of these words or those of this process."""
+    """Run one command; its exit status. `argv`: its words; None: those of this process."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.version:
@@ -211,7 +211,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _readable(method: str) -> str | None:
-    """The method of a plan, whose restrictions forbid alternatives; None: its settings are no numbers and texts."""
+    """A plan's method as text that `--method` accepts; None: its settings cannot be written as text."""
     try:
         method_of(method)
     except AutoparError:
@@ -234,8 +234,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """The file agrees with itself; with a step, its choices are lowered again and must give what it lists."""
-
+    """Check that the file is consistent, and with a step, that lowering its choices gives what the file lists."""
     plan = Plan.load(options.file)
     problems = contradictions(plan)
     found = None
@@ -354,15 +353,14 @@ def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _replanned(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
-    """The step for the machine and by the method that are named, and its arguments."""
-
+    """The step, to be planned for the cluster and by the method of the options, and its arguments."""
     step, args = _step_and_args(options)
     cluster = Cluster.of(options.cluster) if options.cluster else None
     return step.replan(cluster, method_of(options.method) if options.method else None), args
 
 
 def _named(text: str) -> Any:
-    """The object that `module:name` names; modules are looked for in the current directory too."""
+    """Import the object named by `module:name`; modules may be in the current directory."""
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
         raise _no_name(text, f"{text!r} is no module and no name in it.")

@@ -1,8 +1,8 @@
 """A step planned and compiled for one set of shapes.
 
-In:     a traced program, its roles and plan, the cluster; how objects among its arguments are taken apart.
+In:     a traced program, its plan and runtime; the adapter for objects among its arguments.
 Out:    `CompiledStep`, called like the step itself.
-Method: the plan's executable takes flat arrays; around it, arguments are checked and results put into the user's pytrees.
+Method: the runtime takes flat arrays; around it, arguments are checked and results put into the user's pytrees.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class CompiledStep:
     Attributes:
         plan: The plan it carries out.
         programs: XLA's executables by name; on a Ray cluster, what its workers compile.
-        executable: What carries the plan out.
-        functions: What they were compiled from, by name.
+        executable: The runtime that carries the plan out.
+        functions: The functions that `programs` were compiled from, by name.
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
@@ -70,7 +70,7 @@ class CompiledStep:
         return self._calls(*args, **kwargs)
 
     def _checked(self, *args: Any, **kwargs: Any) -> tuple[Any, Direct | None]:
-        """A call with all checks, and how others like it may do without."""
+        """A call with all checks: its result, and the data to dispatch equal calls without them."""
         apart, leaves = self._arguments(args, kwargs)
         returned, direct = self.run_and_tell(leaves)
         return self._put_together(apart, returned), None if apart is not None else direct
@@ -79,7 +79,7 @@ class CompiledStep:
         return self.failed(error, jax.tree.leaves((args, kwargs)))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Apart | None, list[Any]]:
-        """Objects taken apart, and flat leaves."""
+        """The objects among the arguments, separated into arrays and the rest, and the flat leaves."""
         if self._adapter is None:
             return None, check_arguments(self.program, args, kwargs)
         apart = self._adapter.take_apart(args, kwargs)
@@ -98,7 +98,7 @@ class CompiledStep:
 
     @functools.cached_property
     def _consts(self) -> Sequence[Any]:
-        """The program's own arrays, in their places; made at the first call: devices that are compiled for may not be there."""
+        """The program's constants on their devices; placed at the first call, as devices compiled for may not be attached."""
         return self.executable.hold(list(self.program.consts), self.program.num_args)
 
     @property
@@ -107,25 +107,25 @@ class CompiledStep:
         return self.executable.closed
 
     def run(self, leaves: list[Any]) -> Any:
-        """Run one step on flat argument leaves; of objects, what the program returns for them."""
+        """Run one step on flat argument leaves; objects are not rebuilt."""
         with without_mesh():
             return self._as_returned(self._carry_out(self.executable, leaves))
 
     def run_and_tell(self, leaves: list[Any]) -> tuple[Any, Direct | None]:
-        """As `run`, and how JAX's dispatch carries out calls like this one; None: they need more than that."""
+        """As `run`, and the data to dispatch equal calls in C++; None: they need Python."""
         returned = self.run(leaves)
-        # It passes what a program has captured in front of the arguments, and ours take it behind them.
+        # C++ dispatch passes captured constants before the arguments, our programs take them after.
         if not isinstance(self.executable, Executable) or self.program.consts:
             return returned, None
         return returned, self.executable.direct(returned)
 
     def failed(self, error: BaseException, leaves: Sequence[Any]) -> Failure:
-        """What is raised where such a call, on these leaves, fails."""
-        assert isinstance(self.executable, Executable), "no other runtime is called so"
+        """The error to raise if a call dispatched in C++, on these leaves, fails."""
+        assert isinstance(self.executable, Executable), "only this runtime is dispatched in C++"
         return self.executable.failed(error, leaves)
 
     def _carry_out(self, how: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-        """What the executable makes of flat argument leaves; results that an error carries are as the step returns them."""
+        """Call the executable on flat argument leaves; the results that an error carries get the step's structure too."""
         if self._has_keys:
             leaves = self.program.flatten_inputs(leaves)[: self.program.num_args]
         try:
@@ -140,7 +140,7 @@ class CompiledStep:
             raise
 
     def _as_returned(self, results: list[Any]) -> Any:
-        """Flat results in the structure that the step returns, those weakly typed that `jax.jit` returns so."""
+        """Flat results in the structure that the step returns, weakly typed where `jax.jit` would return them so."""
         for k in self._weak:
             results[k] = weakly_typed(results[k])
         if self._has_keys:
@@ -148,7 +148,7 @@ class CompiledStep:
         return jax.tree.unflatten(self.program.out_tree, results)
 
     def create(self, first: int, stop: int, init: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
-        """Argument leaves of the step, the first up to `stop`, born in their places: `init(*args)` makes them, flat."""
+        """Create the argument leaves from `first` to `stop` in their shardings; `init(*args)` returns them, flat."""
         keys = self.program.key_inputs[first:stop]
 
         def of_integers(*args: Any) -> list[Any]:
@@ -160,28 +160,26 @@ class CompiledStep:
     def measure(self, *args: Any, steps: int = 5, **kwargs: Any) -> tuple[Any, MeasuredStep]:
         """Run one step, time it, and compare it with the prediction, lane by lane.
 
-        In one process, `steps` whole steps are timed on copies of what a step takes over (so memory must hold the state
-        twice), and one before them that is not counted; their results are dropped, but what callbacks of the step do is done
-        each time. The results returned are those of one step on the arguments themselves, whose memory is taken over as in
-        any call. Of a pipeline, each program and message of that step is timed by itself, and the timeline is that of the
-        schedule with these times, as `plan.timeline()` is that with the predicted ones; of one program, its collectives
-        are timed by themselves.
+        In one process, `steps` whole steps are timed on copies of the donated arguments (so memory must hold the state
+        twice), after one that is not counted; their results are dropped, but callbacks of the step run each time. The
+        results returned are those of one step on the arguments themselves, which are donated as in any call. For a
+        pipeline, each program and message of that step is timed by itself, and the timeline is the schedule with these
+        times, as `plan.timeline()` is with the predicted ones; for one program, its collectives are timed by themselves.
 
         On a Ray cluster, where meshes are processes, one step is run, in which each program is waited for, and the timeline
-        is that of the step as it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's
-        way there and back.
+        is the step as it ran, by the clocks of the hosts, which are aligned to within half of a call's round trip.
 
         Args:
-            args: As of a call.
-            steps: Whole steps that are timed, in one process.
-            kwargs: As of a call.
+            args: As in a call.
+            steps: How many whole steps are timed, in one process.
+            kwargs: As in a call.
 
         Returns:
-            The step's result, and what was measured: print it, or pass it to `plan.diff`.
+            The step's result, and the measurements: print them, or pass them to `plan.diff`.
 
         Raises:
             PipelineError: On a Ray cluster, the plan has no stages: one program is the whole step.
-            AutoparError: No step is to be timed.
+            AutoparError: `steps` is below 1.
         """
         check_number("measure", "steps", steps, least=1, is_whole=True)
         executable, is_one = self.executable, self.plan.is_one_program
@@ -209,7 +207,7 @@ class CompiledStep:
 
 
 def compile_plan(cluster: Cluster, plan: Plan) -> Runtime:
-    """What carries a plan out on a cluster."""
+    """Compile a plan; the runtime that carries it out on the cluster."""
     planned = plan.attached.pipeline
     if cluster.machine is not None:
         return RayStep(cluster.machine, planned)

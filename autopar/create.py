@@ -1,10 +1,10 @@
-"""`create_state`: runs the user's initializer so that every array is made in the sharding that the plan wants.
+"""`create_state`: runs the user's initializer so that every array is created in the plan's sharding.
 
-In:     the user's function that makes it, and its arguments; the step, compiled for what it makes.
-Out:    what the function makes, each array where the plan wants it.
-Method: the function is traced for types, then compiled with the plan's shardings for its results. What it makes is one
-        argument of the step; a tuple of several is the step's first ones where the step takes as many. Objects (a model)
-        are taken apart inside of the trace and made again of the arrays that come out.
+In:     the user's initializer and its arguments; the step, compiled for its results.
+Out:    the initializer's result, each array in the plan's sharding.
+Method: the initializer is traced for types, then compiled with the plan's shardings for its results. Its result is one
+        argument of the step; a tuple is the step's first arguments if the step takes as many. Objects (a model) are
+        flattened to arrays inside the trace, and rebuilt from the arrays that come out.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from autopar.plan.arguments import find_argument, is_argument
 
 
 class Unborn:
-    """What a function will make."""
+    """The state that an initializer will create."""
 
     def __init__(
         self, init_fn: Callable[..., Any], args: tuple[Any, ...], num_others: int | None, parameters: Parameters
     ):
-        """Trace the function; the step takes `num_others` arguments besides what it makes, None: that is not known.
+        """Trace the initializer.
+
+        `num_others`: how many arguments the step takes besides the initializer's result; None: unknown.
 
         Raises:
-            StructureChangedError: A class in what it makes takes nothing but arrays, and there are none yet.
+            StructureChangedError: A class in the result takes nothing but arrays, and there are none yet.
         """
         self._init, self._args, self._num_others, self._parameters = init_fn, args, num_others, parameters
         self._adapter: Adapter | None = None
@@ -50,14 +52,14 @@ class Unborn:
             )
 
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the step that it will be, types for arrays."""
+        """The result as arguments of the step, with types in place of arrays."""
         return self._objects(self._tree.unflatten(self._types))
 
     def born(self, compiled: CompiledStep) -> Any:
-        """What the function makes, each array where the plan wants it.
+        """Run the initializer; its result, each array in the plan's sharding.
 
         Raises:
-            StructureChangedError: It is no argument of the step.
+            StructureChangedError: The result is no argument of the step.
         """
         made: list[Any] = []
         for first, stop in self._leaves_of(compiled):
@@ -67,7 +69,7 @@ class Unborn:
         return objects if self._is_tuple else objects[0]
 
     def _leaves_of(self, compiled: CompiledStep) -> list[tuple[int, int]]:
-        """Which leaves of the step's arguments its leaves are; one range for arguments that follow each other."""
+        """The leaves of the step's arguments that the result is, as ranges; adjacent arguments share one."""
         found: list[tuple[int, int]] = []
         for at, part in enumerate(self._tree.unflatten(self._types)):
             is_own = self._is_tuple and is_argument(compiled.program, at, part)
@@ -79,7 +81,7 @@ class Unborn:
         return found
 
     def _flat(self, *args: Any) -> list[Any]:
-        """The arrays that the function makes."""
+        """The initializer's result as flat arrays."""
         value = self._init(*args)
         self._is_tuple = self._is_several(value)
         values = value if self._is_tuple else (value,)
@@ -87,7 +89,7 @@ class Unborn:
         if self._adapter is not None:
             apart = self._adapter.take_apart(values, {})
             values = apart.args
-            if self._static is None:  # of a later trace it may differ: an optimizer made anew has other functions
+            if self._static is None:  # keep the first trace's: later ones may differ, a new optimizer has new functions
                 self._static = apart.static
         leaves, self._tree = jax.tree.flatten(values)
         return leaves

@@ -2,7 +2,7 @@
 
 In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
 Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
-        `check_behind("trace", check, made)` runs a checker on what a pass made, and names the pass if it finds something.
+        `check_behind("trace", check, made)` runs a checker on a pass's result, and names the pass if the check fails.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ def dump_dir() -> Path | None:
 
 
 def xla_flags() -> tuple[str, ...]:
-    """Names of the flags that the user gives XLA, who knows better than we do."""
+    """Names of the flags that the user gives XLA; these are left as they are."""
     return tuple(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
 
 
 def check_behind(pass_name: str, check: Callable[[_Made], None], made: _Made) -> None:
-    """Run the checker of what a pass makes, which raises an `AssertionError` for what is wrong, if that is asked for.
+    """With `AUTOPAR_CHECK=1`, run a checker on the result of a pass.
+
+    `check`: raises an `AssertionError` if the result is ill-formed.
 
     Raises:
-        AssertionError: It is wrong; names the pass.
+        AssertionError: It is; names the pass.
     """
     if os.environ.get("AUTOPAR_CHECK", "") in ("", "0"):
         return
     try:
         check(made)
     except AssertionError as error:
-        raise AssertionError(f"wrong behind the pass `{pass_name}`: {error}") from error
+        raise AssertionError(f"wrong after the pass `{pass_name}`: {error}") from error
 
 
 def dump(pass_name: str, text: str | Callable[[], str]) -> Path | None:
-    """Write what a pass made, or what a function prints of it, to the next numbered file; None: dumping is off."""
+    """Write the text of a pass's result, or what a function returns, to the next numbered file; None: dumps are off."""
     directory = dump_dir()
     if directory is None:
         return None
@@ -57,6 +59,6 @@ def dump(pass_name: str, text: str | Callable[[], str]) -> Path | None:
 
 
 def _stable(text: str) -> str:
-    """Variables by their order in the text, where they are named by their address: two runs can then be compared."""
+    """The text with addresses of variables replaced by their order, so that two runs can be compared."""
     numbers: dict[str, int] = {}
     return _ADDRESS.sub(lambda match: f"v{numbers.setdefault(match.group(1), len(numbers))}", text)

@@ -1,10 +1,10 @@
-"""Repeated calls go through JAX's own dispatch: a step that has been called with such arguments is not looked up again.
+"""Dispatches repeated calls of a step in JAX's C++, without Python and without checks.
 
-In:     a call with all checks, which says how others like it may do without; what to raise where one fails.
+In:     a call with all checks, which returns the data to dispatch equal calls without; the error for one that fails.
 Out:    `DirectCalls`.
-Method: JAX's C++ looks at structure, types, places and settings (`_jax/compiled.py`), and refuses memory that was donated
-        before or is passed twice when nothing has run yet. A call that it refuses is checked: that says what is wrong, or
-        copies.
+Method: JAX's C++ compares structure, types, shardings and settings (`_jax/compiled.py`), and refuses, before anything runs,
+        arguments that were donated earlier or are passed twice. A refused call is made again with all checks, which raise the
+        proper error, or copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from autopar._jax import Checked, dispatched, has_refused, is_from_dispatch, looks_at_numbers
 
 Failure: TypeAlias = tuple[BaseException, BaseException]
-"""What is raised of a call that failed, and its cause."""
+"""The error to raise for a call that failed, and its cause."""
 
 
 class DirectCalls:
@@ -29,10 +29,10 @@ class DirectCalls:
         static_numbers: Sequence[int] = (),
         static_names: Sequence[str] = (),
     ):
-        """Calls of a step of this name, none of which has been made yet.
+        """Calls of the step `name`.
 
-        `checked` is a call with all checks, and `failed` what becomes of an error of the program that ran, and the
-        call's arguments. Positions of static arguments are none below zero.
+        `checked`: a call with all checks. `failed`: turns an error of the program that ran, and the call's arguments, into
+        the error to raise. `static_numbers`: positions of static arguments; none is negative.
         """
         self._checked, self._failed = checked, failed
         self._as_told = name, checked, static_numbers, static_names
@@ -49,7 +49,7 @@ class DirectCalls:
         try:
             return known(*args, **kwargs)
         except Exception as error:
-            self._known = None  # it would not try again what has failed once
+            self._known = None  # JAX's dispatch would not retry a call that has failed
             if not is_from_dispatch(error):
                 raise
             if not has_refused(error):

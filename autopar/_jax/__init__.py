@@ -1,8 +1,8 @@
-"""The only door to `jax.extend` and `jax._src`: what JAX's releases may move, under names that stay.
+"""The only importer of `jax.extend` and `jax._src`: stable names for what JAX may move between releases.
 
 In:     JAX 0.10 or 0.11.
 Out:    the types of a jaxpr, and small functions for what differs between the two.
-Method: imports and adapters, no ideas of its own. No file of autopar outside of this folder imports those modules.
+Method: imports and adapters only. No file of autopar outside of this folder imports those modules.
 """
 
 # ruff: noqa: F401

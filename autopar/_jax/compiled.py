@@ -1,9 +1,9 @@
-"""Compiled programs: moved to other devices, what they call and raise, and called by JAX's own dispatch, in C++.
+"""Adapters for compiled programs: loading on other devices, host callbacks, errors, and JAX's C++ dispatch.
 
 In:     what `jax.jit` lowers and compiles.
-Out:    the same elsewhere; functions of the host; errors as `jax.jit` raises them; a function that is called in its place.
-Method: dispatch is that of `jax.jit`, whose C++ tells calls apart by structure, types, places, static arguments and
-        settings. One that it was once told how to do it carries out, without Python; with any other it calls back.
+Out:    a program loaded elsewhere; its host callbacks; errors as `jax.jit` raises them; a function that JAX dispatches in C++.
+Method: dispatch is that of `jax.jit`, whose C++ cache is keyed by structure, types, shardings, static arguments and settings.
+        On a hit it runs the cached executable without Python; on a miss it calls a Python function, which may fill the cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jax.experimental import serialize_executable as _serialize_executable
 def load_elsewhere(
     compiled: jax.stages.Compiled, old: Sequence[jax.Device], new: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
-    """A compiled program on other devices of the same kind and process, in the places of the old ones.
+    """Load a compiled program on other devices of the same kind and process: `new` in place of `old`.
 
     Raises:
-        Exception: What JAX or the platform says where it cannot be moved.
+        Exception: The error of JAX or the platform, if it cannot be loaded.
     """
     stored = io.BytesIO()
     _serialize_executable._JaxPjrtPickler(stored).dump(compiled._executable._unloaded_executable)
@@ -53,13 +53,13 @@ def load_elsewhere(
 
 
 def takes_packed(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-    """The program, which now takes arrays of less than a byte per element.
+    """Let a program take arrays with elements of less than a byte, as `jax.jit` does.
 
-    JAX holds what such an array says of its packing against what the program does, and refuses it on a CPU, where arrays
-    say nothing; `jax.jit` takes it. Both lie packed alike.
+    JAX compares the packing of such an array's layout with the program's, and refuses the array on a CPU, where layouts do
+    not state it; the packing is the same.
     """
     executable: Any = getattr(compiled, "_executable", None)
-    layouts = getattr(executable, "_xla_in_layouts", ())  # none where it was compiled for devices that are not here
+    layouts = getattr(executable, "_xla_in_layouts", ())  # none if compiled for devices that are not attached
     if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts):
         executable._xla_in_layouts = [
             None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts
@@ -68,31 +68,31 @@ def takes_packed(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
 
 
 def host_callbacks(function: Callable[..., Any], operands: Sequence[Any]) -> list[Callable[..., Any]]:
-    """What JAX would have called in this process by a function that calls the host: functions of arrays to tuples."""
+    """The host callbacks that a function contains: Python functions of arrays, which return tuples."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     lowered = jax.jit(function).trace(*types).lower(lowering_platforms=("cpu",))
     return list(lowered._lowering.compile_args["host_callbacks"])
 
 
 def nan_error(error: BaseException) -> FloatingPointError | None:
-    """What `jax.jit` raises where a compiled program says that a result is a NaN (or infinite); None: it says not that."""
+    """The error that `jax.jit` raises for a NaN (or infinite) result; None: `error` is another one."""
     if not isinstance(error, _InternalFloatingPointError):
         return None
     return FloatingPointError(f"invalid value ({error.ty}) encountered in {error.name}")
 
 
 Direct: TypeAlias = _pxla.MeshExecutableFastpathData
-"""How a call is carried out without Python."""
+"""The data with which C++ dispatches a call without Python."""
 Checked: TypeAlias = Callable[..., tuple[Any, Direct | None]]
-"""A call with all checks: what it returns, and how others of its kind may do without."""
+"""A call with all checks: its result, and the data to dispatch equal calls without them; None: they need the checks."""
 
 
 def dispatched(
     name: str, checked: Checked, static_numbers: Sequence[int], static_names: Sequence[str]
 ) -> Callable[..., Any]:
-    """A function whose calls are `checked`, unless one of the same kind was before, and said how to do without.
+    """A function that calls `checked`, until a call of the same kind has returned data for C++ dispatch.
 
-    Profilers show it by `name`; the arguments of these positions and names are compared by value.
+    Profilers show it as `name`; arguments at the static positions and names are compared by value.
     """
 
     def first(*args: Any, **kwargs: Any) -> tuple[Any, Direct | None, bool]:
@@ -107,10 +107,10 @@ def dispatched(
 
 
 def direct_call(compiled: jax.stages.Compiled, returned: Any) -> Direct | None:
-    """How a program is called without Python on arguments that lie where it wants them; None: it cannot be.
+    """The data to dispatch a program in C++ on arguments with its shardings; None: it needs Python.
 
-    It takes flat arguments in the order of the call's leaves, typed keys as their integers; `returned` holds its
-    results in their order, in the structure of what the call returns.
+    The program takes the call's leaves in order, typed keys as their integers; `returned` has its results, in order, in the
+    structure that the call returns.
     """
     executable = compiled._executable
     runs = executable.unsafe_call
@@ -133,16 +133,16 @@ def direct_call(compiled: jax.stages.Compiled, returned: Any) -> Direct | None:
 
 
 def looks_at_numbers() -> bool:
-    """Whether `jax_debug_nans` or `jax_debug_infs` is on. JAX's dispatch forgets that in a thread that has called `jnp.std`."""
+    """Whether `jax_debug_nans` or `jax_debug_infs` is on. JAX's dispatch ignores them in a thread that has called `jnp.std`."""
     return bool(_config.debug_nans.value or _config.debug_infs.value)
 
 
 def is_from_dispatch(error: BaseException) -> bool:
-    """Whether JAX's dispatch, which was called where this is caught, has raised it itself, and no function that it called."""
+    """Whether an error comes from JAX's C++ dispatch itself, called where it is caught, and not from a callee."""
     trace = error.__traceback__
     return nan_error(error) is not None or (type(error) is ValueError and trace is not None and trace.tb_next is None)
 
 
 def has_refused(error: BaseException) -> bool:
-    """Whether it did so before anything was run: of memory that was donated before, or is passed twice."""
+    """Whether dispatch refused the call before running it: an argument was donated earlier, or is passed twice."""
     return "INVALID_ARGUMENT" in str(error)

@@ -1,7 +1,7 @@
-"""Primitives: found by name, and what those stand for of which JAX alone knows it.
+"""Finds primitives by name, and the programs and rules that JAX has for some of them.
 
 In:     names, equations.
-Out:    the primitives; programs and rules of some equations.
+Out:    the primitives; the programs that implement some equations; Shardy rules.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ def _primitives_of_name() -> dict[str, tuple[Primitive, ...]]:
 
 
 def find_primitives(*names: str) -> tuple[Primitive, ...]:
-    """The primitives that bear these names; a name that this JAX does not know is left out.
+    """The primitives with these names; a name that this release of JAX does not have is left out.
 
-    Those outside `jax.extend.core.primitives` are found in JAX's modules as far as `import jax` has loaded them.
+    Primitives outside `jax.extend.core.primitives` are found in the modules of JAX that `import jax` loads.
     """
     return tuple(primitive for name in names for primitive in _primitives_of_name().get(name, ()))
 
 
 def high_primitive_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The program that a primitive of JAX's high-level kind (`call_hi_primitive`) stands for."""
+    """The program that implements a high-level primitive of JAX (`call_hi_primitive`)."""
     return trace(lambda *operands: eqn.primitive.to_lojax(*operands, **eqn.params), *(x.aval for x in eqn.invars))
 
 
 def lowered_program(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that JAX puts in the place of a primitive on every machine; None where that is no program of JAX's.
+    """The program that JAX lowers a primitive to on every platform; None: its lowering is no JAX function.
 
-    So are primitives lowered that are a function with derivatives or a batching of its own (`jax.interpreters.mlir.lower_fun`),
-    as those of other libraries are.
+    For primitives whose lowering is `jax.interpreters.mlir.lower_fun` of a function, as those of other libraries often are.
     """
     entry = _mlir._lowerings.get(eqn.primitive)
     if entry is None or any(eqn.primitive in rules for rules in _mlir._platform_specific_lowerings.values()):
@@ -75,7 +74,7 @@ def lowered_program(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:
-    """What a random primitive computes, on the integers of its keys, as JAX's own lowering does; None if it is none."""
+    """A random primitive's function on the integers of keys, as in JAX's own lowering; None: it is no such primitive."""
     params: Any = eqn.params
     aval: Any = eqn.invars[0].aval if eqn.invars else None
     match eqn.primitive.name:
@@ -117,20 +116,20 @@ def _fold_in(keys_shape: tuple[int, ...], data_shape: tuple[int, ...], fold_in: 
 
 @dataclasses.dataclass(frozen=True)
 class TensorType:
-    """What a function that makes a Shardy rule may ask of the type of an array."""
+    """An array's type, as functions that make a Shardy rule read it."""
 
     shape: tuple[int, ...]
     rank: int
 
 
 def shardy_rule(eqn: JaxprEqn) -> Any:
-    """The `sharding_rule` of a `custom_partitioning`, read; None where it has none.
+    """The parsed `sharding_rule` of a `custom_partitioning`; None: it has none.
 
     Returns:
         An object with the fields of `jax.experimental.custom_partitioning.SdyShardingRule`.
 
     Raises:
-        Exception: What JAX or a function of the user's says of a rule that does not fit.
+        Exception: The error of JAX, or of the user's function, if the rule does not fit.
     """
     rule, notes = eqn.params.get("sharding_rule"), {}
     if callable(rule):
@@ -143,10 +142,10 @@ def shardy_rule(eqn: JaxprEqn) -> Any:
 
 @contextmanager
 def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Context manager: JAX traces cuDNN's attention for a GPU of this compute capability that is not here.
+    """Context manager: JAX traces cuDNN's attention for a GPU of this compute capability that is not attached.
 
-    Tracing it JAX asks for the version of cuDNN, and which GPU there is; nothing of the answers is left in the program.
-    Without a capability, or where this process has cuDNN, JAX finds out by itself.
+    While tracing it JAX asks for the version of cuDNN and the GPU; the answers leave no trace in the program. Without a
+    capability, or in a process that has cuDNN, JAX asks the real ones.
     """
     module = _cudnn_attention
     names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
@@ -173,11 +172,11 @@ def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 def _has_cudnn() -> bool:
-    """Whether cuDNN is here: JAX's plugin for GPUs may be without NVIDIA's libraries."""
+    """Whether this process has cuDNN: JAX's plugin for GPUs may be without NVIDIA's libraries."""
     try:
         return bool(_cudnn_attention.check_cudnn_version())
     except RuntimeError:
         return False
 
 
-_CUDNN_VERSION = 91100  # 9.11, the oldest that does everything that JAX 0.10 asks of it
+_CUDNN_VERSION = 91100  # 9.11, the oldest with all that JAX 0.10 checks for

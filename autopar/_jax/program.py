@@ -1,8 +1,8 @@
-"""Programs: jaxprs and their equations made, changed, traced and run; and where they come from in the user's files.
+"""Adapters for jaxprs and their equations: build, change, trace and run them, and find their source.
 
 In:     functions, jaxprs, equations.
-Out:    the same, without what differs between JAX 0.10 and 0.11: a closed jaxpr is a class of its own in 0.10 and a jaxpr
-        that carries constants in 0.11; `scan` tells its operands apart by counts in 0.10 and by a tree in 0.11.
+Out:    the same for JAX 0.10 and 0.11: a closed jaxpr is a class of its own in 0.10, and a jaxpr with constants in 0.11;
+        `scan` separates its operands by counts in 0.10 and by a tree in 0.11.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from autopar._jax.values import on_host
 
 
 def open_jaxpr(closed: Any) -> tuple[Jaxpr, list[Any]]:
-    """The jaxpr of a closed or open one, and the values of its `constvars` (none for an open one)."""
+    """The open jaxpr of a closed or open one, and the values of its `constvars` (none for an open one)."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of the bodies inside it."""
+    """The equations of a jaxpr and of all bodies inside it."""
     yield from jaxpr.eqns
     for inner in _core.subjaxprs(jaxpr):
         yield from all_equations(inner)
 
 
 def bodies_in(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The bodies that an equation holds, not those inside them."""
+    """The bodies that an equation holds directly."""
     return list(_core.jaxprs_in_params(eqn.params))
 
 
 def close_jaxpr(jaxpr: Jaxpr) -> ClosedJaxpr:
-    """The closed jaxpr of `jaxpr`, which has no `constvars`."""
+    """Close a jaxpr that has no `constvars`."""
     return ClosedJaxpr(jaxpr, [])
 
 
@@ -51,7 +51,7 @@ _NO_NAMES = _core.DebugInfo("autopar", "flat program", None, None)
 
 
 def make_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn]) -> Jaxpr:
-    """A jaxpr of these equations, without constants; its effects are theirs."""
+    """A jaxpr of these equations, without constants, and with their effects."""
     effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns if eqn.effects)) or _core.no_effects
     return Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info=_NO_NAMES)
 
@@ -71,12 +71,13 @@ def trace_function(
 ) -> tuple[ClosedJaxpr, list[Any], Any]:
     """Trace a function as `jax.jit` does.
 
-    The closed jaxpr, the tracers of other traces that the function captured (they are the first invars then), and the
-    structure of what the function returns.
+    Returns:
+        The closed jaxpr; the tracers of other traces that the function captured, which are its first invars; the structure
+        of the function's result.
     """
     try:
         hash(function), weakref.ref(function)
-    except TypeError:  # a callable object that holds arrays; jit needs something to remember it by
+    except TypeError:  # a callable object that holds arrays; jit needs something to key its cache by
         function = functools.partial(function)
     jitted = jax.jit(function, static_argnums=tuple(static_argnums), static_argnames=tuple(static_argnames))
     with with_automatic_axes():
@@ -85,12 +86,12 @@ def trace_function(
 
 
 def trace_context() -> Any:
-    """JAX's settings that a traced program depends on: 64 bits, the mesh in context, the precision of products, ..."""
+    """JAX's settings that a traced program depends on: 64 bits, the context mesh, the precision of products, ..."""
     return _config.trace_context()
 
 
 def with_automatic_axes() -> AbstractContextManager[None]:
-    """Context manager: the mesh in JAX's context has no explicit axes, which would make shardings a part of types."""
+    """Context manager: the context mesh has no explicit axes, which would make shardings a part of types."""
     if all(kind == jax.sharding.AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types):
         return nullcontext()
     mesh = jax.sharding.get_mesh()
@@ -98,14 +99,14 @@ def with_automatic_axes() -> AbstractContextManager[None]:
 
 
 def without_mesh() -> AbstractContextManager[None]:
-    """Context manager: no mesh in JAX's context (`jax.set_mesh`), so that programs of ours are over meshes of ours."""
+    """Context manager: no context mesh (`jax.set_mesh`), so that our programs can use their own."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     return jax.set_mesh(None)
 
 
 def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """Run a jaxpr, one operation after the other (or trace it, under a transformation)."""
+    """Run a jaxpr, operation by operation (or trace it, under a transformation)."""
     return _eval_jaxpr(jaxpr, list(consts), *args)
 
 
@@ -134,7 +135,7 @@ def replace_eqn(
     params: Mapping[str, Any] | None = None,
     source_info: SourceInfo | None = None,
 ) -> JaxprEqn:
-    """`eqn` with some parts exchanged; its effects and context stay."""
+    """`eqn` with some fields replaced; its effects and context stay."""
     return JaxprEqn(
         eqn.invars if invars is None else list(invars),
         eqn.outvars if outvars is None else list(outvars),
@@ -147,7 +148,7 @@ def replace_eqn(
 
 
 def without_context_mesh(eqn: JaxprEqn) -> JaxprEqn:
-    """`eqn` as it is where no mesh is in JAX's context; bound in a program over another mesh it would be refused."""
+    """`eqn` without the context mesh that it was traced under, which JAX would refuse in a program over another mesh."""
     if eqn.ctx.cur_abstract_mesh.empty:
         return eqn
     context = _context_without_mesh(eqn.ctx)
@@ -161,12 +162,12 @@ def _context_without_mesh(context: Any) -> Any:
 
 
 def eqn_context(eqn: JaxprEqn) -> Any:
-    """Context manager: JAX's settings (threefry, compute type, ...) as they were where `eqn` was traced."""
+    """Context manager: JAX's settings (threefry, compute type, ...) under which `eqn` was traced."""
     return eqn.ctx.manager
 
 
 def bind_eqn(eqn: JaxprEqn, *operands: Any, params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Run one equation on values, one for each invar; always a list of results. `params` are others than the equation's."""
+    """Run one equation on values, one per invar; returns a list. `params`: instead of the equation's own."""
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else dict(params))
     if isinstance(bind_params, tuple):  # older contract: functions to pass first
         functions, bind_params = bind_params
@@ -177,7 +178,7 @@ def bind_eqn(eqn: JaxprEqn, *operands: Any, params: Mapping[str, Any] | None = N
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """(constants, carries) among the operands of a `scan` with these parameters; the rest is scanned over."""
+    """The numbers of constants and carries among the operands of a `scan`; the rest is scanned over."""
     if "ft_in" in params:
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -185,7 +186,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def scan_params(params: Mapping[str, Any], body: Jaxpr, num_consts: int, num_carry: int) -> dict[str, Any]:
-    """Parameters of a `scan` with another body: operands are constants, carries, scanned, as the body's invars."""
+    """Parameters of a `scan` with another body, whose invars are constants, carries, then scanned rows."""
     if "ft_in" in params:
         from jax._src import flattree  # type: ignore[attr-defined]  # not in 0.10
 
@@ -201,7 +202,7 @@ def scan_params(params: Mapping[str, Any], body: Jaxpr, num_consts: int, num_car
 
 
 def new_scan_params(length: int) -> dict[str, Any]:
-    """Parameters of a `scan` of ours, first to last, still without operands and results."""
+    """Parameters of a new `scan`, first to last, without operands and results yet."""
     (eqn,) = jax.make_jaxpr(lambda: jax.lax.scan(lambda c, x: (c, x), 0, None, length=length))().eqns
     return scan_params(eqn.params, make_jaxpr([], [], []), 0, 0)
 
@@ -210,14 +211,14 @@ _DEFINED_AT = re.compile(r" at (.*):(\d+)$")
 
 
 def function_file(jaxpr: Jaxpr) -> str | None:
-    """The file of the function that `jaxpr` was traced from; None where JAX does not know it."""
+    """The file of the function that `jaxpr` was traced from; None: JAX does not know it."""
     debug = jaxpr.debug_info
     match = _DEFINED_AT.search(debug.func_src_info) if debug and debug.func_src_info else None
     return match.group(1) if match else None
 
 
 def function_name(jaxpr: Jaxpr) -> str:
-    """The name of the function that `jaxpr` was traced from; "" where JAX does not know it."""
+    """The name of the function that `jaxpr` was traced from; "": JAX does not know it."""
     debug = jaxpr.debug_info
     return debug.func_src_info.split(" at ")[0] if debug and debug.func_src_info else ""
 
@@ -233,5 +234,5 @@ def line_of(code: Any, instruction: int) -> int:
 
 
 def new_source_info(traceback: Any, name_stack: NameStack) -> SourceInfo:
-    """Where an equation comes from: a traceback (or None) and its name stack."""
+    """The source of an equation: a traceback (or None) and a name stack."""
     return SourceInfo(traceback, name_stack)

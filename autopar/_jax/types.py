@@ -1,7 +1,7 @@
-"""The types that a jaxpr is made of, under names that stay.
+"""The types that a jaxpr is made of, under stable names.
 
 In:     JAX 0.10 or 0.11.
-Out:    the classes, and names for what annotations say of values.
+Out:    the classes, and names for annotations.
 """
 
 # ruff: noqa: F401
@@ -21,8 +21,8 @@ Atom: TypeAlias = Var | Literal
 Aval: TypeAlias = _core.ShapedArray
 """The type of a value: its shape and dtype."""
 Constant: TypeAlias = jax.Array | np.ndarray
-"""An array that a program holds."""
+"""An array that a program captures."""
 Params: TypeAlias = Mapping[str, Any]
-"""Parameters of an equation: what each is, its primitive says."""
+"""Parameters of an equation; their types depend on its primitive."""
 Function: TypeAlias = Callable[..., Any]
 """A function of arrays, to be traced."""

@@ -1,7 +1,7 @@
-"""Values: abstract ones, arrays, typed random keys, pytrees.
+"""Adapters for values: types, memory spaces, arrays, typed random keys, pytrees.
 
 In:     arrays, their types, structures of pytrees.
-Out:    what JAX knows of them.
+Out:    their properties, and values converted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shaped(value: Any) -> Any:
 
 
 def weakly_typed(array: Any) -> Any:
-    """The same array, and the same memory, as weakly typed as a Python number; or a handle that stands for one."""
+    """The same array in the same memory, weakly typed as a Python number is; or the same handle of a remote one."""
     if isinstance(array, jax.Array):
         aval = array.aval.update(weak_type=True)
         return _ArrayImpl(aval, array.sharding, array._arrays, committed=array.committed, _skip_checks=True)
@@ -42,42 +42,42 @@ _HOST = jax.memory.Space.Host
 
 
 def on_host(aval: Any) -> bool:
-    """Whether a value of this type lies in the host's memory."""
+    """Whether a value of this type is in host memory."""
     return getattr(aval, "memory_space", None) is _HOST
 
 
 def on_device(aval: Any) -> Any:
-    """The type of the same value in the device's memory."""
+    """The same type in device memory."""
     return aval.update(memory_space=jax.memory.Space.Device) if on_host(aval) else aval
 
 
 def in_host_memory(aval: Any) -> Any:
-    """The type of the same value in the host's memory."""
+    """The same type in host memory."""
     return aval.update(memory_space=jax.memory.Space.Host)
 
 
 def resized(aval: Any, shape: Sequence[int]) -> Any:
-    """The type of a value of another shape, in the same memory."""
+    """The same type with another shape, in the same memory."""
     made = shaped(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
     return in_host_memory(made) if on_host(aval) else made
 
 
 def copies_to_or_from_host(eqn: JaxprEqn) -> bool:
-    """Whether an equation copies values between the memories of device and host."""
+    """Whether an equation copies values between device and host memory."""
     if eqn.primitive.name != "device_put":
         return False
     return any(on_host(a.aval) != on_host(v.aval) for a, v in zip(eqn.invars, eqn.outvars, strict=True))
 
 
 def buffer_addresses(array: Any) -> list[int]:
-    """Where the parts of an array lie that are on devices of this process."""
+    """The addresses of an array's shards on devices of this process."""
     return [part.unsafe_buffer_pointer() for part in array._arrays]
 
 
 def put_shards(kind: jax.ShapeDtypeStruct, parts: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> jax.Array:
-    """An array of its parts on these of this process's devices, which are in host memory.
+    """An array from NumPy shards, one for each of these devices of this process.
 
-    `jax.device_put` and `make_array_from_single_device_arrays`, in 5 us for 100.
+    The same as `jax.device_put` and `make_array_from_single_device_arrays`, in 5 us instead of 100.
     """
     aval = _core.ShapedArray(kind.shape, kind.dtype)
     return _pxla.batched_device_put(aval, kind.sharding, parts, devices)
@@ -94,7 +94,7 @@ def key_impl_name(aval: Any) -> str:
 
 
 def physical_aval(aval: Any) -> Any:
-    """The array of integers that a key array is made of (`key[s]` is `uint32[s, 2]`); other values unchanged."""
+    """The type of a key array's integers (`key[s]` is `uint32[s, 2]`); other types unchanged."""
     return _core.physical_aval(aval)
 
 
@@ -104,7 +104,7 @@ def key_data(value: Any) -> Any:
 
 
 def as_key(value: Any, impl: str) -> jax.Array:
-    """Integers as a key array of the generator of that name; a handle of ours is read."""
+    """Integers as a key array of the generator of that name; a handle of a remote array is fetched."""
     return jax.random.wrap_key_data(value if isinstance(value, jax.Array) else np.asarray(value), impl=impl)
 
 
@@ -117,7 +117,7 @@ def outermost_node(tree: Any) -> Any:
 
 
 def reads_as_array(kind: type) -> None:
-    """JAX's functions, jitted ones too, take values of this type for the arrays that `np.asarray` makes of them."""
+    """Make JAX's functions, jitted ones too, accept values of this class as the arrays that `np.asarray` returns."""
 
     def on_devices(values: Sequence[Any], shardings: Any, layouts: Any, copy_semantics: Any) -> Any:
         return _pxla.shard_args(shardings, layouts, copy_semantics, [np.asarray(value) for value in values])
