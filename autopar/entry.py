@@ -1,9 +1,9 @@
-"""Reads JSON files that may be damaged: each entry knows where it stands, and is what it should be or says that it is not.
+"""Reads JSON files that may be damaged: each entry checks its own type, and names itself in errors.
 
-In:     a path, the format and version that the file is to have.
-Out:    `Entry`: `entry["cost"]["step_seconds"].number()`; whatever is wrong is a `DamageError` that names the entry.
-Method: what is accepted can be computed with: numbers are finite and of a size that a plan may have, text can be printed.
-        Written beside the target and renamed, so that a reader never sees half a file.
+In:     a path, and the format and version that the file must have.
+Out:    `Entry`: `entry["cost"]["step_seconds"].number()`; a bad entry is a `DamageError` that names it.
+Method: accepted values are safe to compute with: numbers are bounded, text can be printed. Files are written beside the
+        target and renamed, so that a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 from autopar.errors import AutoparError
 
 LARGEST = 2**62
-"""No count in a plan is larger, and no array has more elements."""
+"""Upper bound of counts, and of an array's elements."""
 LONGEST = 1e30
-"""No number is larger, nor is a rate."""
+"""Upper bound of numbers, such as seconds and rates."""
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
 
 class DamageError(Exception):
-    """An entry of the file is not what it should be."""
+    """An entry of the file is missing or malformed."""
 
 
 def write_whole(path: str | Path, text: str, what: str, kind: type[AutoparError] = AutoparError) -> None:
-    """Write a file as a whole, so that a reader never sees half of it; `what` it is, an error says.
+    """Write a file atomically, so that a reader never sees half of it; `what`: the file's name in errors.
 
     Raises:
-        AutoparError: It cannot be written; of this kind.
+        AutoparError: It cannot be written; of class `kind`.
     """
     path = Path(path)
     try:
@@ -64,10 +64,10 @@ def write_whole(path: str | Path, text: str, what: str, kind: type[AutoparError]
 
 
 def read_versioned(path: str | Path, form: str, version: int) -> Entry:
-    """The object in a file of JSON, whose entries "format" and "version" are these.
+    """Read the object in a JSON file, whose "format" and "version" must be these.
 
     Raises:
-        DamageError: The file is missing, damaged, of another format or version.
+        DamageError: The file is missing, damaged, or of another format or version.
     """
     try:
         record = read_json(Path(path).read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def read_versioned(path: str | Path, form: str, version: int) -> Entry:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: dataclasses are objects, and infinity, which JSON does not have, is a word."""
+    """Convert a value for JSON: dataclasses become objects; infinity, which JSON does not have, becomes "inf"."""
     if dataclasses.is_dataclass(value):
         return {part.name: plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -95,10 +95,10 @@ def plain(value: Any) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """JSON as it is defined: without NaN, and no name twice in an object.
+    """Parse strict JSON: without NaN, and without a name twice in one object.
 
     Raises:
-        DamageError: It is not that.
+        DamageError: The text is not strict JSON.
     """
     try:
         return json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
@@ -120,7 +120,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Entry:
-    """A part of the file and where it stands; reading it checks its type."""
+    """A value in the file and its path there; each method checks the value's type and returns it."""
 
     def __init__(self, value: Any, where: str):
         self.value, self.where = value, where
@@ -134,7 +134,7 @@ class Entry:
         return Entry(self.value[key], where)
 
     def wrong(self, wanted: str) -> DamageError:
-        """What to raise where it is not what is `wanted`."""
+        """The error to raise if the value is not what is `wanted`."""
         return DamageError(f'"{self.where}" is {_short(self.value)}, not {wanted}.')
 
     def text(self) -> str:
@@ -173,13 +173,13 @@ class Entry:
         return self.value
 
     def one_of(self, known: tuple[_T, ...]) -> _T:
-        """One of some words."""
+        """One of the `known` values."""
         if self.value not in known:
             raise self.wrong(f"one of {', '.join(map(str, known))}")
         return self.value
 
     def pair(self, first: Callable[[Entry], _T], second: Callable[[Entry], _U]) -> tuple[_T, _U]:
-        """A list of two."""
+        """A list of two, each read by its function."""
         if not isinstance(self.value, list) or len(self.value) != 2:
             raise self.wrong("a list of 2")
         one, other = (Entry(value, f"{self.where}[{k}]") for k, value in enumerate(self.value))
@@ -214,14 +214,14 @@ def reader_of(
     infinite: Collection[str] = (),
     **others: Callable[[Entry], Any],
 ) -> Callable[[Entry], _T]:
-    """Reads an object as a dataclass: each field from the entry of its name, by its type.
+    """A function that reads an object as a dataclass: each field from the entry of its name, by its type.
 
     Args:
         kind: The dataclass.
-        known: Fields that do not stand in the file.
-        later: Fields that files of before there were these do not have.
+        known: Values of fields that are not in the file.
+        later: Fields that older files lack.
         infinite: Numbers that may be infinite.
-        others: What reads the fields of which more is known than their type.
+        others: Readers of fields whose type does not say enough.
     """
     known = known or {}
     readers = {**_readers(kind), **dict.fromkeys(infinite, _number_or_inf), **others}
@@ -244,7 +244,7 @@ def _readers(kind: Any) -> dict[str, Callable[[Entry], Any]]:
 
 
 def _reader(kind: Any) -> Callable[[Entry], Any]:
-    """What reads a value of a type: a plain one, words, a dataclass, what consists of these, or one that may be missing."""
+    """The reader of a type: a plain one, a `Literal`, a dataclass, a tuple or mapping of such, or an optional one."""
     parts = get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]

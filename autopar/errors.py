@@ -1,10 +1,10 @@
-"""Every exception that autopar raises for something the user can change; and its warnings.
+"""The exceptions that autopar raises for mistakes that the user can mend; and its warnings.
 
 In:     what was given, what is wrong with it, what to do: one sentence each, with names, numbers and source lines.
 Out:    an exception whose message shows the three in that order and whose fields carry the facts.
-Method: one class per kind of mistake, all below `AutoparError`. An exception from the user's own code passes as it is
-        while the step is traced; of a step that runs it is the `__cause__` of a `StepError`, which says where it was
-        raised. Our own bugs are `assert`s, not these. What works, but not as the user may think, is a warning.
+Method: one class per kind of mistake, all derived from `AutoparError`. An exception from the user's own code passes through
+        unchanged while the step is traced; in a running step it is the `__cause__` of a `StepError`, which says where it was
+        raised. Our own bugs are `assert`s. A warning tells of a step that works, but perhaps not as the user expects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AutoparError(Exception):
     `error.needed_bytes == 10`.
 
     Args:
-        summary: What failed, one line. May be a whole message already, then the three parts are left out.
+        summary: What failed, in one line; or a whole message, without the three parts.
         given: What was passed in.
         wrong: Why it cannot be used.
         do: What to change.
@@ -34,7 +34,7 @@ class AutoparError(Exception):
     """
 
     _UNKNOWN: Mapping[str, Any] = {}
-    """Facts that errors of a kind always have, where they are not told."""
+    """Defaults of the facts that all errors of a class have."""
 
     def __init__(self, summary: str, *, given: str = "", wrong: str = "", do: str = "", **facts: Any) -> None:
         self.summary, self.given, self.wrong, self.do = summary, given, wrong, do
@@ -48,7 +48,7 @@ class AutoparError(Exception):
         super().__init__("\n".join([summary, *lines]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions with keyword arguments do not pickle by themselves, and workers send theirs home.
+        # Exceptions with keyword arguments do not pickle by themselves, and workers send theirs to the driver.
         return _rebuild, (type(self), self.summary, self.given, self.wrong, self.do, self.facts)
 
 
@@ -61,7 +61,7 @@ class TraceError(AutoparError):
 
 
 class UnsupportedPrimitiveError(AutoparError):
-    """An operation stands in the program in a way that no rule can carry out. Facts: `primitive`, `source`."""
+    """The program contains an operation that cannot be sharded or replicated. Facts: `primitive`, `source`."""
 
 
 class RuleError(AutoparError):
@@ -69,17 +69,17 @@ class RuleError(AutoparError):
 
 
 class BatchError(AutoparError):
-    """Which arguments are the batch cannot be told, or the batch does not divide. Facts: `candidates` or `size`."""
+    """The batch is ambiguous among the arguments, or does not divide. Facts: `candidates` or `size`."""
 
     _UNKNOWN = {"candidates": None, "size": None}
 
 
 class StateError(AutoparError):
-    """A step takes a gradient, and nothing that it is passed comes back changed. Facts: `paths`, of what is lost."""
+    """A step takes a gradient and returns no new value of any argument. Facts: `paths`, of the lost state."""
 
 
 class MicrobatchError(AutoparError):
-    """The step computes something else when it is worked through in microbatches. Facts: `operation`, `source`."""
+    """The step would compute something else in microbatches. Facts: `operation`, `source`."""
 
 
 class PipelineError(AutoparError):
@@ -87,11 +87,11 @@ class PipelineError(AutoparError):
 
 
 class ClusterError(AutoparError):
-    """The description of the machine is not one: no such device, a count below one, unreadable text."""
+    """The description of the machine is invalid: no such device, a count below one, unreadable text."""
 
 
 class NodeLostError(ClusterError):
-    """A node of a Ray cluster is not alive any more. Facts: `node`, its address."""
+    """A node of a Ray cluster has died. Facts: `node`, its address."""
 
 
 class MeshError(ClusterError):
@@ -103,25 +103,25 @@ class DeviceCountError(ClusterError):
 
 
 class ConstraintError(AutoparError):
-    """A pin names no tensor, or one that cannot be split so. Facts: `path`, `spec`."""
+    """A sharding constraint names no tensor, or one that cannot be split so. Facts: `path`, `spec`."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan keeps within what was asked: that is proved. Facts: `budget_bytes` and `needed_bytes`, or `constraint`."""
+    """It is proved that no plan satisfies what was asked. Facts: `budget_bytes` and `needed_bytes`, or `constraint`."""
 
 
 class NoPlanFoundError(InfeasibleError):
-    """No plan was found that keeps within the memory budget, though none is proved impossible. Facts: `budget_bytes`, and
-    `needed_bytes` of the smallest plan that was found."""
+    """No plan within the memory budget was found, though none is proved impossible. Facts: `budget_bytes`, and `needed_bytes`
+    of the smallest plan found."""
 
 
 def needed_bytes(error: AutoparError | None) -> float:
-    """Bytes without which nothing fits, as far as an error tells; inf: it does not."""
+    """The bytes that a plan needs, if the error tells; else inf."""
     return float(getattr(error, "needed_bytes", math.inf))
 
 
 class SolverError(AutoparError):
-    """The solver is not installed or ended without any answer. Facts: `solver`, `status`."""
+    """The solver is not installed, or ended without an answer. Facts: `solver`, `status`."""
 
 
 class PlanFileError(AutoparError):
@@ -139,14 +139,14 @@ class StalePlanError(AutoparError):
 
 
 class CheckpointError(AutoparError):
-    """A checkpoint that is damaged, not there, or of another state. Facts: `path`, of the leaf or on the disk."""
+    """A checkpoint is damaged, missing, or of another state. Facts: `path`, of the leaf or on disk."""
 
     _UNKNOWN = {"path": ""}
 
 
 class WorkerError(AutoparError):
-    """A part of the machine failed while it ran a step. Facts, None where unknown: `worker`, `stage`, `instruction`,
-    `microbatch`, `waited_for`."""
+    """A part of the machine failed during a step. Facts, None where unknown: `worker`, `stage`, `instruction`, `microbatch`,
+    `waited_for`."""
 
     _UNKNOWN = dict.fromkeys(("worker", "stage", "instruction", "microbatch", "waited_for"))
 
@@ -160,23 +160,23 @@ class StructureChangedError(AutoparError):
 class StepError(AutoparError):
     """A step failed while it ran: a callback raised, memory ran out, a NaN where `jax_debug_nans` forbids it.
 
-    Its `__cause__` is the exception itself. Facts: `stage` and `microbatch` (None: of none), `task` in words, `source`,
-    `state_lost`: whether arguments were overwritten before it failed; `results`: what the step returned, if all of it was
-    computed nevertheless (a callback that returns nothing raised), else None.
+    Its `__cause__` is the original exception. Facts: `stage` and `microbatch` (None: of none), `task` in words, `source`,
+    `state_lost`: whether arguments were overwritten before the failure; `results`: the step's results, if all were computed
+    nevertheless (a callback without results raised), else None.
     """
 
     results: Any
 
 
 class DonatedError(AutoparError, RuntimeError):
-    """An array is no more: a step has taken its memory over, or the workers that held it have ended.
+    """An array is gone: it was donated to a step, or the workers that held it have ended.
 
-    Facts: `paths`, of a step's arguments; or, where a handle is read, its `shape` and `dtype`.
+    Facts: `paths`, of a step's arguments; or the `shape` and `dtype` of a handle that is read.
     """
 
 
 class NotBuiltYetError(AutoparError, NotImplementedError):
-    """Named in the public surface, and not there in this version. Facts: `feature`."""
+    """A public name that this version does not implement. Facts: `feature`."""
 
 
 def check_number(
@@ -191,10 +191,10 @@ def check_number(
     do: str = "pass such a number, or leave it out.",
     **facts: Any,
 ) -> None:
-    """Raise an error of this kind, with its facts, unless a parameter is a number within its bounds.
+    """Check that a parameter is a number within its bounds; without `least` it must be more than 0.
 
-    It is `name` of `owner`, as the user writes that (`fit`; "": it stands by itself). Without `least` it must be more
-    than 0.
+    `owner`: the function or class that has the parameter `name`, as the user writes it (`fit`); "": none. `kind`, `facts`:
+    the class and facts of the error.
     """
     is_number = isinstance(value, Integral if is_whole else Real)
     if is_number and (value > 0 if least is None else value >= least) and value <= most:
@@ -233,13 +233,13 @@ def check_choice(
 
 
 def listed(names: Sequence[str], most: int, between: str = ", ") -> str:
-    """The first of names, or of lines, and how many more there are."""
+    """The first `most` names, or lines, and how many more there are."""
     gap = "\n" if between == "\n" else " "
     return between.join(names[:most]) + (f"{gap}and {len(names) - most} more" if len(names) > most else "")
 
 
 def warn(text: str) -> None:
-    """Warn of what is no error, at the line of the user's program that called autopar."""
+    """Issue a warning, located at the line of the user's program that called autopar."""
     package, level, outermost, frame = os.path.dirname(__file__) + os.sep, 0, 0, sys._getframe(0).f_back
     while frame is not None:
         level += 1

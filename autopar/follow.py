@@ -1,12 +1,12 @@
-"""`autopar.follow`: a step whose state lies where another step has it: evaluation behind training, a prefill behind decode.
+"""`autopar.follow`: a step that uses another step's state in its sharding: evaluation after training, prefill before decode.
 
-In:     a step of the user's, a `ParallelStep` that holds the same parameters: the one that it follows.
-Out:    a step called like the user's; its arguments that are (part of) the followed step's state are taken as they lie.
+In:     the user's step, and the `ParallelStep` that it follows, which has the same parameters.
+Out:    a step called like the user's; arguments that are (part of) the followed step's state keep their sharding.
 Method: arguments are matched by structure and types, as state is (`ir/trace/state.py`); each matched array is pinned to its
         sharding in the followed step's plan, on the same mesh, and so are results that are its state (the cache that a
-        prefill makes for a decode step); everything else is found as usual. The batch is what looks like a sample of the
-        followed step's batch, else what is not state. Behind a pipeline the step is cut into the same stages
-        (`search/followed.py`).
+        prefill makes for a decode step); everything else is planned as usual. The batch is the arguments with the sample
+        types of the followed step's batch, else those that are not state. If the followed step is a pipeline, the step is
+        cut into the same stages (`search/followed.py`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def follow(
     static_argnums: int | Iterable[int] | None = (),
     static_argnames: str | Iterable[str] | None = (),
 ) -> Following:
-    """Make a step run where another one keeps its state.
+    """Make a step that runs where another one keeps its state.
 
     Args:
-        eval_step: Takes parameters, or the whole state, as `step` has them, and a batch: it measures, or makes the cache
+        eval_step: Takes parameters, or the whole state, as `step` has them, and a batch: it evaluates, or makes the cache
             that `step` decodes with.
-        step: What it follows, made by `parallelize`: a train step, or one that decodes. It has been called or compiled when
-            this one is first called.
-        batch_argnums: As of `parallelize`. `"auto"`: the arguments like the batch of `step`, if there are any; else the
-            only one that is not its state, or those that are not and share their leading dim.
-        donate_argnums: As of `parallelize`, but nothing is donated unless it is named.
-        static_argnums: As of `parallelize`.
-        static_argnames: As of `parallelize`.
+        step: The step to follow, made by `parallelize`: a train step, or one that decodes. It must have been called or
+            compiled before the first call of this one.
+        batch_argnums: As in `parallelize`. `"auto"`: the arguments like the batch of `step`, if there are any; else the
+            only argument that is not its state, or those that share their leading dim.
+        donate_argnums: As in `parallelize`, but nothing is donated unless it is named.
+        static_argnums: As in `parallelize`.
+        static_argnames: As in `parallelize`.
 
     Returns:
         A step called like `eval_step`.
@@ -68,10 +68,10 @@ def follow(
 
 
 class Following:
-    """A step that takes another's state as it lies; call it like the function it was made from."""
+    """A step that takes another step's state in its sharding; call it like the function it was made from."""
 
     def __init__(self, fn: Callable[..., Any], step: ParallelStep, *settings: Any):
-        """Behind a step; `settings` are the batch, what is donated and what is static, in the order of `follow`."""
+        """A follower of `step`; `settings`: batch, donated and static arguments, in the order of `follow`."""
         self._fn, self._step, self._settings = fn, step, settings
         self._traced = ParallelStep(fn, None, ShardParallel(), *settings)
         self._parallel: ParallelStep | None = None
@@ -88,20 +88,20 @@ class Following:
         return self.parallel(*args, **kwargs).plan(*args, **kwargs)
 
     def behind(self, step: ParallelStep) -> Following:
-        """The same step behind another one: what it follows, planned anew."""
+        """The same step, following another one, such as its step planned anew."""
         return Following(self._fn, step, *self._settings)
 
     def on_arrays(self, state: Shell, step: ParallelStep) -> Following:
-        """The same step on the arrays of its first argument's objects, behind a step on these."""
+        """The same step on the arrays of its first argument's objects, following a step on these."""
         return Following(state.of_step(self._fn, updates=False), step, *self._settings)
 
     @property
     def cluster(self) -> Cluster:
-        """The machine: that of the step which it follows."""
+        """The machine of the followed step."""
         return self._step.cluster
 
     def compiled(self, *args: Any) -> CompiledStep:
-        """What a call with these arguments runs; compiled now if it is not. They may be types."""
+        """The compiled step for these arguments, which may be types; compiled now if it is not yet."""
         return self.parallel(*args).compiled(*args)
 
     @property
@@ -120,7 +120,7 @@ class Following:
         return self._parallel
 
     def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Method, Any]:
-        """How the step is planned, and its batch."""
+        """The method to plan the step by, and its batch."""
         compiled = self._step.latest()
         if compiled is None:
             raise StructureChangedError(
@@ -167,7 +167,7 @@ class Following:
 
 
 def _returned(program: Program, held: dict[Any, int]) -> dict[int, int]:
-    """Results that are a part of the other step's arguments, such as a cache that it goes on with: result -> leaf there."""
+    """Results that the followed step takes as (part of) an argument, such as a cache: result -> that argument's leaf."""
     found: dict[int, int] = {}
     for kind, first, last in subtrees(program.out_tree, program.out_avals):
         at = held.get(kind)
@@ -177,7 +177,7 @@ def _returned(program: Program, held: dict[Any, int]) -> dict[int, int]:
 
 
 def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> Any:
-    """Numbers of the parameters that hold samples; of arguments, `others` are not the followed step's state."""
+    """Numbers of the parameters that hold samples; `others`: the arguments that are not the followed step's state."""
     followed = compiled.program
     samples = {
         alike(tree, followed.in_avals[first:last], _sample_type)
@@ -199,7 +199,7 @@ def _sample_type(aval: Aval) -> tuple[object, ...]:
 
 
 def _subtrees(program: Program) -> dict[Any, int]:
-    """Every subtree of a step's arguments: (structure, types) -> its first leaf; of equal ones the outermost, then first."""
+    """Every subtree of a step's arguments: (structure, types) -> its first leaf, of equal ones the first in breadth order."""
     found: dict[Any, int] = {}
     for kind, start, _ in subtrees(program.in_tree, program.in_avals)[
         3:

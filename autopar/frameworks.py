@@ -1,10 +1,9 @@
-"""The seam to frameworks whose steps take objects: who takes a call apart into arrays, and puts its result together.
+"""The interface to frameworks whose steps take objects: adapters separate a call into arrays and the rest, and rebuild results.
 
 In:     the arguments of a call.
-Out:    the `Adapter` that claims them; None where they are pytrees of arrays, as `jax.jit` takes them.
-Method: adapters stand to the right of what calls them, so they are registered, by the name of the module that a program
-        imports to have such objects (`adapters/__init__.py`, at import): where that module is not loaded there are none of
-        its objects, and the adapter's file is not loaded either.
+Out:    the `Adapter` that claims them; None if they are pytrees of arrays, as `jax.jit` takes them.
+Method: this layer must not import the adapters, so these register themselves (`adapters/__init__.py`, at import) under the
+        name of the framework's module. If that module is not loaded, no object can be its, and the adapter is not loaded.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from autopar.ir.trace.trace import name_of
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A call taken apart.
+    """The arguments of a call, separated into arrays and the rest.
 
     Attributes:
-        adapter: By whom.
-        args: By position, arrays in the place of objects.
-        kwargs: By name.
-        static: What is no array in them, which the program depends on; has a hash.
-        objects: What the adapter needs to update them.
+        adapter: The adapter that did it.
+        args: Positional arguments, with arrays in place of objects.
+        kwargs: Keyword arguments, likewise.
+        static: All data that is no array, which the program depends on; hashable.
+        objects: What the adapter needs to update the objects.
     """
 
     adapter: Adapter
@@ -41,10 +40,10 @@ class Apart:
 
 
 class StaticKey:
-    """What is no array in a call, to be looked up by; its hash is computed once.
+    """The data of a call that is no array, as a key; its hash is computed once.
 
     Raises:
-        TraceError: It has none.
+        TraceError: It cannot be hashed.
     """
 
     __slots__ = ("_hash", "value")
@@ -69,44 +68,44 @@ class StaticKey:
 
 
 class Adapter(Protocol):
-    """What objects of a framework are to a step that is traced, planned, and run on arrays.
+    """Converts a framework's objects for a step that is traced, planned and run on arrays.
 
     Attributes:
-        updates_in_place: Whether objects that are passed are what comes back; if not, they are pytrees, and are returned.
+        updates_in_place: Whether a step updates the objects it is passed; if not, they are pytrees, and it returns new ones.
     """
 
     updates_in_place: bool
 
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call passes objects that `jax.jit` would not know what to do with."""
+        """Whether a call passes objects that `jax.jit` could not take."""
 
     def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
-        """The arrays of a call, or their types, in containers whose paths are the user's."""
+        """Separate a call's arrays, or their types, in containers whose paths are the user's, from the rest."""
 
     def rebuild(self, static: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Arguments as the user passes them, new objects around these arrays (or types, or tracers)."""
+        """The arguments as the user passes them: new objects with these arrays (or types, or tracers)."""
 
     def run(self, fn: Callable[..., Any], static: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Call the user's function on objects around these tracers; what has become of them, and what it returns."""
+        """Call the user's function on objects with these tracers; their new arrays, and its result."""
 
     def put_together(self, apart: Apart, returned: Returned) -> Any:
-        """The user's result; objects that were passed are updated in place, if the framework's own `jit` does so."""
+        """The user's result; also update the passed objects in place, if the framework's own `jit` does so."""
 
 
 _ADAPTERS: dict[str, Callable[[], Adapter]] = {}  # written at import only
 
 
 def register(module: str, load: Callable[[], Adapter]) -> None:
-    """Make `load()`, which imports it, the adapter of objects that there are only where `module` is loaded."""
+    """Register the adapter that `load()` imports, for objects that exist only if `module` is loaded."""
     if module in _ADAPTERS:
         raise ValueError(f"`{module}` already has an adapter.")
     _ADAPTERS[module] = load
 
 
 def on_arrays(fn: Callable[..., Any], static: Static, apart: Apart) -> Callable[..., Returned]:
-    """The user's function as one that is passed arrays for objects.
+    """The user's function as one that takes arrays in place of objects; static arguments are passed as they are.
 
-    Static arguments are passed as they are; `apart` is a call of it, of whose objects the arrays will be.
+    `apart`: a call of the function, with the objects that the arrays will be those of.
     """
 
     @functools.wraps(fn, updated=())
@@ -124,7 +123,7 @@ def on_arrays(fn: Callable[..., Any], static: Static, apart: Apart) -> Callable[
 
 
 def adapter_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapter | None:
-    """Who takes a call apart; None: it passes pytrees of arrays."""
+    """The adapter that claims a call; None: it passes pytrees of arrays."""
     for module, load in _ADAPTERS.items():
         if module in sys.modules:
             adapter = load()
@@ -135,20 +134,20 @@ def adapter_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapter | None:
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """What of a state of objects is no array, as its adapter left it."""
+    """The part of a state of objects that is no array."""
 
     adapter: Adapter
     static: Hashable
 
     def around(self, arrays: Any) -> Any:
-        """A state with these arrays."""
+        """The state with these arrays."""
         return self.adapter.rebuild(self.static, (arrays,), {})[0][0]
 
     def arrays_of(self, state: Any) -> Any:
-        """The arrays of a state like this one.
+        """The arrays of a state, whose other data must be that of this one.
 
         Raises:
-            StructureChangedError: What is no array in it has changed.
+            StructureChangedError: It has changed.
         """
         apart = self.adapter.take_apart((state,), {})
         if apart.static != self.static:
@@ -161,11 +160,11 @@ class Shell:
         return apart.args[0]
 
     def of_step(self, fn: Callable[..., Any], *, updates: bool) -> Callable[..., Any]:
-        """A step on a state's objects as one on its arrays.
+        """Convert a step on a state's objects to one on its arrays.
 
         Args:
             fn: `(state, ...)` to metrics if states are updated in place, else to the state, or a tuple of it and metrics.
-            updates: Whether the new state is to come back: `(arrays, metrics)`; else `fn` only reads it.
+            updates: Whether to return the new state, as `(arrays, metrics)`; else `fn` only reads the state.
         """
 
         @functools.wraps(fn, updated=())
@@ -186,7 +185,7 @@ class Shell:
 
 
 def without_arrays(state: Any) -> tuple[Any, Shell | None]:
-    """A state's arrays, and what else there is to it; None: it is a pytree of arrays."""
+    """A state's arrays, and its other data; None: it is a pytree of arrays."""
     adapter = adapter_of((state,), {})
     if adapter is None:
         return state, None

@@ -1,8 +1,8 @@
-"""Loggers for `autopar.fit`: a table on the disk, TensorBoard. Any function of a step and its values is one, too.
+"""Loggers for `autopar.fit`: a CSV file, TensorBoard. Any function of a step's number and its values is a logger too.
 
-In:     the number of steps done, values by name; before the first, the step that the run goes on from.
-Out:    `CSV`: a file that any program reads, whole at any moment. `TensorBoard`: its event files.
-Method: a run that goes on after a break does some steps again: what was logged of those is taken back first.
+In:     the number of steps done, values by name; before the first, the step that the run resumes from.
+Out:    `CSV`: a file that any program reads, complete at any moment. `TensorBoard`: its event files.
+Method: a resumed run does some steps again: their log entries are removed first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 from autopar.errors import AutoparError
 
 Logger = Callable[[int, Mapping[str, float]], Any]
-"""`logger(number, values)`. If it has a method `resume(number)`, that is told first how many steps are done already, before
-the first call and after each failure that was mended; and if it has one, `close()` is called when the run ends."""
+"""`logger(number, values)`. Its method `resume(number)`, if it has one, is called with the number of steps done, before the
+first call and after each recovered failure; its method `close()`, if it has one, when the run ends."""
 
 
 class CSV:
-    """One row for each number of steps that is logged, one column for each value; written anew only for a new column."""
+    """A CSV file with a row per logged step and a column per value; rewritten only for a new column."""
 
     def __init__(self, path: str | os.PathLike):
-        """Of a file; touches nothing before the first row."""
+        """Log to the file `path`, which is not touched before the first row."""
         self.path = Path(path)
 
     def resume(self, number: int) -> None:
-        """Take back the rows of steps that will be done again; where a run begins anew, put the table of the last aside."""
+        """Remove the rows of steps that will be done again; if a run starts from 0, move the last run's file aside."""
         columns, rows = self._read()
         if rows and number == 0:
             aside = (self.path.with_suffix(f".{k}{self.path.suffix}") for k in itertools.count(1))
@@ -89,9 +89,9 @@ class TensorBoard:
         self._writer: Any = None
 
     def resume(self, number: int) -> None:
-        """Have TensorBoard leave out what was logged of steps that will be done again."""
+        """Make TensorBoard drop the points of steps that will be done again."""
         self.close()
-        # Its files are named by the second: one begun in the same second would overwrite the other.
+        # Event files are named by the second: a suffix keeps two of the same second apart.
         options: dict[str, Any] = {"filename_suffix": f".{secrets.token_hex(4)}", "flush_secs": 10, **self._options}
         self._writer = self._writer_class(self._directory, **{**options, "purge_step": number + 1})
 
@@ -103,7 +103,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, number)
 
     def close(self) -> None:
-        """See all of it to the disk; what comes later begins another file."""
+        """Flush to disk; a later point starts another file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,7 +1,7 @@
-"""Writing SVG and HTML: tags, numbers, axes, how much room a text takes, what a picture's colours mean.
+"""Writes SVG and HTML: tags, tables, shapes, ticks, legends.
 
 In:     names, attributes, children.
-Out:    text. Colours are classes, so that one style sheet paints light, dark and paper.
+Out:    text. Colours are CSS classes, so that one style sheet serves light, dark and print.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 WIDTH = 960
-"""Of every picture, in its own units; a page scales it."""
+"""Width of every picture in its own units; a page scales it."""
 FONT = 12
-"""Size of letters, in the same units."""
+"""Font size, in the same units."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:
@@ -27,12 +27,12 @@ def tag(name: str, *children: str, **attributes: object) -> str:
 
 
 def grid(head: str, rows: Iterable[str], class_: str | None = None) -> str:
-    """A table of these rows, the first of which names its columns."""
+    """A table; `head`: the row that names its columns."""
     return tag("table", tag("thead", head), tag("tbody", *rows), class_=class_)
 
 
 def picture(height: float, *children: str, label: str, width: float = WIDTH) -> str:
-    """A whole SVG, as wide as its place allows."""
+    """A whole SVG, scaled to the width available."""
     return tag(
         "svg",
         tag("title", escape(label)),
@@ -45,7 +45,7 @@ def picture(height: float, *children: str, label: str, width: float = WIDTH) -> 
 
 
 def box(x: float, y: float, width: float, height: float, class_: str, tip: str = "", **attributes: object) -> str:
-    """A rectangle; `tip` is shown where one points at it."""
+    """A rectangle; `tip`: its tooltip."""
     inner = (tag("title", escape(tip)),) if tip else ()
     return tag("rect", *inner, x=x, y=y, width=max(width, 0.4), height=height, class_=class_, **attributes)
 
@@ -61,12 +61,12 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
 
 
 def room_for(words: str, size: float = FONT) -> float:
-    """How wide a text is at most, in a plain font."""
+    """An upper bound of a text's width, in a plain font."""
     return len(words) * size * 0.62
 
 
 def ticks(end: float, count: int = 6) -> Iterator[float]:
-    """Round numbers from 0 to `end`, about so many."""
+    """About `count` round numbers from 0 to `end`."""
     if not end > 0 or not math.isfinite(end):
         return
     rough = end / count
@@ -77,7 +77,7 @@ def ticks(end: float, count: int = 6) -> Iterator[float]:
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """A small table of what is so, as notebooks show an object; in the notebook's own colours."""
+    """A small table of an object's properties for notebooks, in the notebook's own colours."""
     cell = "text-align:left; padding:1px 14px 1px 0; vertical-align:top"
     rows = (
         tag("tr", tag("th", escape(name), style=cell), tag("td", escape(words), style=cell)) for name, words in pairs
@@ -101,11 +101,11 @@ KIND_NAMES = {
     "collective-permute": "permute",
     "wait": "waiting",
 }
-"""Kinds of work in the order in which they are drawn; each has a colour of its name."""
+"""Kinds of work -> their names, in drawing order; each kind has a CSS class."""
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(class of a colour, what it means) as a line under a picture."""
+    """The legend of a picture, from (CSS class, meaning)."""
     return tag(
         "p",
         *(tag("span", tag("i", class_=f"swatch {name}"), escape(words), class_="key") for name, words in entries),
@@ -114,6 +114,6 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def kinds_legend(kinds: Iterable[str]) -> str:
-    """The legend of kinds that occur."""
+    """The legend of the kinds that occur in a picture."""
     found = set(kinds)
     return legend((f"k-{kind}", words) for kind, words in KIND_NAMES.items() if kind in found)

@@ -1,4 +1,4 @@
-"""What the user may ask of the planner, gathered once and handed down.
+"""The user's options for the planner.
 
 In:     keyword arguments of the methods (`ShardParallel(memory_budget_bytes=...)`, ...).
 Out:    `Options`, frozen; passes read it and nothing else (no environment, no globals).
@@ -31,29 +31,29 @@ _LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
 def repays(steps: float, won_seconds: float, planning_seconds: float) -> bool:
-    """Whether planning goes on that takes so long (by its size, never by the clock) for what each of so many steps may win."""
+    """Whether planning time (estimated from sizes, never measured) is repaid by what each of `steps` steps may win."""
     return steps == math.inf or planning_seconds <= steps * won_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every method takes.
+    """The settings of every method.
 
     Attributes:
         memory_budget_bytes: Bytes one device may use; None: the device's own memory.
         constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
-        solver: Of integer programs, `"highs"` or `"cbc"`; or a search that proves nothing, for comparison:
+        solver: The integer program solver, `"highs"` or `"cbc"`; or a search without proof, for comparison:
             `"random"`, `"greedy"`, `"beam"`, `"bfs"`, `"halving"`, `"mcmc"` or `"mcts"`.
-        solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh; the best answer found by then
+        solver_seconds: Time limit of the solver on one mesh, or on one stage on its mesh; the best answer found by then
             is used, and its gap is in the plan.
-        planning_seconds: How long planning may take, in all: then the best plan so far is taken. The first plan is waited
-            for. None: as long as it takes.
+        planning_seconds: Time limit of planning as a whole: then the best plan so far is taken, but a first plan is always
+            finished. None: no limit.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
-            `"per_microbatch"`: where samples wait for a sum over the batch (batch statistics), each takes its own.
-        memory: `"predicted"`: the plan fits by the planner's own count; `"compiler"`: by XLA's, which compiles it for these
-            devices, or for such as are described (`autopar[verify]`). It is planned again until they agree.
-        offload: `"auto"`: where nothing else fits, the optimizer's state waits in the memory of the hosts, and is copied to
-            the devices for the update; `"never"`: it does not.
+            `"per_microbatch"`: where samples need a sum over the batch (batch statistics), each microbatch uses its own.
+        memory: `"predicted"`: the plan fits by the planner's own estimate; `"compiler"`: by XLA's, which compiles it for
+            these devices, or for described ones (`autopar[verify]`). Planning is repeated until both agree.
+        offload: `"auto"`: where nothing else fits, the optimizer's state is kept in the hosts' memory, and copied to the
+            devices for the update; `"never"`: it is not.
     """
 
     memory_budget_bytes: float | None = None
@@ -68,15 +68,15 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Settings):
-    """The planner's options: what a method was given, and what it stands for.
+    """The planner's options: a method's settings, and those that the method implies.
 
     Attributes:
-        recompute: What the backward pass of a pipeline stage recomputes instead of keeping it. `"auto"`: what is cheap,
-            and on stages that do not fit as much more as makes them fit; `"cheap"`: never more; `"all"`: everything; a
-            number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
-        goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
-            where calls do not wait for each other's results.
-        repaying_steps: Steps of training in which what a step of planning may win has to repay what it takes.
+        recompute: What the backward pass of a pipeline stage recomputes instead of keeping residuals. `"auto"`: cheap
+            operations, and as much more as makes a stage fit; `"cheap"`: never more; `"all"`: everything; a number: at most
+            so many operations for each byte saved; a tuple of these: one per stage.
+        goal: What to minimize: `"step"`, the seconds of one step; `"calls"`, the seconds between calls that do not wait for
+            each other's results.
+        repaying_steps: Steps of training within which planning time must be repaid by faster steps.
     """
 
     recompute: Recompute = "auto"
@@ -108,18 +108,18 @@ class Options(Settings):
         object.__setattr__(self, "constraints", dict(self.constraints or {}))
 
     def budget_bytes(self, memory_bytes: float) -> float:
-        """What one device may use, which has so much memory."""
+        """Bytes that one device with `memory_bytes` of memory may use."""
         return self.memory_budget_bytes or memory_bytes
 
     def repays(self, won_seconds: float, planning_seconds: float) -> bool:
-        """As `repays`, in as many steps as are to repay it."""
+        """As the function `repays`, within `repaying_steps`."""
         return repays(self.repaying_steps, won_seconds, planning_seconds)
 
     def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
-        """For each stage how many operations may be recomputed for each byte saved; None: the planner decides.
+        """For each stage, the operations that may be recomputed for each byte saved; None: the planner decides.
 
         Raises:
-            PipelineError: They are given for another number of stages.
+            PipelineError: The user gave levels for another number of stages.
         """
         if self.recompute == "auto":
             return None

@@ -2,8 +2,8 @@
 
 In:     the user's step, the cluster and method, which arguments are static, batch, donated.
 Out:    `ParallelStep`: called like the step; or asked for its plan, its compiled programs, its state.
-Method: `_compile` reads as one page: trace, tell state from batch, plan, compile. What a plan depends on is a key: shapes,
-        dtypes, static arguments, JAX's settings; what was made for one key is kept.
+Method: trace, tell state from batch, plan, compile (`_compile`). Plans and compiled steps are cached by what they depend on:
+        structure, shapes and dtypes of the arguments, static arguments, JAX's settings.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """A call of arrays alone.
+    """The last call, if all its arguments were arrays: a fast path for calls like it.
 
     Attributes:
-        tree: Of its arguments.
-        types: Of their leaves, as JAX has them: arrays of one step share these objects with those of the next.
-        context: JAX's settings then.
-        compiled: What it ran.
+        tree: Structure of its arguments.
+        types: Types of their leaves, JAX's own objects: arrays of one step share them with those of the next.
+        context: JAX's settings at the time.
+        compiled: The step that it ran.
     """
 
     tree: Any
@@ -65,7 +65,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Made:
-    """What a step has made so far; shared by the same method of all objects of a class."""
+    """A step's plans and compiled steps so far; for a method of a class, shared by all its objects."""
 
     cluster: Cluster | None
     planned: dict[Any, Plan] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class ParallelStep(Generic[P, R]):
         return facts("Parallel step", self._told())
 
     def _told(self) -> Iterator[tuple[str, str]]:
-        """(name, words) of what the step is, and what has become of it."""
+        """The step and its plans as (name, text)."""
         yield "function", name_of(self._fn)
         yield "method", method_text(self._method)
         yield "cluster", str(self._made.cluster or "all devices of this process")
@@ -122,7 +122,7 @@ class ParallelStep(Generic[P, R]):
     def __get__(self: ParallelStep[Concatenate[S, Q], R], instance: S, owner: Any = None) -> ParallelStep[Q, R]: ...
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method: the object is argument 0, as in `jax.jit`; unless it is a pytree, it is static."""
+        """Bind as a method: the object is argument 0, as in `jax.jit`, and static unless it is a pytree."""
         if instance is None:
             return self
         bound = copy.copy(self)
@@ -133,12 +133,12 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def method(self) -> Method:
-        """How it is to be split."""
+        """The method to split the step by."""
         return self._method
 
     @property
     def cluster(self) -> Cluster:
-        """The machine planned for."""
+        """The machine that the step is planned for."""
         if self._made.cluster is None:
             self._made.cluster = Cluster.local()
         return self._made.cluster
@@ -153,7 +153,7 @@ class ParallelStep(Generic[P, R]):
         return self._made.calls(*args, **kwargs)
 
     def _checked(self, *args: Any, **kwargs: Any) -> tuple[Any, Direct | None]:
-        """A call with all checks, and how others like it may do without."""
+        """A call with all checks: its result, and the data to dispatch equal calls without them."""
         last = self._made.last
         if last is not None and (again := self._again(last, args, kwargs)) is not None:
             return last.compiled.run_and_tell(again)
@@ -174,14 +174,14 @@ class ParallelStep(Generic[P, R]):
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], compiled: CompiledStep
     ) -> _Call | None:
-        """What is remembered of a call; None: it is not one of arrays alone, or its object or static arguments matter."""
+        """The record of a call for `_again`; None: some argument is no array, or the step is bound or has static arguments."""
         is_plain = not (self._bound or self._static.names or self._static.numbers)
         if not is_plain or not all(isinstance(x, jax.Array) for x in leaves):
             return None
         return _Call(jax.tree.structure((args, kwargs)), [x.aval for x in leaves], trace_context(), compiled)
 
     def _again(self, last: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The leaves of a call like the last one: what it runs is then known without a look at each of them."""
+        """The leaves of a call, if it is like the last one, so that it runs the same compiled step; else None."""
         if self._bound:
             return None
         try:
@@ -231,7 +231,7 @@ class ParallelStep(Generic[P, R]):
         return latest
 
     def attach(self, *args: Any, plan: Plan, **kwargs: Any) -> Plan:
-        """A plan read from a file, attached to this step: it can `explain`, and its shardings are a pytree. Runs nothing.
+        """Attach a plan read from a file to this step: it can then `explain`, and its shardings are a pytree. Runs nothing.
 
         Raises:
             StalePlanError: `plan` was made for another program or cluster; says what changed.
@@ -240,13 +240,13 @@ class ParallelStep(Generic[P, R]):
         return self._attach(*self._roles(args, kwargs), plan)
 
     def create_state(self, init_fn: Callable[..., Any], *args: Any, example: tuple[Any, ...] | None = None) -> Any:
-        """Run `init_fn(*args)` so that every array is born in the sharding the plan wants.
+        """Run `init_fn(*args)` so that every array is created in the plan's sharding.
 
         Args:
-            init_fn: Makes the step's state: its result is one of the step's state arguments, or a tuple of the first ones.
+            init_fn: Creates the step's state: its result is one of the step's state arguments, or a tuple of the first ones.
             *args: Arguments of `init_fn`.
-            example: The step's arguments after the state (arrays or types), to plan with; None: for the step as it was
-                compiled last.
+            example: The step's arguments after the state (arrays or types), to plan with; None: use the plan of the step as
+                it was compiled last.
 
         Raises:
             StructureChangedError: The result is no argument of the step: another structure, shape or dtype.
@@ -264,7 +264,7 @@ class ParallelStep(Generic[P, R]):
             return made.born(compiled)
 
     def compiled(self, *args: Any) -> CompiledStep:
-        """What a call with these arguments runs; compiled now if it is not. They may be types."""
+        """The compiled step for these arguments, which may be types; compiled now if it is not yet."""
         key, _, _ = self._key(args, {})
         compiled = self._made.compiled.get(key)
         return self.compile(*args) if compiled is None or compiled.has_ended else compiled
@@ -273,8 +273,8 @@ class ParallelStep(Generic[P, R]):
         """The same step, to be planned anew.
 
         Args:
-            cluster: The machine as it is now; None: the one that the step was made for, and if it was made for none in
-                particular, the devices that this process has now.
+            cluster: The machine as it is now; None: the step's own, or the devices that this process has now if the step has
+                none.
             method: How to split; None: as before.
         """
         anew = copy.copy(self)
@@ -284,7 +284,7 @@ class ParallelStep(Generic[P, R]):
         return anew
 
     def on_arrays(self, state: Shell, *, updates: bool) -> ParallelStep[..., Any]:
-        """The same step on the arrays of its first argument's objects; what comes back says `Shell.of_step`."""
+        """The same step on the arrays of its first argument's objects; `updates` as in `Shell.of_step`."""
         anew: ParallelStep[..., Any] = copy.copy(self)
         anew._fn, anew._made = state.of_step(self._fn, updates=updates), _Made(self._given_cluster)
         return anew
@@ -294,7 +294,7 @@ class ParallelStep(Generic[P, R]):
         return self._made.latest
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Apart | None]:
-        """What a plan depends on, the leaves of the dynamic arguments, and objects among them taken apart."""
+        """The cache key of a call, the leaves of its dynamic arguments, and the objects among these as an `Apart`."""
         dynamic, static = self._split(args, kwargs)
         adapter = self._made.adapter
         if adapter is None:
@@ -312,7 +312,7 @@ class ParallelStep(Generic[P, R]):
         return *_key_of((apart.args, apart.kwargs), (static, StaticKey(apart.static, name_of(self._fn)))), apart
 
     def _planned(self, program: Program, roles: Roles) -> Plan:
-        """A plan, made as the method says."""
+        """Make a plan by the step's method."""
 
         def make(method: Method) -> Plan:
             with without_mesh(), planning_progress(program.name) as report:
@@ -322,7 +322,7 @@ class ParallelStep(Generic[P, R]):
         return plan_that_fits(make, self._method) if self._method.memory == "compiler" else make(self._method)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, dict[str, Any]], Any]:
-        """Dynamic arguments, and a key for the static ones: equal values of two types are two programs, as in `jax.jit`."""
+        """Dynamic arguments, and a key for the static ones: equal values of different types differ, as in `jax.jit`."""
         args = (*self._bound, *args)
         if not self._static.names and not self._static.numbers:
             return (args, kwargs), ()
@@ -343,7 +343,7 @@ class ParallelStep(Generic[P, R]):
             return trace_step(on_arrays(self._fn, self._static, apart), args, kwargs, static=self._static)
 
     def _capability(self) -> tuple[int, int] | None:
-        """Of the GPUs of a machine that is not this one, the least compute capability."""
+        """The least compute capability of a described cluster's GPUs; None: real devices, or none by NVIDIA."""
         cluster = self._made.cluster
         if cluster is None or cluster.devices is not None:
             return None
@@ -356,7 +356,7 @@ class ParallelStep(Generic[P, R]):
         try:
             roles = find_roles(program, self._batch_argnums, self._donate_argnums)
         except BatchError:
-            self._check_trains(program, ())  # of state that is forgotten one cannot tell the batch
+            self._check_trains(program, ())  # forgotten state makes the batch ambiguous: report that instead
             raise
         self._check_trains(program, roles.batch)
         return dataclasses.replace(program, jaxpr=returned_there(program.jaxpr, roles.aliases)), roles
@@ -366,7 +366,7 @@ class ParallelStep(Generic[P, R]):
             check_trains(program, batch)
 
     def _attach(self, program: Program, roles: Roles, plan: Plan) -> Plan:
-        """A plan made elsewhere, checked against the step as it is now."""
+        """A plan made elsewhere, after a check against the step as it is now."""
         check_fresh(program, self.cluster, plan)
         if plan.origin is None:
             with without_mesh():
@@ -384,7 +384,7 @@ def _key_of(dynamic: Any, static: Any) -> tuple[Any, list[Any]]:
 
 
 def _type_of(leaf: Any) -> Any:
-    """What of a leaf the program depends on; of a leaf that is no array its class, tracing then says what is wrong."""
+    """The type of a leaf for the cache key; for a leaf that is no array its class, tracing then raises the error."""
     try:
         aval = shaped(leaf)
     except (TypeError, ValueError, OverflowError):

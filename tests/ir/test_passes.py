@@ -54,7 +54,7 @@ def test_the_pass_that_breaks_a_program_is_named(name, monkeypatch):
         return dataclasses.replace(made, jaxpr=without_the_first_equation(made.jaxpr))
 
     monkeypatch.setattr("autopar.ir.trace.trace.TRACE", broken(PHASES["trace"], name, breaks))
-    with pytest.raises(AssertionError, match=f"behind the pass `{name}`: .*used before it is defined"):
+    with pytest.raises(AssertionError, match=f"after the pass `{name}`: .*used before it is defined"):
         trace_step(train_step, ARGS)
 
 
@@ -63,7 +63,7 @@ def test_also_of_a_pipeline(name, monkeypatch):
     monkeypatch.setattr(cut, "APART", broken(cut.APART, name, lambda made: made.by(without_the_first_equation)))
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
     step = autopar.parallelize(train_step, cluster=autopar.Cluster.of("4 h100"), method=method)
-    with pytest.raises(AssertionError, match=f"behind the pass `{name}`"):
+    with pytest.raises(AssertionError, match=f"after the pass `{name}`"):
         step.plan(*ARGS)
 
 
@@ -97,7 +97,7 @@ def test_also_of_sharding_and_of_streams(module, phase, name, breaks, says, monk
     monkeypatch.setattr(module, phase, broken(getattr(module, phase), name, breaks))
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
     step = autopar.parallelize(two_layers, cluster=autopar.Cluster.of("4 h100"), method=method)
-    with pytest.raises(AssertionError, match=f"behind the pass `{name}`: .*{says}"):
+    with pytest.raises(AssertionError, match=f"after the pass `{name}`: .*{says}"):
         step.plan([ARGS[0], ARGS[0]], ARGS[1])
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_conversion_is_found(monkeypatch):
     step = autopar.parallelize(
         train_step, cluster=autopar.Cluster.of("4 h100"), method=autopar.ShardParallel(mesh_shape=(4,))
     )
-    with pytest.raises(AssertionError, match="behind the pass `fuse`: .* is not defined"):
+    with pytest.raises(AssertionError, match="after the pass `fuse`: .* is not defined"):
         step.plan(*ARGS)
 
 
