@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
-from autopar.ir.rules.terms import factors_of, rule_of
+from autopar.ir.rules.terms import factors_of, lengths_of, new_term, rule_of
 from autopar.ir.rules.window import Window, WindowFactors
 
 _GROUP = "g0"
@@ -34,19 +34,11 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
     fresh = factor_names()
-    sizes: dict[Factor, int] = {_GROUP: max(feature_groups, batch_groups)}
-
-    def new_dim(size: int) -> Dim:
-        if size == 1:
-            return ()
-        name = next(fresh)
-        sizes[name] = size
-        return (name,)
-
-    group: Dim = (_GROUP,) if sizes[_GROUP] > 1 else ()
-    batch = new_dim(out_shape[out_spec[0]])
-    inputs = new_dim(rhs_shape[rhs_spec[1]])
-    outputs = new_dim(rhs_shape[rhs_spec[0]] // sizes[_GROUP])
+    groups = max(feature_groups, batch_groups)
+    lengths = out_shape[out_spec[0]], rhs_shape[rhs_spec[1]], rhs_shape[rhs_spec[0]] // groups
+    batch, inputs, outputs = dims = new_term(lengths, fresh)
+    sizes = {_GROUP: groups, **lengths_of(dims, lengths)}
+    group: Dim = (_GROUP,) if groups > 1 else ()
     spatial = _spatial(eqn, fresh)
     for dim in spatial:
         sizes |= dim.sizes

@@ -36,7 +36,7 @@ from autopar.ir.rules.rule import (
     infer_sizes,
     num_elements,
 )
-from autopar.ir.rules.terms import drop_units, factors_of, new_term, rule_of
+from autopar.ir.rules.terms import drop_units, factors_of, new_term, rule_of, without
 
 
 @register(*find_primitives("dot_general"))
@@ -61,12 +61,8 @@ def _product_terms(
     lhs = tuple((next(fresh),) for _ in eqn.invars[0].aval.shape)
     lhs_dim_of = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
     rhs = tuple(lhs[lhs_dim_of[d]] if d in lhs_dim_of else (next(fresh),) for d in range(eqn.invars[1].aval.ndim))
-    out = (*(lhs[d] for d in batch[0]), *_free(lhs, contracted[0], batch[0]))
-    return lhs, rhs, (*out, *_free(rhs, contracted[1], batch[1], grouped)), tuple(lhs[d][0] for d in contracted[0])
-
-
-def _free(term: Term, *taken: Sequence[int]) -> list[Dim]:
-    return [dim for d, dim in enumerate(term) if not any(d in dims for dims in taken)]
+    out = (*(lhs[d] for d in batch[0]), *without(lhs, contracted[0], batch[0]))
+    return lhs, rhs, (*out, *without(rhs, contracted[1], batch[1], grouped)), tuple(lhs[d][0] for d in contracted[0])
 
 
 def _product(

@@ -19,7 +19,7 @@ from jax import lax
 from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, LocalProgram, Shard, ShardingRule, Term, factor_names, num_elements
-from autopar.ir.rules.terms import new_term, rule_of
+from autopar.ir.rules.terms import new_term, rule_of, without
 
 
 @register(*find_primitives("broadcast_in_dim"))
@@ -47,18 +47,14 @@ def transpose(eqn: JaxprEqn) -> ShardingRule:
 def squeeze(eqn: JaxprEqn) -> ShardingRule:
     """`a1b->ab`."""
     operand = new_term(eqn.invars[0].aval.shape)
-    return rule_of(eqn, [operand], [_without(operand, eqn.params["dimensions"])], [(0,)], moves=True)
+    return rule_of(eqn, [operand], [without(operand, eqn.params["dimensions"])], [(0,)], moves=True)
 
 
 @register(*find_primitives("expand_dims"))
 def expand_dims(eqn: JaxprEqn) -> ShardingRule:
     """`ab->a1b`."""
     result = new_term(eqn.outvars[0].aval.shape)
-    return rule_of(eqn, [_without(result, eqn.params["dimensions"])], [result], [(0,)], moves=True)
-
-
-def _without(term: Term, dims: Sequence[int]) -> Term:
-    return tuple(dim for d, dim in enumerate(term) if d not in dims)
+    return rule_of(eqn, [without(result, eqn.params["dimensions"])], [result], [(0,)], moves=True)
 
 
 @register(*find_primitives("select_n"))
@@ -233,7 +229,7 @@ def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
 def _stacked(eqn: JaxprEqn, shape: Sequence[int], along: int) -> ShardingRule:
     """The rule between arrays without dim `along`, and the stack of them."""
     stacked = new_term(shape)
-    part = _without(stacked, (along,))
+    part = without(stacked, (along,))
     operands, results = (
         [stacked if len(v.aval.shape) == len(shape) else part for v in side] for side in (eqn.invars, eqn.outvars)
     )

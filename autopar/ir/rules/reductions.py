@@ -17,7 +17,7 @@ from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.linearity import may_be_extreme, may_be_partial
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Factor, ShardingRule, Term, num_elements
-from autopar.ir.rules.terms import new_term, rule_of
+from autopar.ir.rules.terms import new_term, rule_of, without
 
 
 def _is_boolean(dtype: np.dtype) -> bool:
@@ -68,7 +68,7 @@ def reduction(
 
 def _parted(term: Term, dims: Sequence[int]) -> tuple[Term, tuple[Factor, ...]]:
     """A term without `dims`, and the factors of those."""
-    return tuple(dim for d, dim in enumerate(term) if d not in dims), tuple(f for d in dims for f in term[d])
+    return without(term, dims), tuple(f for d in dims for f in term[d])
 
 
 @register(*find_primitives("reduce"))

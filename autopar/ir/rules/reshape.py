@@ -17,7 +17,7 @@ from jax import lax
 from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Factor, Shard, ShardingRule, factor_names
-from autopar.ir.rules.terms import rule_of
+from autopar.ir.rules.terms import lengths_of, new_term, rule_of
 
 
 @register(*find_primitives("reshape"))
@@ -102,9 +102,9 @@ def _separate(source: Sequence[int], target: Sequence[int], fresh: Iterator[Fact
     sizes: dict[Factor, int] = {}
 
     def terms(shape: Sequence[int]) -> list[tuple[Factor, ...]]:
-        dims: list[tuple[Factor, ...]] = [() if size == 1 else (next(fresh),) for size in shape]
-        sizes.update({dim[0]: size for dim, size in zip(dims, shape, strict=True) if dim})
-        return dims
+        dims = new_term(shape, fresh)
+        sizes.update(lengths_of(dims, shape))
+        return list(dims)
 
     first, last = terms(source[:front]), terms(source[len(source) - behind :])
     shared = len(sizes)

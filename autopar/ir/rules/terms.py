@@ -6,7 +6,7 @@ Out:    `Term`s, in which a dim of length 1 is `()`, so that every factor can be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import JaxprEqn
@@ -42,8 +42,18 @@ def rule_of(
     if sizes is None:
         sizes, pairs = {}, zip((*eqn.invars, *eqn.outvars), (*operands, *results), strict=True)
         for atom, term in pairs:
-            sizes |= {dim[0]: size for dim, size in zip(term, atom.aval.shape, strict=True) if len(dim) == 1}
+            sizes |= lengths_of(term, atom.aval.shape)
     return ShardingRule(operands, results, sizes, linear=linear_groups(eqn, *linear), **facts)
+
+
+def lengths_of(term: Term, shape: Sequence[int]) -> dict[Factor, int]:
+    """The lengths of the factors that are alone in a dim."""
+    return {dim[0]: size for dim, size in zip(term, shape, strict=True) if len(dim) == 1}
+
+
+def without(term: Term, *dims: Collection[int]) -> Term:
+    """The term without these dims."""
+    return tuple(dim for d, dim in enumerate(term) if not any(d in some for some in dims))
 
 
 def drop_units(terms: Sequence[Term], sizes: Mapping[Factor, int]) -> list[Term]:

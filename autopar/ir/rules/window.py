@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.rules.rule import Dim, Factor
+from autopar.ir.rules.rule import Dim, Factor, Term
+from autopar.ir.rules.terms import lengths_of, new_term
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Window:
         return WindowFactors(operand, window, result, sizes, whole=(*operand, *window, *result))
 
 
-def _new_dims(fresh: Iterator[Factor], *lengths: int) -> tuple[dict[Factor, int], list[Dim]]:
+def _new_dims(fresh: Iterator[Factor], *lengths: int) -> tuple[dict[Factor, int], Term]:
     """The sizes of new factors, and a dim for each length; a length of 1 has no factor."""
-    dims: list[Dim] = [() if length == 1 else (next(fresh),) for length in lengths]
-    return {dim[0]: length for dim, length in zip(dims, lengths, strict=True) if dim}, dims
+    dims = new_term(lengths, fresh)
+    return lengths_of(dims, lengths), dims
