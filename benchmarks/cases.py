@@ -1,8 +1,8 @@
-"""The models of the suite, each with the shardings that an expert writes for it by hand.
+"""The models of the benchmark suite, each with the shardings that an expert would write by hand.
 
 In:     "small" (a laptop's virtual devices) or "full" (nodes of GPUs).
-Out:    `CASES`: a step and the types of its arguments; for each way of an expert, pins by path on a mesh of data x model.
-Method: the ways of the literature: data parallelism, FSDP (ZeRO-3), Megatron's columns and rows, experts over devices.
+Out:    `CASES`: a step and the types of its arguments; for each expert sharding, pins by path on a mesh of data x model.
+Method: the shardings of the literature: data parallelism, FSDP (ZeRO-3), Megatron's columns and rows, experts over devices.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The benchmark suite: `pytest benchmarks/ [--cluster local|ray|"8x8 h100"] [--size small|full]`.
 
 In:     a cluster: this machine's devices (8 virtual ones where it has no GPU), Ray, or one that is only described.
-Out:    pytest-benchmark's statistics (`--benchmark-json FILE`, `--benchmark-compare`), and a table: each model by each way,
-        over the best that an expert wrote by hand.
-Method: where there are devices steps are measured; where there are none their predicted seconds are put on the
-        benchmark's clock. It fails where autopar is slower than the best by hand by more than `--most-over-expert`.
+Out:    pytest-benchmark's statistics (`--benchmark-json FILE`, `--benchmark-compare`), and a table: the seconds of each model
+        by each way to run it (`ways.py`), over those of the best expert sharding.
+Method: with devices, steps are measured; without, their predicted seconds are reported as the benchmark's time. A test fails
+        if autopar is slower than the best expert sharding by more than `--most-over-expert`.
 """
 
 from __future__ import annotations

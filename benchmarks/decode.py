@@ -1,8 +1,8 @@
-"""One token of a decoder on one device: under an inference plan and under plain `jax.jit`, turn by turn in one run.
+"""Time of one decode step on one device: under an inference plan and under plain `jax.jit`, alternating in one run.
 
     python benchmarks/decode.py [--rounds 40]
 
-Prints the median time of a decode step of each and their ratio, for several widths. Both donate the cache.
+Prints both median times and their ratio, for several widths. Both donate the cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Many layers on many stages that do not divide them: how even the stages are, and how long devices wait.
+"""Many layers on a number of stages that does not divide them: how even the stages are, and how long devices wait.
 
     python benchmarks/deep.py [--layers 126] [--stages 16] [--microbatches 64] [--schedules 1f1b,zb-h1,auto]
 
-Plans a narrow Llama for described devices, two to a stage. Prints, for each schedule: which one was taken, the fewest and the
-most layers of a stage's devices, the part of the step that these wait, the step, the most memory of a device, and the CPU
-seconds of planning.
+Plans a narrow Llama for described devices, two per stage. Prints for each schedule: the schedule that was chosen, the fewest
+and the most layers on the devices of a stage, the part of the step during which devices wait, the seconds of the step, the
+peak memory of a device, and the CPU seconds of planning.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/figures.py figures_before.json [--seconds 240] [--models gpt,...]
     python benchmarks/figures.py figures_after.json --against figures_before.json
 
-Plans every model of `tests/models` on two meshes and as two pipelines, for described machines: no device is touched. What the
-file holds already is not done again, so that the work can be done in slices of so many CPU seconds. `--against` prints
-what has become worse by more than 0.1 %, and what can no longer be planned.
+Plans every model of `tests/models` on two meshes and as two pipelines, for described machines: no device is touched. Results
+that are in the file already are not computed again, so you can repeat the command, each time for `--seconds` CPU seconds.
+`--against` prints which figures became worse by more than 0.1 %, and what can no longer be planned.
 """
 
 from __future__ import annotations

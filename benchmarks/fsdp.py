@@ -1,12 +1,12 @@
-"""ZeRO-3 as it is planned and emitted against FSDP written by hand: bytes on one device, both as XLA says.
+"""Memory of a planned ZeRO-3 step against FSDP written by hand: bytes on one device, both as XLA counts them.
 
     python benchmarks/fsdp.py
 
 In:     the Llama of the benchmarks, small, 16 layers, scanned and unrolled, each layer in `jax.checkpoint`.
-Out:    for both programs what XLA's buffer assignment takes on one of 8 virtual devices, and the ratio.
-Method: by hand: every parameter is split along its first dim; a layer gathers its weights where it begins, inside the
-        checkpoint, so that the backward pass gathers them again, and JAX makes of each gather's gradient a
-        reduce-scatter; Zhao et al., "PyTorch FSDP", VLDB 2023. The plan gets the bytes of the program by hand as its budget.
+Out:    for both programs, the bytes of XLA's buffer assignment on one of 8 virtual devices, and the ratio.
+Method: in the hand-written program every parameter is split along its first dim; a layer gathers its weights at its beginning,
+        inside the checkpoint, so that the backward pass gathers them again, and JAX turns the gradient of each gather into a
+        reduce-scatter; Zhao et al., "PyTorch FSDP", VLDB 2023. The plan's memory budget is the bytes of that program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPT of the benchmarks: plain pytrees, AdamW, layers unrolled or scanned, every second one of experts if asked.
+"""The GPT of the benchmarks: plain pytrees, AdamW, layers unrolled or scanned, optionally with experts in every second layer.
 
 In:     `Config`.
 Out:    `make_step`: a train step and the types of its arguments; nothing is allocated.

@@ -1,12 +1,12 @@
-"""Everything that was only written so far, for want of GPUs: one command on a machine that has some, and no network.
+"""Runs everything that has not been run for lack of GPUs: one command, on a machine with GPUs and without a network.
 
     make gpu        or    python benchmarks/gpu.py [gpu.json] [--only tests,offload] [--again] [--rehearse]
 
-In:     the parts of `gpu_parts.py`; the file, which holds what was found before.
-Out:    a table, and the same figures in the file. Exit status 1 where a part went wrong.
-Method: each part runs in a process of its own, and is ended after 8 minutes. Started again, the command goes on: parts that
-        went well are not run again. `--rehearse` runs all of them small, on virtual CPU devices: it shows that they can
-        be carried out, and none of its figures means anything.
+In:     the parts of `gpu_parts.py`; the file, with the results of earlier runs.
+Out:    a table, and the same figures in the file. Exit status 1 if a part failed.
+Method: each part runs in a process of its own, and is ended after 8 minutes. If the command is started again, it continues:
+        parts that succeeded are not run again. `--rehearse` runs all parts small, on virtual CPU devices: this shows that they
+        run, and its figures mean nothing.
 """
 
 from __future__ import annotations

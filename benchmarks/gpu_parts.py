@@ -1,9 +1,10 @@
-"""What `gpu.py` runs on GPUs, part by part; each is small enough for a CPU, too, where it is rehearsed.
+"""The parts that `gpu.py` runs on GPUs; each has a small version that runs on a CPU (`--rehearse`).
 
-In:     `python gpu_parts.py PART RESULT.json FOLDER [--rehearse]`; in the folder one part leaves a calibration for others.
-Out:    figures by name, as a row of `gpu.py`. What is wrong raises; what cannot be had on this machine raises `LeftOut`.
-Method: a step through autopar is held against plain `jax.jit` of the same step; the benchmarks' own models and measures do
-        the rest.
+In:     `python gpu_parts.py PART RESULT.json FOLDER [--rehearse]`; one part writes a calibration into the folder for the
+        others.
+Out:    figures by name, as a row of `gpu.py`. A wrong result raises; a part that this machine cannot run raises `LeftOut`.
+Method: a step through autopar is compared with plain `jax.jit` of the same step, by the models and measurements of the other
+        benchmarks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The wheels that `make gpu` needs beyond JAX for GPUs and what comes with it, gathered where there is a network.
+"""Downloads the wheels that `make gpu` needs besides JAX for GPUs and its dependencies, on a machine with a network.
 
     make gpu-wheels        or    python benchmarks/gpu_wheels.py wheels [--python 3.12] [--also optax,chex]
 
-In:     the Python of the machine with the GPUs (Linux, x86-64), and what else it lacks.
-Out:    one folder, of at most 60 MiB, to be carried there; `make gpu` installs from it, for itself alone.
-Method: each by name, without what it depends on: that machine has NumPy, SciPy, optax, rich and pytest, or `--also` names
-        them. CuPy, for NCCL between processes, is too large to be carried; where it is not, its test is left out.
+In:     the Python version of the machine with the GPUs (Linux, x86-64), and further packages that it lacks.
+Out:    one folder, of at most 60 MiB, to be copied to that machine; `make gpu` installs from it, for its own use only.
+Method: each wheel is named, and downloaded without dependencies: the machine must have NumPy, SciPy, optax, rich and pytest, or
+        `--also` names them. CuPy, for NCCL between processes, is too large to copy; without it, its test is left out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Train steps of what code for language models contains: kernels, products of 8 bits, experts without capacity, offloading.
+"""Train steps with what language models use: kernels, 8-bit products, experts without capacity, offloading.
 
 In:     "small" (kernels interpreted, float32, for a CPU) or not (for GPUs).
 Out:    `STEPS`: for each name a step and the types of its state and batch.
-Method: one model; of each step another part of it is a kernel. Kernels for TPUs are interpreted everywhere: the same
-        program, of loops over blocks. For GPUs its layers are as wide as those of a GPT of 1.3 B: of a model that takes
-        0.1 GB, what is gathered for a layer ahead of time, what small arrays are sent in, and how XLA packs its heap are a
-        tenth to a third of its memory, and of these GB a hundredth. Where neither attention nor norms are what it is about,
-        attention is cuDNN's there: XLA's own would be most of the memory.
+Method: one model; each step replaces another part of it by a kernel. Kernels for TPUs are interpreted everywhere, as loops
+        over blocks. For GPUs the layers are as wide as those of a GPT of 1.3 B: in a model of 0.1 GB, weights that are
+        gathered ahead of their layer, buffers for small arrays that are sent together, and gaps in XLA's heap are a tenth to
+        a third of the memory; in a model of several GB they are a hundredth. Steps that are about neither attention nor
+        norms use cuDNN's attention there: XLA's own would take most of the memory.
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@
     python benchmarks/kernels.py [kernels.json] [--seconds 240] [--steps flash,...] [--methods auto,...] [--target h100]
     python benchmarks/kernels.py kernels.json --seconds 0 --page
 
-In:     the steps of `kernel_steps.py`; the file, which holds what was found before, so that the work can be done in slices
-        of so many CPU seconds. What is compiled for a GPU needs `pip install 'autopar[verify]'`; else it is left out.
-Out:    a table. Equal: the largest difference of a leaf of state and loss to plain `jax.jit`, as a part of its largest number,
-        after one step on 8 virtual CPU devices, with the kernels interpreted (cuDNN's is plain attention there). Compiled:
-        XLA's peak over the predicted one, whether collectives, and copies to and from the hosts' memory, move the bytes that
-        were planned, and the kernels in the compiled programs; of interpreted ones there are none. A part: of what a kernel
-        of the user's step reads or writes, how much one run of it does on one device, the least divided one; of kernels that
-        are found in the compiled program the same of their results there.
+In:     the steps of `kernel_steps.py`; the file, with the results of earlier runs, so that the command can be repeated, each
+        time for `--seconds` CPU seconds. Compiling for a GPU needs `pip install 'autopar[verify]'`; without it, it is left
+        out.
+Out:    a table. Equal: the largest difference of any leaf of state and loss to plain `jax.jit`, relative to the leaf's largest
+        number, after one step on 8 virtual CPU devices, with the kernels interpreted (cuDNN's attention is replaced by plain
+        attention). Compiled: XLA's peak memory over the predicted peak, whether collectives and copies to and from host memory
+        move the planned bytes, and the number of kernels in the compiled programs (none of the interpreted ones). A part: the
+        fraction of a kernel's arrays that one run on one device reads or writes, for the array that is divided least; for
+        kernels that are found in the compiled program, the same for their results there.
 """
 
 from __future__ import annotations

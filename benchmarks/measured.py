@@ -1,16 +1,16 @@
-"""Predicted beside measured: this machine is calibrated, then six plans of each of three models are predicted and run.
+"""Predicted against measured step times: calibrates this machine, then predicts and runs six plans of each of three models.
 
     python benchmarks/measured.py [--profile machine.json] [--seconds 90] [--rounds 9] [--models mlp gpt conv]
 
-On 8 virtual CPU devices, which share this machine's cores. The plans of a model are run in turns, a step of each and then
-the next step of each, so that whatever else the machine does meets all of them. Prints both times of each plan, their ratio,
-and Kendall's tau of the order for each model: 1 where all pairs of plans come in the predicted order, -1 where none does.
-Of each plan the median step counts. Beside the clock stands for how long the step keeps all cores busy: the devices share
-them, so that is what a step takes on a machine with nothing else to do, and other programs hardly stretch it.
+Runs on 8 virtual CPU devices, which share this machine's cores. The plans of a model take turns, one step each per round, so
+that other load on the machine affects all of them. Prints both times of each plan, their ratio, and for each model Kendall's
+tau of the order: 1 if all pairs of plans are in the predicted order, -1 if none is. The median step of each plan counts.
+Beside the wall time, the table has the CPU time of the step over the number of cores: since the devices share the cores,
+this is what the step would take on an idle machine, and other programs hardly change it.
 
-Two plans are told apart where one of them was the faster one in so many rounds that a coin, tossed as often, would fall so
-unevenly in fewer than one of twenty cases (the sign test of Dixon & Mood, 1946; of 9 rounds in 8). Others may as well be in
-either order, here: a second tau is of the pairs that are told apart, and how many these are is said.
+Two plans are told apart if one of them is faster in so many rounds that a fair coin would be as uneven in fewer than one of
+twenty cases (the sign test of Dixon & Mood, 1946; of 9 rounds in 8). Other pairs may be in either order. A second tau is of
+the pairs that are told apart; their number is printed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""`Auto()` against every method with all its settings, predicted: the best that anyone could have asked for by name.
+"""`Auto()` against every named method with all its settings, by predicted seconds.
 
     python benchmarks/methods.py [--models gpt,vit] [--clusters "1x8 h100,8x8 v100"] [--found FILE] [--plans 24]
         [--methods DataParallel,ShardParallel,ThreeD,PipelineParallel]
 
-For each model on each described machine: seconds of `Auto()`, its gap, the best other method with its settings, of how many
-plans, and the first over the second; above 1.000 the automatic plan was beaten. The settings of `DataParallel` (ZeRO stage,
-microbatches), `ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three degrees, microbatches,
-schedule, ZeRO, sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches, recomputation) are searched one
-at a time from several starts, until no change of one is faster or `--plans` of a method were made. What is planned is
-written to `--found`, line by line, and not planned again: run it in pieces, as often as you like. `--seconds` makes a piece
-of it: no plan is begun later than that, and the program ends with status 3 while some are left. `--methods` plans those
-alone, and the table then says nothing of the others.
+Prints for each model on each described machine: the seconds of `Auto()`, its gap, the best other method with its settings,
+the number of plans compared, and the first time over the second; above 1.000, the automatic plan was beaten. The settings of
+`DataParallel` (ZeRO stage, microbatches), `ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three
+degrees, microbatches, schedule, ZeRO, sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches,
+recomputation) are searched one at a time from several starts, until no single change is faster, or `--plans` plans of a
+method were made. Each plan is written to `--found`, one per line, and not made again, so you can repeat the command as often
+as you like. `--seconds` limits one run: no plan is begun later than that, and the exit status is 3 while some are left. With
+`--methods`, only those are planned, and the table omits the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The MLP of the benchmarks of overheads: nothing but products, plain gradient descent.
+"""The MLP of the overhead benchmarks: matrix products only, plain gradient descent.
 
 In:     its sizes.
 Out:    `make_step`: a train step, parameters, a batch.

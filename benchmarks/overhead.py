@@ -1,9 +1,9 @@
-"""What autopar adds to a step: one device, through autopar and through plain `jax.jit`, turn by turn in one run.
+"""What autopar adds to a step on one device, compared with plain `jax.jit`, alternating in one run.
 
     python benchmarks/overhead.py [--steps 200]
 
 Prints the median time of each and their ratio. Both run the same step on the same arrays and donate their state; they
-take turns in short rounds, so that whatever else the machine does falls on both.
+take turns in short rounds, so that other load on the machine affects both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the models of the benchmarks have in common: dense layers, layer norm, and the train step around a loss.
+"""Parts that the models of the benchmarks share: dense layers, layer norm, and the train step around a loss.
 
 In:     sizes; a loss and an optimizer.
-Out:    `dense_params`, `norm_params` and what applies them; `make_train_step`, `state_types`.
+Out:    `dense_params`, `norm_params` and the functions that apply them; `make_train_step`, `state_types`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What the driver of a pipeline costs: time per instruction of a tiny model, and whole steps against their stages.
+"""Overhead of the driver of a pipeline: time per instruction of a tiny model, and whole steps against their programs.
 
     python benchmarks/pipeline_overhead.py
 
-4 stages x 16 microbatches on 4 virtual CPU devices. First a model so small that the driver is all: its time per
-instruction. Then one whose stages take 10 ms and more: the whole step against the sum of its programs' times, each
-run by itself. The devices share the machine's cores, so that this sum is the least that the step can take.
+4 stages x 16 microbatches on 4 virtual CPU devices. First a model so small that only the driver counts: its time per
+instruction. Then a model whose stages take 10 ms and more: the time of the whole step over the summed times of its programs,
+each run by itself. The devices share the machine's cores, so the ratio is 1 if the driver adds nothing and no two programs
+of a step fill each other's gaps.
 """
 
 from __future__ import annotations

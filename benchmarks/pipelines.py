@@ -2,10 +2,10 @@
 
     python benchmarks/pipelines.py [--cluster "2x4 v100"] [--model gpt] [--layers 12]
 
-Plans a model on a described cluster: once automatically, then with every combination of data, tensor and pipeline
-degrees, with stages of equal work whose sharding is searched, and data parallel with each ZeRO stage. All are put on the
-same clock by the same cost model and simulator. Prints the time that planning took, and each one's predicted step time
-over the automatic plan's. Wide-ResNet normalizes over each microbatch: over the batch it could have none.
+Plans a model on a described cluster: once automatically, then with every combination of data, tensor and pipeline degrees,
+with stages of equal work whose sharding is searched, and data parallel with each ZeRO stage. All are predicted by the same
+cost model and simulator. Prints the time that planning took, and the predicted step time of each plan over that of the
+automatic plan. Wide-ResNet normalizes over each microbatch: if it normalized over the batch, it could have none.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/planning_time.py [--layers 2,12,24,48,96] [--meshes 2x4,8x8]
 
-Plans for described machines; no device is touched. Prints a table: CPU seconds of everything between the step function and
-the plan (tracing by JAX included), and its parts.
+Plans for described machines; no device is touched. Prints a table: CPU seconds from the step function to the plan
+(tracing by JAX included), and of the parts of planning.
 """
 
 from __future__ import annotations

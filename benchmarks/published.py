@@ -1,10 +1,10 @@
-"""Predicted against published: every fully specified run of a table, as it was run.
+"""Predicted against published step times: every fully specified run of a table, as it was run.
 
     python benchmarks/published.py [--data FILE] [--rows N] [--stated] [--json OUT] [--plot PNG] [--pairs]
 
 Prints predicted over published step times by source, the median error, the part within 30 %, rank correlations, memory and
-verdicts on it, and how the few fitted numbers do on sources they were not fitted to; apart from that, rows that leave something
-open; and which rows are left out and why.
+verdicts whether a run fits, and the error of the few fitted numbers on sources they were not fitted to; separately, the rows
+that leave something open; and which rows are left out and why.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Public architectures: the sizes of models that people name without stating them.
+"""Fills in the sizes of public models that a row names without stating them.
 
-In:     a row of a table of runs; `data/architectures.tsv`, one public architecture a row, with its source.
-Out:    the row with the cells filled that it leaves empty, and which these were.
-Method: the name says which architecture it is. Where the row states a depth or a width that is another one, it is a model of
-        its own which only has the name, and nothing is filled.
+In:     a row of a table of runs; `data/architectures.tsv`, one public architecture per row, with its source.
+Out:    the row with its empty cells filled, and which cells these are.
+Method: the architecture is found by name. If the row states another depth or width, it is another model of the same name, and
+        nothing is filled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Attention between its projections, for the layers of published models.
+"""Attention without its projections, for the layers of published models.
 
 In:     queries, keys and values by heads, [samples, tokens, heads, size].
-Out:    what each query mixes of the values, in one kernel (`flash`) or through memory (`plain`); positions (`rotate`).
-Method: of the kernel, autopar is told how its dims belong together and how many FLOPs it has.
+Out:    the attention output, in one kernel (`flash`) or through memory (`plain`); rotary positions (`rotate`).
+Method: the kernel has a sharding rule and states its FLOPs.
 """
 
 from __future__ import annotations

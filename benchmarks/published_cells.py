@@ -1,9 +1,9 @@
-"""The cells of a table of published runs: what they say, however people write it.
+"""Reads the cells of a table of published runs, in the spellings that people use.
 
 In:     a row, the text of each column.
-Out:    numbers and choices; None where a cell says nothing.
-Method: columns that are not there and cells such as "not stated" or "n/a" say nothing; of a number the first one counts, with
-        "k" behind it or commas within.
+Out:    numbers and choices; None if a cell states nothing.
+Method: missing columns and cells such as "not stated" or "n/a" state nothing. The first number of a cell counts; it may end in
+        "k" or contain commas.
 """
 
 from __future__ import annotations

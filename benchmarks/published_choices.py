@@ -1,9 +1,9 @@
-"""Rows that leave something open: what they were run with, most likely.
+"""Chooses the most likely settings for rows that leave something open.
 
-In:     a run with `unstated` columns; how a run is predicted.
-Out:    the run as it is taken to be, and its prediction.
-Method: whoever published a run had tuned it, so that of what its row leaves open the fastest that fits in memory is taken:
-        microbatch, recomputation, chunks of stages, degrees. What a size may be is one value each, the usual one.
+In:     a run with `unstated` columns; a function that predicts a run.
+Out:    the run with the chosen settings, and its prediction.
+Method: published runs were tuned, so the fastest settings that fit in memory are assumed for what the row leaves open:
+        microbatch, recomputation, chunks of stages, degrees. An open size has its usual value.
 """
 
 from __future__ import annotations

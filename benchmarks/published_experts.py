@@ -1,12 +1,12 @@
-"""Mixtures of experts: how many there are, and how many see a token.
+"""Finds the number of experts of a mixture, and how many of them see a token.
 
 In:     a row, and the sizes of the model that it states.
 Out:    `Experts`.
-Method: columns `experts` and `experts_active`, where a table has them or the model is a public one. Else the number is in
-        the name ("8x7B", "16 experts", "E8") or follows from all parameters; how many see a token follows from FLOP/s over
-        tokens/s, which are the FLOPs of a token, or from the parameters that the name says are active ("A22B"), or are two,
-        as in GShard (Lepikhin et al., 2021). Where the stated parameters are fewer than experts in each layer have, only a
-        part of the layers has them, as in GShard every second.
+Method: columns `experts` and `experts_active`, if the table has them or the model is public. Otherwise the number of experts
+        is read from the name ("8x7B", "16 experts", "E8") or follows from the number of parameters; how many see a token
+        follows from FLOP/s over tokens/s, which are the FLOPs of a token, or from the active parameters in the name
+        ("A22B"), or is two, as in GShard (Lepikhin et al., 2021). If experts in every layer would have more than the stated
+        parameters, only some layers have experts, as every second layer in GShard.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the frameworks of published runs did that autopar's programs do not.
+"""What the frameworks of published runs do and autopar's programs do not do.
 
 In:     `Run`, a kernel, a device.
-Out:    which layers a stage held, how long the vocabulary was, and seconds of products whose rows begin anywhere.
+Out:    the layers of a stage, the padded length of the vocabulary, and seconds of products whose rows are not aligned.
 Method: each rule is what the framework's own code or manual says; numbers that were fitted say so.
 """
 

@@ -1,9 +1,9 @@
-"""Steps of convolutional nets of published runs.
+"""Predicts the steps of convolutional nets of published runs.
 
 In:     `Run` whose model is a `Net`, `Machine`.
-Out:    `net_parts`: seconds of kernels, of what is sent and of the update, and bytes.
-Method: where each device has whole samples, autopar plans the gradient of one microbatch on one device, and a step is put
-        together of it. What was sharded by a solver is planned by autopar's on the same mesh.
+Out:    `net_parts`: seconds of kernels, of communication and of the update, and bytes.
+Method: if each device has whole samples, autopar plans the gradient of one microbatch on one device, and the step is
+        composed of that. A net that was sharded by a solver is planned by autopar's solver on the same mesh.
 """
 
 from __future__ import annotations

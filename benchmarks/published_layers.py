@@ -1,8 +1,8 @@
-"""The layers of published models as JAX: what one microbatch does on the devices of one tensor-parallel group.
+"""The layers of published models in JAX: the work of one microbatch on the devices of one tensor-parallel group.
 
 In:     sizes (`Sizes`).
 Out:    `layer_step` and `ends_step`: functions with their arguments' types and Megatron's shardings of them.
-Method: one layer of GPT, Llama or T5, forward and backward, as Megatron-LM and its like write it; and what stands around the
+Method: one layer of GPT, Llama or T5, forward and backward, as in Megatron-LM and similar frameworks; and what surrounds the
         layers: embedding, last norm, logits, loss. Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., 2022.
 """
 

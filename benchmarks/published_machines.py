@@ -1,8 +1,8 @@
 """The machine of a published run.
 
-In:     `Run`: its device and the words on its network.
+In:     `Run`: its device and the description of its network.
 Out:    `Machine`: the catalog's device, its link inside a host and that between hosts.
-Method: the catalog says what devices and links reach; the row may state other networks, links and limits of power.
+Method: the catalog has what devices and links reach; the row may state another network, other links, or a power limit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The memory of a published run: what its framework held on the fullest device.
+"""Predicts the memory of a published run: what its framework held on the fullest device.
 
-In:     `Run`; what autopar's own program of a layer and of the ends would keep (`Held`).
+In:     `Run`; what autopar's own program of a layer and of the model's ends would keep (`Held`).
 Out:    `Memory`: weights and optimizer, activations, what the runtime takes.
-Method: a program of XLA's holds what the planner says; others do not make again, where it is read, what takes no memory
-        there. A framework that runs operation by operation keeps every operand that a gradient is made of: Korthikanti et
-        al., "Reducing activation recomputation in large transformer models", 2022, sec. 4. Bytes of a parameter are those
+Method: an XLA program holds what the planner predicts. Other frameworks also store values that XLA recomputes where they are
+        read. A framework that runs operation by operation keeps every operand that a gradient needs: Korthikanti et
+        al., "Reducing activation recomputation in large transformer models", 2022, sec. 4. Bytes per parameter are those
         that Megatron-LM documents (docs, "distributed optimizer": 20 with gradients in 16 bits, 18 with them in 32).
 """
 

@@ -1,7 +1,7 @@
-"""What the names of models say: whether one is a stack of equal layers, whether its MLP has a gate, how wide its heads are.
+"""Facts that follow from a model's name: whether it is a stack of equal layers, whether its MLP has a gate, its head size.
 
 In:     the name of a model, in lower case.
-Out:    yes or no, or a size; `ValueError` with the reason for what is not predicted.
+Out:    yes or no, or a size; `ValueError` with the reason, if the model is not predicted.
 Method: facts of the public configurations of families, as a reader of the row would know them.
 """
 

@@ -1,9 +1,9 @@
-"""Convolutional nets of published runs: residual nets of bottleneck blocks, of any depth and width.
+"""Sizes of the convolutional nets of published runs: residual nets of bottleneck blocks, of any depth and width.
 
-In:     a row whose model is named so ("ResNet-152", "WRN-50-2", "Wide-ResNet-50 (base channels 160, width 2, 224x224)").
+In:     a row whose model has such a name ("ResNet-152", "WRN-50-2", "Wide-ResNet-50 (base channels 160, width 2, 224x224)").
 Out:    `Net`: its sizes; the mesh that a solver sharded it on.
-Method: He et al., CVPR 2016, table 1; Zagoruyko and Komodakis, BMVC 2016. Of a net that is wider, either both of the first
-        two convolutions of a block are or the second alone is (as Alpa's are): whichever has the parameters that are stated.
+Method: He et al., CVPR 2016, table 1; Zagoruyko and Komodakis, BMVC 2016. In a wider net, either the
+        first two convolutions of a block are wider, or only the second (as Alpa's): whichever gives the stated parameters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The order of plans of one model: predicted against published.
+"""Compares the predicted and the published order of plans of one model.
 
 In:     runs, each with its prediction.
-Out:    Kendall's tau within groups of plans, the pairs that come in the wrong order, and how much of tau can be had.
+Out:    Kendall's tau within groups of plans, the pairs in the wrong order, and the tau that a repetition of the runs would
+        reach.
 Method: plans of the same model, devices, batch and framework are a group. A plan that ran several times counts once, by its
-        median; how far its times lie apart says how much of an order is chance.
+        median; the spread of its times says how much of an order is chance.
 """
 
 from __future__ import annotations

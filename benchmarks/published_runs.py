@@ -1,9 +1,10 @@
-"""The table of published runs: what was trained on what, and how long a step took.
+"""Reads the table of published runs: which model was trained on which machine, and how long a step took.
 
 In:     a TSV file whose columns are those of `data/published_runs.tsv`.
-Out:    `Run` for each row that is a stack of equal layers with sizes, devices and a time; for each other row, why it is not.
-Method: what a row does not say is kept apart: `Run.unstated` lists what it may be, and figures of such rows are never mixed
-        with those of rows that say all. Only what a name says is read off it (`published_names.py`).
+Out:    `Run` for each row that is a stack of equal layers with sizes, devices and a time; for each other row, why there is
+        none.
+Method: `Run.unstated` lists the possible values of what a row leaves open; figures of such rows are never mixed with those of
+        complete rows. From a model's name only what it states is used (`published_names.py`).
 """
 
 from __future__ import annotations

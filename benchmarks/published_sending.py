@@ -1,8 +1,8 @@
-"""What the devices of a published run send each other besides the collectives within a layer.
+"""Predicts what the devices of a published run send each other, besides the collectives within a layer.
 
 In:     `Run`, `Machine`; parameters on one device.
-Out:    seconds: of tokens on their way to experts, at the borders of stages, of gradients and of parameters.
-Method: collectives cost what they cost the planner (`autopar.cost.collective_seconds`).
+Out:    seconds: of tokens sent to experts, of activations sent between stages, of gradients and of parameters.
+Method: collectives are priced as in the planner (`autopar.cost.collective_seconds`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Predict the step of a published run: one layer and the ends of the model are planned, and the step is put together.
+"""Predicts the step of a published run: plans one layer and the ends of the model, and composes the step of them.
 
 In:     `Run`.
 Out:    `Prediction`: seconds, where they go, and memory.
 Method: autopar plans one layer, forward and backward, and the embedding with the loss, for one microbatch on its
-        tensor-parallel group; costs of kernels and collectives are the planner's own. A model is that many equal layers in
-        equal stages: what planning it whole does too, and would take minutes for a thousand devices. What is not the
-        planner's is what the frameworks did that autopar's programs do not (`published_frameworks.py`), and what they kept in
-        memory (`published_memory.py`).
+        tensor-parallel group; costs of kernels and collectives are the planner's own. A model is so many equal layers in
+        equal stages; planning it as a whole would give the same, and take minutes for a thousand devices. Not from the planner
+        are what only the frameworks do (`published_frameworks.py`), and what they keep in memory (`published_memory.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a run's framework does where its row does not say it: compiles, hides collectives, splits sequences or the state.
+"""What a run's framework does by default, if the row does not say: compile, overlap collectives, split sequences or the state.
 
 In:     a row, the text of each column.
 Out:    yes or no.
-Method: what manuals and configurations of the frameworks say; cited at each.
+Method: the manuals and default configurations of the frameworks, cited at each function.
 """
 
 from __future__ import annotations

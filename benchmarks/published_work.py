@@ -1,7 +1,7 @@
-"""What one device does for one microbatch of a published run, as autopar plans it.
+"""The work of one device for one microbatch of a published run, as autopar plans it.
 
 In:     the sizes of a layer, of its experts or of the model's ends (`published_layers.py`); a device, a link.
-Out:    `Work`: kernels and collectives by phase, and what the backward pass keeps; of a run, its `Layer`.
+Out:    `Work`: kernels and collectives by phase, and what is kept for the backward pass; for a run, its `Layer`.
 Method: autopar plans the part on its tensor-parallel group; kernels and collectives are read off the plan.
 """
 

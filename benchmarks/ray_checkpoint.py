@@ -1,9 +1,9 @@
-"""Checkpoints on Ray: state that its workers write and read themselves, and the same through the memory of the driver.
+"""Checkpoints on Ray: written and read by the workers themselves, and through the memory of the driver.
 
     python benchmarks/ray_checkpoint.py [MiB of state]
 
-2 stages of two virtual CPU devices each, all on this machine, whose disk all share: what is to be gained on a cluster, where
-each node has a network link of its own, does not show. The driver's way is that for a directory that workers do not see.
+2 stages of two virtual CPU devices each, all on this machine with one disk: the gain on a cluster, where each node has its own
+network link, does not show. State goes through the driver if the workers do not see the directory.
 """
 
 from __future__ import annotations

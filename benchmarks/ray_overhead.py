@@ -1,9 +1,9 @@
-"""What Ray costs: steps of tiny stages on Ray and in this process, an empty call of all workers, copies per byte sent.
+"""Overhead of Ray: steps of tiny stages on Ray and in this process, an empty call to all workers, copies per byte sent.
 
     python benchmarks/ray_overhead.py
 
 4 stages of one virtual CPU device each, on Ray one process per stage, all on this machine. The model is so small that
-the drivers, the calls and the messages are all there is. Last a wide one, for the bytes that are copied on their way.
+only the drivers, the calls and the messages count. At last a wide model, for the number of copies per byte sent.
 """
 
 from __future__ import annotations

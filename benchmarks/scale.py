@@ -1,11 +1,11 @@
-"""How long `Auto()` takes, by pass, and the memory of doing so: large models on many devices, nets without equal layers, toys.
+"""CPU time of `Auto()`, by pass, and its memory: large models on many devices, nets without equal layers, tiny models.
 
     python benchmarks/scale.py [--cases gpt-1x8,llama-405b-256x8]
 
 Plans for described machines; no device is touched. Each case is planned in a process of its own. Prints CPU seconds from the
-step function to the plan, tracing by JAX included; those of the planner's passes; the most memory that the process took beyond
-what it takes to import JAX; and what was decided. `timetable` is no plan, but the simulation of one: a pipeline of 64 stages
-and 512 microbatches.
+step function to the plan, tracing by JAX included; those of each planning pass; the peak memory of the process beyond what
+importing JAX takes; and the decisions. `timetable` is not a plan, but a simulation: a pipeline of 64 stages and 512
+microbatches.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Searches compared: the best cost each finds of the same sharding problems, against the CPU seconds it takes.
+"""Compares searches: the best cost that each finds for the same sharding problems, against its CPU seconds.
 
     python benchmarks/search.py [--models gpt,experts,wide_resnet,unet,mlp] [--mesh 2x4] [--png searches.png]
 
-Plans for eight described H100; no device is touched. Cost is that of the problem, as a ratio to what message passing and
-the ILP find; the picture is drawn where matplotlib is installed.
+Plans for eight described H100; no device is touched. The cost is that of the problem, over the cost that message passing and
+the ILP find; the picture needs matplotlib.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What autopar adds on this machine: to a step on one device, to the driver of a pipeline; and how long planning takes."""
+"""Overhead of autopar on this machine: of a step on one device, and of the driver of a pipeline; and the time of planning."""
 
 from __future__ import annotations
 

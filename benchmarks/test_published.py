@@ -1,4 +1,4 @@
-"""Predicted against published step times; `published.py` prints all of it."""
+"""Predicted against published step times; `published.py` prints the details."""
 
 from __future__ import annotations
 

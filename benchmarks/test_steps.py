@@ -1,4 +1,4 @@
-"""Each model by each way: autopar's methods beside one device, an expert's shardings, and google-parallax."""
+"""Each model by each way to run it: autopar's methods, one device, expert shardings, and google-parallax."""
 
 from __future__ import annotations
 

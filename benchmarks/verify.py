@@ -1,13 +1,13 @@
-"""Every plan against XLA's compiler for GPUs: memory and bytes, predicted and as compiled, for 8 H100 that need not be there.
+"""Plans against XLA's GPU compiler: memory and bytes, predicted and as compiled, for 8 H100 that you need not have.
 
     pip install 'autopar[verify]'
     python benchmarks/verify.py [verify.json] [--seconds 240] [--models gpt-scan,...] [--methods auto,...] [--target h100]
 
-In:     the models of the benchmarks; the file, which holds what was found before, so that the work can be done in slices
-        of so many CPU seconds.
-Out:    a table: XLA's peak over the predicted one, whether each kind of collective moves the bytes that were planned, the
-        part of the collectives' time in which the program goes on, and the part in which kernels wait for them.
-Method: a plan that does not fit the device is made without a budget; its memory is compared all the same (marked *).
+In:     the models of the benchmarks; the file, with the results of earlier runs, so that the command can be repeated, each time
+        for `--seconds` CPU seconds.
+Out:    a table: XLA's peak memory over the predicted peak, whether each kind of collective moves the planned bytes, the part of
+        the collectives' time during which the program continues, and the part during which kernels wait for them.
+Method: if no plan fits the device, a plan is made without a budget, and its memory is compared all the same (marked *).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In:     a case, its step and types, a cluster.
 Out:    `Measured`: a function that runs one step and waits for it; or `Predicted`: seconds, and bytes on a device.
-Method: predicted seconds of shardings by hand are those of the same pins under autopar's costs, what they leave open
-        chosen as best it can be.
+Method: to predict a hand-written sharding, its pins are planned under autopar's costs; what they leave open is chosen for the
+        least time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/equinox_vit.py
 
-The step is what one writes for `eqx.filter_jit`: a model of arrays and functions goes in and comes back.
-The sequence has 16 patches and one class token: 17, a length that no axis divides, and nothing breaks.
+The step is written as for `eqx.filter_jit`: it takes and returns a model of arrays and functions.
+The sequence has 16 patches and one class token. No mesh axis divides this length of 17, and that is no problem.
 """
 
 import os

@@ -2,7 +2,7 @@
 
     python examples/flax_nnx_transformer.py
 
-The step is what one writes for `nnx.jit`: model, optimizer and metrics go in and are updated in place.
+The step is written as for `nnx.jit`: it takes model, optimizer and metrics, and updates them in place.
 """
 
 import os

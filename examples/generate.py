@@ -2,8 +2,8 @@
 
     python examples/generate.py
 
-The checkpoint of the training run is read straight into the places that the inference plan wants. Prints what the model
-writes, token by token the same as on one device.
+The checkpoint of the training run is read directly into the shardings of the inference plan. Prints what the model writes,
+which equals, token by token, what it writes on one device.
 """
 
 import os

@@ -2,7 +2,7 @@
 
     python examples/haiku_mlp.py
 
-The step is that of Haiku's own MNIST example: SGD that also keeps a moving average of the parameters.
+The step is that of Haiku's own MNIST example: SGD, with a moving average of the parameters.
 """
 
 import os

@@ -2,7 +2,7 @@
 
     python examples/keras_digits.py
 
-First the step of Keras' guide to writing a training loop in JAX, then `model.fit`. Keras must run on JAX.
+Trains first with the step of Keras' guide to training loops in JAX, then with `model.fit`. Keras must run on JAX.
 """
 
 import os

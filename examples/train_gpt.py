@@ -2,8 +2,8 @@
 
     python examples/train_gpt.py            (or: make demo)
 
-Prints the plan and draws it in train_gpt.html. Trains with a live loss: sharded, as a pipeline of 4 stages, whose
-timetable it prints, and with plain `jax.jit` on one device; and draws the losses in train_gpt.png: they are equal.
+Prints the plan and draws it in train_gpt.html. Trains three times, with a live loss: sharded, as a pipeline of 4 stages (it
+prints the timetable), and with plain `jax.jit` on one device. Draws the three losses, which are equal, in train_gpt.png.
 """
 
 import os
