@@ -1,8 +1,9 @@
-"""What the user may ask for: plan everything, or fix a known method.
+"""The methods that a user may ask for: plan everything, or fix a known scheme.
 
 In:     `@autopar.parallelize(method=...)`.
 Out:    one frozen dataclass per method; `Method` is their closed union.
-Method: a hand method only forbids choices (`intra_op/restrict.py`), so all methods share one planner and one cost.
+Method: a fixed scheme only forbids choices (`intra_op/restrict.py`), so that all methods share one planner and one cost
+        model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.tuning import TUNING
 @dataclass(frozen=True, kw_only=True)
 class _Settings(Settings):
     def __post_init__(self) -> None:
-        self.options()  # a mistake in it is told at once
+        self.options()  # reports mistakes at once
 
     def options(self) -> Options:
         """The planner's options."""
@@ -34,11 +35,11 @@ class _Settings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class _StageSettings(_Settings):
-    """What every method takes that may cut the step into pipeline stages.
+    """Settings of methods that may cut the step into pipeline stages.
 
     Attributes:
         recompute: What the backward pass of a stage recomputes: `"auto"`, as much as memory demands; `"cheap"`, `"all"`,
-            operations per byte saved, or a tuple of these for the stages.
+            operations per byte saved, or a tuple with one of these per stage.
     """
 
     recompute: Recompute = "auto"
@@ -49,8 +50,8 @@ class ShardParallel(_Settings):
     """Shard every operation as the ILP finds best, on one mesh of all devices.
 
     Attributes:
-        mesh_shape: A tuple, a `LogicalMesh` whose links then hold, or `"auto"`: every shape is tried.
-        num_microbatches: The batch is worked through in so many parts, which takes less memory; gradients are added up
+        mesh_shape: A tuple; a `LogicalMesh`, whose links are used; or `"auto"`: every shape is tried.
+        num_microbatches: Number of microbatches that the batch is split into, which saves memory; gradients are accumulated
             and communicated once per step.
     """
 
@@ -58,7 +59,7 @@ class ShardParallel(_Settings):
     num_microbatches: int = 1
 
     def options(self) -> Options:
-        """The planner's options; one mesh is taken all pains with."""
+        """The planner's options; a given mesh is planned as thoroughly as possible."""
         steps = TUNING.repaying_steps if isinstance(self.mesh_shape, str) else math.inf
         return dataclasses.replace(super().options(), repaying_steps=steps)
 
@@ -81,10 +82,10 @@ class ShardParallel(_Settings):
 
 @dataclass(frozen=True)
 class DataParallel(_Settings):
-    """Split the batch over all devices; ZeRO stage `zero` (0 to 3) says what of the state is stored split.
+    """Split the batch over all devices; the ZeRO stage `zero` (0 to 3) says which state is stored split.
 
-    Stages 1 and 2 are the same plan: gradients are reduce-scattered in both. With microbatches they are so once per
-    step, after all of them.
+    Stages 1 and 2 are the same plan: gradients are reduce-scattered in both; with microbatches once per step, after the
+    last one.
     """
 
     zero: int = 0
@@ -98,13 +99,13 @@ class DataParallel(_Settings):
 
 @dataclass(frozen=True)
 class Auto(_StageSettings):
-    """Decide everything: the mesh and every sharding; where memory binds, in how many microbatches gradients are
-    accumulated; and on several hosts, or where nothing else fits, whether to cut the step into pipeline stages, which, on
-    which submeshes, in how many microbatches and by which schedule.
+    """Decide everything: the mesh and every sharding; where memory binds, the number of microbatches for gradient
+    accumulation; and on several hosts, or where nothing else fits, whether to cut the step into pipeline stages, which, on
+    which submeshes, with how many microbatches and by which schedule.
 
     Attributes:
-        steps: How many steps are to be trained, about. What takes longer to plan than it may win in so many is left out;
-            `math.inf`: nothing is left out for that.
+        steps: About how many steps are to be trained. Planning that takes longer than it may save in so many steps is
+            skipped; `math.inf`: nothing is skipped for that reason.
     """
 
     steps: float = TUNING.repaying_steps
@@ -133,14 +134,15 @@ class Auto(_StageSettings):
 
 @dataclass(frozen=True)
 class Inference(_Settings):
-    """Decide everything, for a step that trains nothing: a model's answer, a prefill, one token of a decoder.
+    """Decide everything, for a step without training: a model's answer, a prefill, one token of a decoder.
 
-    What goes in and comes back (a cache of keys and values) is state, donated as in training; parameters keep their sharding.
+    Arguments that are returned updated (a cache of keys and values) are state, donated as in training; parameters keep their
+    sharding.
 
     Attributes:
-        latency: True: the least seconds from a call to its result. False: the most calls per second, where they follow
-            each other without waiting for results: of a pipeline the slowest stage counts, since the next call fills it
-            while the last one drains.
+        latency: True: minimize the seconds from a call to its result. False: maximize calls per second, if calls do not
+            wait for each other's results: of a pipeline the slowest stage counts, since the next call fills it while the
+            last one drains.
     """
 
     latency: bool = True
@@ -163,16 +165,17 @@ class Inference(_Settings):
 
 @dataclass(frozen=True)
 class PipelineParallel(_StageSettings):
-    """Cut the step into pipeline stages on equal submeshes; how each stage is sharded on its own is found.
+    """Cut the step into pipeline stages; each stage is sharded as the ILP finds best on its submesh.
 
     Attributes:
-        num_stages: How many; None: one more than the `mark_stage`s in the step. With `"interleaved"`, how many meshes:
-            each of them holds two stages; with `"interleaved-4"`, four.
+        num_stages: Number of stages; None: one more than the `mark_stage`s in the step. With `"interleaved"`, number of
+            meshes, each of which holds two stages; with `"interleaved-4"`, four.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"zb-h1-whole"`, `"inference"`, or an
-            object with `name` and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
-        num_microbatches: None: four for each stage, or what divides the batch below that; one, with a warning, where several
-            would compute something else.
-        submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
+            object with `name` and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of "1f1b", "zb-h1" and the
+            interleaved ones; the later ones are tried only while devices wait.
+        num_microbatches: None: four per stage, or the most below that which divide the batch; one, with a warning, if
+            several would change what the step computes.
+        submeshes: Number of devices of each stage, such as (1, 1, 2, 4); None: equal numbers.
     """
 
     num_stages: int | None = None
@@ -207,19 +210,19 @@ class PipelineParallel(_StageSettings):
 
 @dataclass(frozen=True)
 class ThreeD(_StageSettings):
-    """Data x tensor x pipeline degrees, as in Megatron-LM.
+    """Data, tensor and pipeline parallelism of given degrees, as in Megatron-LM.
 
     Attributes:
-        data: Each stage's samples are split over so many devices.
-        tensor: Each stage's weights are split over so many devices, by columns and rows, heads and vocabulary; none is
-            gathered.
+        data: Number of devices that each stage's samples are split over.
+        tensor: Number of devices that each stage's weights are split over, by columns and rows, heads and vocabulary;
+            none is gathered.
         pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each (`"interleaved-4"`: four).
-        num_microbatches: None: four for each stage, or what divides the batch below that; one, with a warning, where several
-            would compute something else.
-        schedule: As of `PipelineParallel`.
-        zero: What of the state is split over the data axis too, as of `DataParallel`.
-        sequence: Between products activations are split over the tensor axis (sequence parallelism): sums are scattered
-            and gathered where they would be added up for all.
+        num_microbatches: None: four per stage, or the most below that which divide the batch; one, with a warning, if
+            several would change what the step computes.
+        schedule: As in `PipelineParallel`.
+        zero: ZeRO stage over the data axis, as in `DataParallel`.
+        sequence: Whether activations between products are split over the tensor axis (sequence parallelism): sums are
+            reduce-scattered and later gathered, instead of all-reduced.
     """
 
     data: int = 1
@@ -242,11 +245,11 @@ class ThreeD(_StageSettings):
 
 @dataclass(frozen=True)
 class Follow(_Settings):
-    """Run on the stages of another step's pipeline, its state where it is; `autopar.follow` makes it.
+    """Run on the stages of another step's pipeline, its state in place; made by `autopar.follow`.
 
     Attributes:
-        plan: The other step's.
-        paths: Arguments that are state of the other step: path here -> path there.
+        plan: The other step's plan.
+        paths: Path of an argument that is state of the other step -> its path in that step.
     """
 
     plan: Decision = field(repr=False, hash=False)
@@ -254,16 +257,16 @@ class Follow(_Settings):
 
     @property
     def on_host(self) -> tuple[str, ...]:
-        """Arguments that the other step keeps in the memory of the hosts."""
+        """Paths of the arguments that the other step keeps in host memory."""
         return tuple(path for path, there in self.paths.items() if there in self.plan.offloaded)
 
 
 @dataclass(frozen=True)
 class FollowMesh(ShardParallel):
-    """Run on the mesh of another step, of whose state some is in the memory of the hosts; `autopar.follow` makes it.
+    """Run on the mesh of another step that keeps some of its state in host memory; made by `autopar.follow`.
 
     Attributes:
-        on_host: Paths of the arguments that are there.
+        on_host: Paths of the arguments in host memory.
     """
 
     on_host: tuple[str, ...] = ()
@@ -300,7 +303,7 @@ Method = Auto | Inference | ShardParallel | DataParallel | PipelineParallel | Th
 
 
 def method_text(method: Method) -> str:
-    """The method as one writes it: what is left at its default is left out."""
+    """The method as written in Python, without settings at their defaults."""
     if isinstance(method, Follow):
         return f"follow `{method.plan.name}`, {method.plan.method}"
     stated = []

@@ -1,12 +1,11 @@
-"""Planning a pipeline: from a traced step, a number of stages and a schedule to stages, streams and a prediction.
+"""Plans a pipeline with given borders, submeshes and schedule.
 
-In:     `Program`, its roles, the cluster, what is fixed (borders, submeshes, logical meshes, microbatches, schedule).
-Out:    the `PipelinePlan` that is fastest among those that fit.
-Method: phases, segments, tasks, one program per stage, each sharded on its own logical mesh (equal stages once). First as
-        if memory were without end. Where that does not fit, the stages concerned run more of their forward pass again,
-        the least that makes them fit; or they are sharded to need less; or both. Sharded to need less, a stage counts what
-        it keeps for as many microbatches as its schedule has in flight, and of several stages on one mesh each has its part
-        of the memory.
+In:     a step in phases (`CutStep`), borders, logical meshes of each stage, schedule, terms.
+Out:    the fastest `PipelinePlan` that fits.
+Method: one program per stage, each sharded on its own logical mesh (equal stages once), first as if memory were unlimited.
+        If that does not fit, stages recompute the least that makes them fit, or are sharded within memory, or both. Sharded
+        within memory, a stage counts its residuals once per microbatch in flight under its schedule, and of several stages
+        on one mesh each has its share of the memory.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from autopar.streams.schedules import Schedule, in_flight, num_chunks, splits_ba
 from autopar.tuning import TUNING
 
 FLUSHED = "gpipe", "1f1b"
-"""Schedules under which every microbatch goes through all stages there and back."""
+"""Schedules under which every microbatch passes all stages forward and back, one stage per mesh."""
 
 
 class SlowerError(NoPlanFoundError):
-    """Within memory a pipeline is slower than the best step known, even if what may be recomputed took no memory at all."""
+    """Within memory a pipeline is slower than the best step known, even if residuals took no memory at all."""
 
 
 def plan_pipeline(
@@ -55,17 +54,17 @@ def plan_pipeline(
     Args:
         cut: The step in phases.
         borders: First segment of each stage.
-        meshes: Per stage, the logical meshes to try; the cheapest is taken. Stages take the cluster's devices in order.
-        schedule: In which order stages work.
-        terms: On which they are sharded, and recompute.
-        restrict: Forbids choices of a stage on a mesh, beside what the user's constraints do.
-        beat: What is to be least (`Options.goal`), of the best pipeline known. One that takes as long even if memory were
-            without end is returned as it is then, whether it fits or not.
+        meshes: Per stage, the logical meshes to try; the fastest is taken. Stages take the cluster's devices in order.
+        schedule: The order in which stages work.
+        terms: Terms of sharding.
+        restrict: Forbids choices of a stage on a mesh, besides the user's constraints.
+        beat: Objective (`Options.goal`) of the best pipeline known. A pipeline that is no better even with unlimited memory
+            is returned as planned then, whether it fits or not.
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
         SlowerError: `beat` is out of reach, whatever is recomputed.
-        ConstraintError: A constraint cannot be kept on any mesh of a stage.
+        ConstraintError: A constraint cannot be met on any mesh of a stage.
         PipelineError: The stages cannot be placed on the hosts.
     """
     num_meshes = len(borders) // num_chunks(schedule)
@@ -79,10 +78,10 @@ def plan_pipeline(
 
 
 class _Attempts:
-    """One pipeline, its stages sharded in one way after the other; arguments as of `plan_pipeline`.
+    """Plans one pipeline in several ways; arguments as in `plan_pipeline`.
 
     Attributes:
-        fastest: What is to be least (`Options.goal`), of the first way that could be put together; 0: there is none yet.
+        fastest: Objective (`Options.goal`) of the first way that worked, which bounds the others; 0: none yet.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class _Attempts:
         self._room = _Room(len(programs))
 
     def best(self, report: Report, is_recomputed: bool) -> PipelinePlan:
-        """The fastest that fits; `is_recomputed`: whether the user has said how much is recomputed."""
+        """The fastest plan that fits; `is_recomputed`: whether the user fixed the recomputation levels."""
         fitting: list[PipelinePlan] = []
         failures: list[InfeasibleError] = []
         budget, goal, ways = self.terms.budget_bytes, self.terms.options.goal, [*_ways(self.terms)]
@@ -117,7 +116,7 @@ class _Attempts:
                 if self.fastest >= self.beat:
                     return planned
                 if not is_recomputed:
-                    planned = _run_again_what_does_not_fit(planned, self.terms.cluster, budget)
+                    planned = _recompute_to_fit(planned, self.terms.cluster, budget)
                 check_budget(planned, budget)
             except InfeasibleError as error:
                 failures.append(error)
@@ -130,10 +129,10 @@ class _Attempts:
         return min(fitting, key=lambda p: p.seconds_for(goal))
 
     def plan(self, number: int, way: Terms, report: Report) -> PipelinePlan | None:
-        """The pipeline, its stages sharded in the way of this number, of which 0 is without a limit to memory.
+        """Plan the pipeline in the way of this number; way 0 has unlimited memory.
 
         Returns:
-            None: the stages are those of the way before.
+            The plan; None: its stages are those of the way before.
         """
         room = self._room if number == 1 else None
         made = _shard_stages(self.cut, self.programs, self.meshes, way, self.restrict, report, room)
@@ -155,12 +154,12 @@ class _Attempts:
 def _not_beaten(
     stages: Iterator[StagePlan], endless: Sequence[float], count: int, beat: float, budget: float
 ) -> Iterator[StagePlan]:
-    """The stages, as long as a step with them may be faster than the best known.
+    """Pass on stages as long as a step with them may beat the best known.
 
-    `endless`: of each stage, the seconds of one microbatch if memory were without end: none is faster within it.
+    `endless`: per stage, seconds of one microbatch with unlimited memory, a lower bound.
 
     Raises:
-        SlowerError: It is not.
+        SlowerError: A step with these stages cannot beat it.
     """
     once: list[float] = []
     for stage in stages:
@@ -173,20 +172,20 @@ def _not_beaten(
 
 
 def _to_be_told(failures: Sequence[InfeasibleError], budget: float) -> InfeasibleError:
-    """Of what was infeasible, one way after the other, that which says most."""
-    # Of the last way the forward pass took no memory, if it may be recomputed.
+    """The most informative of the failures, one per way."""
+    # The last way is the most permissive: it counts no memory for results that may be recomputed.
     if isinstance(failures[-1], SlowerError):
         return failures[-1]
-    # Of all memory rather than of a stage's part of it.
+    # Prefer failures within the whole memory to those within a stage's share.
     whole = [error for error in failures if not getattr(error, "budget_bytes", budget) < budget - 1]
     return min(whole or failures, key=needed_bytes)
 
 
 def _ways(terms: Terms) -> Iterator[Terms]:
-    """Ways to shard the stages, by the memory of a device and by whether what the forward pass makes may be recomputed.
+    """Ways to shard the stages: unlimited memory; within memory; within memory with results that may be recomputed free.
 
-    Of the second each stage counts all microbatches in flight, within its part of the memory (`_Room`); of the third one,
-    within all of it: what is then too much is recomputed, or rounding alone made it so.
+    In the second way a stage counts all microbatches in flight, within its share of the memory (`_Room`); in the third
+    one microbatch, within all of it: what is then too much is recomputed, or was due to rounding.
     """
     yield dataclasses.replace(terms, options=dataclasses.replace(terms.options, memory_budget_bytes=math.inf))
     if math.isfinite(terms.budget_bytes):
@@ -203,7 +202,7 @@ def _shard_stages(
     report: Report,
     room: _Room | None,
 ) -> Iterator[StagePlan]:
-    """Each stage on the best of its meshes; the parts of one stack alike. In its part of the `room`, if that is given."""
+    """Shard each stage on the best of its meshes, with parts of one stack sharded alike; within the `room`, if given."""
     same = SameStacks(cut)
     for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
         report(f"sharding stage {number} of {len(programs)}", number / len(programs))
@@ -224,16 +223,13 @@ def _shard_stages(
 
 
 class _Room:
-    """What each stage may take of its mesh's memory, and for how many microbatches it keeps something there.
-
-    Both are rounded, so that stages which are equal stay so.
-    """
+    """Each stage's share of its mesh's memory, and its microbatches in flight; rounded, so that equal stages stay equal."""
 
     def __init__(self, num_stages: int):
         self._parts, self._in_flight = [1.0] * num_stages, [1] * num_stages
 
     def divide(self, planned: PipelinePlan) -> None:
-        """Of several stages on one mesh each gets what the others leave of it while it runs, if memory is without end."""
+        """Give each of several stages on one mesh what the others leave while it runs, by a plan with unlimited memory."""
         peaks, finest = planned.simulation.peak_bytes, TUNING.parts_of_memory
         order = steps_in_order(planned.cut, len(peaks), planned.schedule)
         self._in_flight = [min(n for k in range(32) for n in (1 << k, 3 << k) if n >= at) for at in in_flight(order)]
@@ -244,7 +240,7 @@ class _Room:
             self._parts[number] = max(1, math.floor(left * finest)) / finest
 
     def of(self, number: int, terms: Terms) -> Terms:
-        """The terms of a stage, with its part of the memory, and how many microbatches in flight count there."""
+        """The terms of a stage, with its share of the memory and its microbatches in flight."""
         options = terms.options
         if self._parts[number] < 1:
             part = int(self._parts[number] * terms.budget_bytes)
@@ -253,13 +249,13 @@ class _Room:
 
 
 def once_seconds(stage: StagePlan) -> float:
-    """Of one microbatch, there and back; what the stage recomputes comes on top."""
+    """Seconds of one microbatch in a stage, forward and backward."""
     return sum(t.seconds for t in stage.tasks if t.task.is_in_loop)
 
 
 def least_seconds(once: Sequence[float], count: int) -> float:
-    """What a step takes at least where each stage is its own mesh and every microbatch goes through all, there and back:
-    before the slowest stage begins and after it ends, one goes through the others. `once` is of each stage for one of them.
+    """Lower bound on a step with one stage per mesh and flushed pipelines: the slowest stage handles all microbatches, and
+    before and after it one passes the others. `once`: per stage, seconds of one microbatch.
     """
     return sum(once) + (count - 1) * max(once)
 
@@ -276,7 +272,7 @@ def _slower(seconds: float, budget: float) -> SlowerError:
 
 @contextlib.contextmanager
 def _naming(stage: str) -> Iterator[None]:
-    """What is infeasible says of which stage."""
+    """Context that adds a stage's name to infeasibility errors."""
     try:
         yield
     except InfeasibleError as error:
@@ -284,11 +280,11 @@ def _naming(stage: str) -> Iterator[None]:
         raise InfeasibleError(error.summary, given=given, wrong=error.wrong, do=error.do, **error.facts) from error
 
 
-def _run_again_what_does_not_fit(planned: PipelinePlan, cluster: Cluster, budget: float) -> PipelinePlan:
-    """Levels of recomputation are raised where the microbatches in flight do not fit, until they do.
+def _recompute_to_fit(planned: PipelinePlan, cluster: Cluster, budget: float) -> PipelinePlan:
+    """Raise the recomputation levels of stages on meshes that exceed the budget, until all fit.
 
     Returns:
-        The pipeline that fits; where none does, that in which the largest peak is least.
+        The pipeline that fits; if none does, the one with the least peak.
     """
     num_meshes, least = len(planned.streams.instructions), planned
     ladders: dict[int, list[float]] = {}
@@ -310,7 +306,7 @@ def _run_again_what_does_not_fit(planned: PipelinePlan, cluster: Cluster, budget
 
 
 def check_budget(planned: PipelinePlan, budget: float) -> None:
-    """No device may hold more bytes at once.
+    """Check that no device exceeds the memory budget.
 
     Raises:
         NoPlanFoundError: One does; names the stage.

@@ -1,9 +1,9 @@
-"""Planning: from a traced step and a machine to a plan.
+"""Plans a traced step for a cluster: the order of the searches, each of which has a file of its own.
 
 In:     `Program`, its roles, cluster, method.
-Out:    `Plan`, and the sharded program that carries it out.
-Method: every logical mesh that the method allows is solved; the cheapest wins, ties go to fewer axes. The thin order of
-        the passes can be read here; each lives in a file of its own.
+Out:    `Plan`, with the sharded program attached.
+Method: every logical mesh that the method allows is planned, and the fastest plan wins, ties going to fewer axes; then
+        microbatches, recomputation and pipelines are tried, if the method leaves them open and they may win.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 from autopar.tuning import TUNING
 
 Tried = list[tuple[str, str]]
-"""What was tried: (what, its time or why not)."""
+"""What was tried: (what, its seconds or why not)."""
 
 
 @without_collection()
@@ -63,7 +63,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     Raises:
         AutoparError: No mesh allows a plan; the message of the last one tried says why.
         BatchError: The batch has no rows.
-        ConstraintError: A constraint names no argument, or cannot be kept.
+        ConstraintError: A constraint names no argument, or cannot be met.
         NotBuiltYetError: The cluster has several kinds of devices.
     """
     started = time.perf_counter()
@@ -71,7 +71,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     request = Request(program, roles, cluster, method)
     _check_one_kind(cluster)
     _check_rows(program, roles)
-    # A mistake in them is told before any work.
+    # Reports mistakes in constraints before any work.
     find_pins(program.in_paths, request.options.constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
     (planned, tried, padded), offloaded = within_memory(lambda asked: _with_padding(asked, anytime), request)
@@ -86,7 +86,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
 
 
 def _with_padding(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Lengths]:
-    """The step planned as it stands, or with longer dims where that is faster; what else was tried; how these are longer."""
+    """Plan the step, also with padded dims if that may pay; returns the faster plan, what was tried, and the padding."""
     planned: StepPlan | None = None
     tried: Tried = []
     failure: InfeasibleError | None = None
@@ -112,13 +112,13 @@ def _with_padding(request: Request, report: Anytime) -> tuple[StepPlan, Tried, L
                 return longer, [*tried, *more], lengths
             tried = [*tried, (padding_text(lengths), seconds_text(longer.seconds))]
     if planned is None:
-        assert failure is not None, "there is a plan, or why there is none"
+        assert failure is not None, "there is a plan, or a failure"
         raise failure
     return planned, tried, {}
 
 
 def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
-    """The step planned as the method wants it, and what else was tried."""
+    """Plan the step by its method; returns the plan, and what else was tried."""
     match request.method:
         case PipelineParallel() | ThreeD() as method:
             return pipeline_of(request, method, report), []
@@ -128,7 +128,7 @@ def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
 
 
 def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
-    """The best of the meshes that a method allows; `Auto()` looks for microbatches and pipelines too."""
+    """Search the meshes that a method allows; for `Auto()` also microbatches and pipelines."""
     search = _Search(request, report)
     search.on_meshes()
     search.in_microbatches()
@@ -146,12 +146,12 @@ def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
 
 
 class _Search:
-    """What a search has found of a step, pass by pass; a pass is left out once planning is to end.
+    """The state of a search, pass by pass; passes are skipped once planning is to end.
 
     Attributes:
-        searched: What was found of the step on one mesh, in `count` microbatches.
-        tried: What was tried: (what, its time or why not).
-        on_hosts: Whether stages are looked for whatever they can win: on several hosts.
+        searched: The plans found on one mesh, in `count` microbatches.
+        tried: What was tried: (what, its seconds or why not).
+        on_hosts: Whether pipelines are searched whatever they may win: on several hosts.
     """
 
     def __init__(self, request: Request, report: Anytime):
@@ -160,7 +160,7 @@ class _Search:
         self.on_hosts = isinstance(method, Auto | Inference) and request.cluster.hosts > 1
         self.meshes = candidate_meshes(request.cluster, method)
         if self.on_hosts:
-            # Those of three axes begin at what is found on these.
+            # Meshes of three axes come later, and start from the answers on these.
             self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
         self.count = count_of(method)
         how = self.count, request.options.microbatch_semantics, request.cluster.num_devices
@@ -170,12 +170,12 @@ class _Search:
         self.share = TUNING.meshes_share if isinstance(method, Auto | Inference) else 1.0
 
     def on_meshes(self) -> None:
-        """The step as a whole, or in the microbatches that the method asks for, on each mesh."""
+        """Plan the step, in the microbatches that the method asks for, on each mesh."""
         with self._a_pass("meshes"):
             self._search_meshes(self.meshes, part_of(self.report, 0.0, self.share), self.searched)
 
     def in_microbatches(self) -> None:
-        """`Auto()`: more microbatches, where that makes the step faster, or makes it fit."""
+        """`Auto()`: try more microbatches, if memory binds."""
         if self.report.reason or not isinstance(self.request.method, Auto):
             return
         with self._a_pass("microbatches"):
@@ -183,7 +183,7 @@ class _Search:
                 self.count, self.program, self.searched = found.count, found.program, found.searched
 
     def on_finer_meshes(self) -> None:
-        """The program found so far on meshes that win little, or take long, once it is known what there is to beat."""
+        """Try meshes that win little, or take long to plan, now that there is a plan to beat."""
         if self.report.reason or not self.searched.results:
             return
         cluster = self.request.cluster
@@ -195,7 +195,7 @@ class _Search:
         self.tried += [(self._named(name), outcome) for name, outcome in further.tried]
 
     def alone(self) -> None:
-        """`Auto()`: as one stage whose forward pass may be recomputed, where memory binds, or did before microbatches."""
+        """`Auto()`: try one stage with recomputation, if memory binds, or did before microbatches."""
         method, searched, request = self.request.method, self.searched, self.request
         if self.report.reason or not isinstance(method, Auto):
             return
@@ -208,7 +208,7 @@ class _Search:
             search_alone(request, method, meshes, self.stages, self._silently, self._least, self.count)
 
     def in_stages(self) -> None:
-        """Pipelines."""
+        """Search pipelines."""
         if self.report.reason:
             return
         with self._a_pass("stages"):
@@ -216,10 +216,10 @@ class _Search:
         self.tried += self.stages.tried
 
     def best(self) -> tuple[StepPlan, Tried]:
-        """The fastest of all, and what was tried beside it.
+        """The fastest plan of all, and what else was tried.
 
         Raises:
-            AutoparError: There is none; why the last mesh has none.
+            AutoparError: There is no plan; says why a mesh has none.
         """
         if self.stages.best is not None:
             return all_lowered(self.stages.best, self.request.cluster), self.tried
@@ -238,7 +238,7 @@ class _Search:
 
     @property
     def _silently(self) -> Report:
-        """Tells of progress that is none of the whole."""
+        """A report for passes that do not advance the overall progress."""
         return part_of(self.report, self.share, self.share)
 
     def _a_pass(self, name: str) -> AbstractContextManager[None]:
@@ -248,12 +248,12 @@ class _Search:
         search_meshes(self.request.of(self.program), meshes, report, searched)
 
     def _named(self, mesh: str) -> str:
-        """A mesh and, where the search chose it, the number of microbatches."""
+        """A mesh's description with the number of microbatches, if the search chose that."""
         return mesh if self.count == count_of(self.request.method) else f"{mesh}, {self.count} microbatches"
 
 
 def _can_gain(request: Request, searched: Searched) -> bool:
-    """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
+    """Whether pipelines may be worth their bubble: nothing else fits, or the best plan is far from perfect sharing."""
     if not searched.results:
         return True
     best = searched.best
@@ -298,7 +298,7 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
         case ShardParallel(mesh_shape=tuple() as shape):
             chosen = [logical_mesh(cluster, shape)]
         case DataParallel():
-            # Hosts and devices in a host: the slow links then carry what the fast ones have added up.
+            # One axis over hosts, one within: slow links carry only what fast ones have reduced.
             both = cluster.hosts > 1 and cluster.devices_per_host > 1
             chosen = [
                 logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))

@@ -1,9 +1,9 @@
-"""What a plan does with its time and memory: read off the sharded program, or off the simulated pipeline.
+"""Profiles a plan's time and memory, from the sharded program or the simulated pipeline.
 
-In:     a step that is planned.
+In:     a planned step.
 Out:    `Profile`.
-Method: of one mesh, seconds by phase are those of its operations and memory is told along the program, for what XLA makes
-        of its order is not ours to say; a pipeline is simulated once more, its memory watched.
+Method: on one mesh, seconds by phase are sums over operations, and memory is a curve over the program's operations, since
+        XLA chooses the order in time; a pipeline is simulated once more, with its memory recorded.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from autopar.streams.simulate import Watch
 from autopar.streams.timeline import EventKind
 
 MAX_POINTS = 400
-"""A curve with more is drawn by the highest of neighbours."""
+"""Longer curves are thinned to the maximum of neighbouring points."""
 MAX_PARTS = 8
-"""What a peak consists of is told in so many parts."""
+"""Number of parts that a peak is broken down into."""
 
 
 def profile_of(planned: StepPlan, cluster: Cluster) -> Profile:
-    """The profile of a step: of one that is one program as it stands in the program, else as it is on the clock."""
+    """The profile of a step: along the program if it is one program, else over simulated time."""
     tasks = [task for stage in planned.stages for task in stage.tasks]
     if tasks[0].task.kind == "step":
         return _of_program(planned, cluster.device)
@@ -49,7 +49,7 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     seconds_of = OperationSeconds(sharded.graph, sharded.choices, device).of
     for eqn, times in computed(sharded.body):
         seconds[phases[eqn]] += times * seconds_of(eqn)
-    # Of branches the longest counts, so that these sum to at least what the step computes.
+    # The step counts only the longest branch of conditions: scale to its total.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
     curve = _thinned([(float(k), size) for k, size in enumerate(sharded.liveness.curve)])
     return Profile(
@@ -59,7 +59,7 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
 
 
 def _phases(body: Body) -> dict[JaxprEqn, EventKind]:
-    """Of each equation to which phase it belongs: what follows the last of the backward pass is the update."""
+    """The phase of each equation; whatever follows the backward pass is the update."""
     found: dict[JaxprEqn, EventKind] = {}
 
     def note(instructions: Sequence[Instruction], phase: EventKind) -> None:
@@ -78,7 +78,7 @@ def _phases(body: Body) -> dict[JaxprEqn, EventKind]:
 
 
 def _holds_backward(eqn: JaxprEqn) -> bool:
-    """Whether an equation is of the backward pass, or a loop over microbatches that holds one."""
+    """Whether an equation belongs to the backward pass, or contains such equations."""
     return is_backward(eqn) or any(_holds_backward(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
@@ -101,12 +101,12 @@ def _parts_of_program(
 
 
 def argument_group(path: str) -> str:
-    """What an argument counts to: the first two parts of its path."""
+    """The group that an argument counts to: the first two parts of its path."""
     return "/".join(path.split("[")[0].split("/")[:2])
 
 
 def _largest_parts(totals: Mapping[str, int], peak: int) -> tuple[tuple[str, int], ...]:
-    """The largest parts of a peak; what is left is told as one."""
+    """The largest parts of a peak, and the rest as one part."""
     order = sorted(((name, size) for name, size in totals.items() if size), key=lambda part: -part[1])
     kept = order[: MAX_PARTS - 1] if len(order) > MAX_PARTS else order
     rest = peak - sum(size for _, size in kept)
@@ -114,7 +114,7 @@ def _largest_parts(totals: Mapping[str, int], peak: int) -> tuple[tuple[str, int
 
 
 def _thinned(points: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """At most `MAX_POINTS` points, the peak among them; what does not change is told once."""
+    """At most `MAX_POINTS` points, the peak among them; repeated levels are dropped."""
     step = -(-len(points) // MAX_POINTS) if points else 1
     found: list[tuple[float, int]] = []
     for first in range(0, len(points), step):
@@ -154,11 +154,11 @@ _KINDS = {
     "const": "made once per step",
     "value": "the update",
 }
-"""What a buffer of a kind holds, for people."""
+"""Kind of buffer -> description."""
 
 
 def _levels(watch: Watch) -> list[tuple[float, int]]:
-    """Bytes over time: what buffers take, and while a program runs what it needs at most."""
+    """Bytes over time: those of buffers, or while a program runs, its peak if that is higher."""
     changes = sorted([(time, 0, size) for time, size in watch.levels])
     changes += [(start, 1, size) for start, _, size in watch.runs] + [(end, -1, size) for _, end, size in watch.runs]
     found: list[tuple[float, int]] = []

@@ -1,9 +1,9 @@
-"""Shows how far planning is, on a terminal, in a log or in a notebook; and lets Ctrl-C end it.
+"""Shows the progress of planning on a terminal, in a log or in a notebook.
 
-In:     lines of progress, as the planner goes on: what it does, which part of its work is done, the best step so far.
-Out:    a bar that goes away when the plan is there. On what is no terminal, a line every ten seconds.
-Method: what is left is told from what is done and the time that took. Work is counted in problems to be solved, which are
-        not equally large: the bar is an estimate, and never goes back.
+In:     lines of progress from the planner: what it does, the fraction of its work done, the best step so far.
+Out:    a progress bar, removed at the end; in logs, a line every ten seconds.
+Method: the time left is extrapolated from the fraction done. Work is counted in problems to solve, which differ in size, so
+        that the bar is an estimate; it never goes back.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from autopar.plan.words import seconds_text
 from autopar.report.show import in_notebook
 
 LINE_SECONDS = 10.0
-"""Between lines on what is no terminal."""
+"""Interval between lines in logs."""
 SILENT_SECONDS = 1.0
-"""What is planned sooner shows no bar in a notebook."""
+"""In notebooks the bar appears only after this time."""
 
 
 class Report(Protocol):
-    """Called as planning goes on."""
+    """A callback for the progress of planning."""
 
     def __call__(self, text: str, done: float | None = None, best: float = math.inf) -> None:
-        """What is done now; which part of all is done before that, None: unknown; seconds of the best step so far."""
+        """Report what is done now, the fraction done before it (None: unknown), and seconds of the best step so far."""
         ...
 
 
 def silent(text: str, done: float | None = None, best: float = math.inf) -> None:
-    """Nobody waits."""
+    """A `Report` that shows nothing."""
 
 
 def part_of(report: Report, first: float, last: float) -> Report:
-    """A report of a part of the work, which is from `first` to `last` of all."""
+    """A report for the part of the work between the fractions `first` and `last` of the whole."""
 
     def of_all(text: str, done: float | None = None, best: float = math.inf) -> None:
         report(text, None if done is None else first + (last - first) * done, best)
@@ -52,19 +52,19 @@ def part_of(report: Report, first: float, last: float) -> Report:
 
 
 class Standing:
-    """How far planning is; `report` is told as it goes on."""
+    """The state of planning's progress, updated by `report`."""
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic):
         self.name, self.text, self.done, self.best = name, "", 0.0, math.inf
         self._now, self._started = now, now()
 
     def report(self, text: str, done: float | None = None, best: float = math.inf) -> None:
-        """As of `Report`."""
+        """Update, as in `Report`."""
         self.text, self.done, self.best = text, max(self.done, min(done or 0.0, 1.0)), min(self.best, best)
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since planning began."""
+        """Seconds since planning began."""
         return self._now() - self._started
 
     def __str__(self) -> str:
@@ -79,10 +79,10 @@ class Standing:
 
 @contextlib.contextmanager
 def planning_progress(name: str) -> Iterator[Report]:
-    """Show how far planning is, as it can be shown here; yields what is to be told of it.
+    """Context that shows the progress of planning; yields the `Report` to call.
 
     Raises:
-        KeyboardInterrupt: Planning was stopped; where in the planner that was is left out.
+        KeyboardInterrupt: Planning was stopped; without the planner's traceback.
     """
     standing = Standing(name)
     console = Console(file=sys.stderr, force_jupyter=False)

@@ -1,8 +1,8 @@
-"""What the backward pass of a stage recomputes, told for the plan.
+"""Measures what the backward pass of a stage recomputes, for the plan.
 
 In:     a pipeline.
-Out:    `Recomputed`: how many operations, how many seconds, how many bytes.
-Method: the stage is compared with itself, sharded alike, running again only what is cheap.
+Out:    `Recomputed`: numbers of operations, seconds and bytes.
+Method: the stage is compared with itself, sharded alike, at the recomputation level `CHEAP`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.streams.assemble import PipelinePlan
 
 
 def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recomputed:
-    """What one stage of a pipeline recomputes."""
+    """The recomputation of one stage of a pipeline."""
     tasks, planned = pipeline.tasks, pipeline.stages[stage]
     kept, level = kept_bytes(tasks, planned), tasks.levels[stage]
     if level == CHEAP:
@@ -34,7 +34,7 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
 
 
 def kept_bytes(tasks: Tasks, stage: StagePlan) -> int:
-    """Bytes on one device of what a microbatch keeps from forward to backward in a stage."""
+    """Bytes on one device of a microbatch's residuals in a stage."""
     values = {var for each in tasks.kept(stage.program.stage) for var in each.values}
     read = [value for task in stage.tasks if task.task.kind in ("B", "W") for value in task.inputs]
     return sum({value.key: value.num_bytes for value in read if value.key in values}.values())

@@ -1,4 +1,4 @@
-"""What is to be planned: a step, the machine that it is for, and what its user asks for.
+"""A planning request: a step, its cluster, and the user's method.
 
 In:     (a type only; `planner.py` and `restore.py` make it.)
 Out:    `Request`, handed through the search.
@@ -23,10 +23,10 @@ class Request:
     """A step to be planned.
 
     Attributes:
-        program: The traced step, flat; or what it was rewritten to.
+        program: The traced step, flat, or a rewritten one.
         roles: Which of its inputs are state, batch, donated.
-        cluster: The machine.
-        method: What was asked for.
+        cluster: The cluster.
+        method: The user's method.
     """
 
     program: Program
@@ -36,27 +36,27 @@ class Request:
 
     @functools.cached_property
     def options(self) -> Options:
-        """As the method says."""
+        """The method's options."""
         return self.method.options()
 
     @property
     def budget_bytes(self) -> float:
-        """What one device may use."""
+        """Memory budget of one device, bytes."""
         return self.options.budget_bytes(self.cluster.device.memory_bytes)
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Samples of the batch, of each argument that has some."""
+        """Number of samples in each batch argument."""
         return [self.program.in_avals[k].shape[0] for k in self.roles.batch]
 
     def divides_into(self, count: int) -> bool:
-        """Whether there is a batch, and it comes in so many microbatches."""
+        """Whether there is a batch, and it divides into so many microbatches."""
         return bool(self.batch_sizes) and all(size % count == 0 for size in self.batch_sizes)
 
     def microbatch_counts(self, least: int = 2, most: float = math.inf, shared: bool = False) -> list[int]:
-        """Numbers of microbatches to try: of those that divide the batch the first from each power of two on.
+        """Numbers of microbatches to try: the least divisor of the batch from each power of two on.
 
-        `shared`: and the first whose microbatches the devices share best, as 20 rows, and not 30 or 15, on 4 devices.
+        `shared`: also the first one whose microbatches divide best over the devices (on 4 devices 20 rows, not 30 or 15).
         """
         whole, devices = math.gcd(*self.batch_sizes), self.cluster.num_devices
         by_power: dict[int, list[int]] = {}
@@ -72,9 +72,9 @@ class Request:
         return found
 
     def most_microbatches(self, wanted: int) -> int:
-        """The most, up to as many as are wanted, into which the batch divides; without a batch any number does."""
+        """The largest number of microbatches up to `wanted` that divides the batch; `wanted` if there is no batch."""
         return next((m for m in range(wanted, 0, -1) if not self.batch_sizes or self.divides_into(m)), 1)
 
     def of(self, program: Program) -> Request:
-        """The same, of the step rewritten."""
+        """The same request for a rewritten step."""
         return dataclasses.replace(self, program=program)

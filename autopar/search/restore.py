@@ -1,8 +1,8 @@
-"""Attaches a plan that was read from a file to the step it was made for: its choices are lowered, nothing is solved.
+"""Attaches a plan that was read from a file to its step: its choices are lowered, nothing is solved.
 
 In:     `Program`, its roles, cluster, method, `Plan`.
-Out:    `Plan` with its origin: it can be compiled, and explained.
-Method: what the choices give now must be what the file lists.
+Out:    `Plan` with its origin, so that it can be compiled and explained.
+Method: shardings, collectives and instructions of the lowered choices must equal those in the file.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from autopar.streams.schedules import find_schedule, splits_backward
 def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
     """Attach a plan read from a file to the program it was made for: lower its choices, solve nothing.
 
-    The plan's choices hold; the method says what `explain` calls forbidden, if the plan was made by it.
+    If the plan was made by `method`, that decides which choices `explain` calls forbidden.
 
     Raises:
-        PlanFileError: The plan's choices do not give what the plan says: the file was edited.
+        PlanFileError: The plan's choices do not give what its file lists: the file was edited.
     """
     _check_devices(cluster, plan)
     carry_out = _one_program if plan.is_one_program else _pipeline
@@ -52,18 +52,18 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         fresh = describe_plan(request, planned, plan.cost.planning_seconds)
     except PlanFileError:
         raise
-    except AutoparError as error:  # the program is the plan's, so that what cannot be done with it was edited
+    except AutoparError as error:  # the program is the plan's, so the file was edited
         raise _not_these_choices(plan, f"{error.summary.rstrip('.')} ({error.wrong.rstrip('.')})") from error
     except AssertionError as error:
         raise _not_these_choices(plan, f"they fit no program: {error}") from error
     _check_same(plan, fresh)
-    # Names hold source lines, which may have moved since; everything else is as it was planned.
+    # Names contain source lines, which may have moved since.
     cost = dataclasses.replace(plan.cost, collectives=fresh.cost.collectives)
     return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin, cost=cost)
 
 
 def _check_devices(cluster: Cluster, plan: Plan) -> None:
-    """Stages must be on devices that there are."""
+    """Check that the devices of all stages exist."""
     for number, stage in enumerate(plan.stages):
         if stage.submesh.first + stage.submesh.num_devices > cluster.num_devices:
             where = f"stage {number} is on {stage.submesh.num_devices} devices from {stage.submesh.first}"
@@ -71,7 +71,7 @@ def _check_devices(cluster: Cluster, plan: Plan) -> None:
 
 
 def _one_program(request: Request, plan: Plan) -> StepPlan:
-    """The step on one mesh.
+    """Restore a step on one mesh.
 
     Raises:
         AssertionError: The choices are not those of this step.
@@ -91,7 +91,7 @@ def _one_program(request: Request, plan: Plan) -> StepPlan:
 
 
 def _pipeline(request: Request, plan: Plan) -> StepPlan:
-    """The step cut into stages.
+    """Restore a step cut into stages.
 
     Raises:
         AssertionError: The choices are not those of this step.
@@ -114,7 +114,7 @@ def _pipeline(request: Request, plan: Plan) -> StepPlan:
 
 
 def _check_same(plan: Plan, fresh: Plan) -> None:
-    """What the choices give now is what the file lists."""
+    """Check that the choices give what the file lists."""
     for what, now, was in (
         ("shardings", _unnamed(fresh.values), _unnamed(plan.values)),
         ("collectives", _unnamed(fresh.cost.collectives), _unnamed(plan.cost.collectives)),

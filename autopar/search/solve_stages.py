@@ -1,4 +1,4 @@
-"""Stages on their meshes: each sharded once, equal ones not again, parts of one stack alike.
+"""Shards stages on their meshes: equal stages once, parts of one stack alike.
 
 In:     stage programs, logical meshes.
 Out:    `StagePlan`s.
@@ -35,15 +35,15 @@ from autopar.tuning import TUNING
 
 @dataclass(slots=True)
 class Solved:
-    """Stages that have been sharded, so that equal ones are solved once.
+    """Caches of a search over pipelines.
 
     Attributes:
-        known: Key -> the stage that was.
-        counted: The same within memory in which everything counts, whatever else may be recomputed.
-        graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
-        tables: Of meshes, what all programs on them have in common.
-        keys: Of programs, by identity, each beside what is equal for equal ones.
-        pieces: Of steps that are cut, by identity, the tasks and programs of stages: under another schedule they are the same.
+        known: Key of a stage and its terms -> its plan.
+        counted: Key of a stage and a budget -> its plan with all memory counted (not `all_again`).
+        graphs: Id of a program -> the program and its graph on some mesh, to reuse what does not depend on the mesh.
+        tables: Mesh -> caches shared by all programs on it.
+        keys: Id of a program -> the program and its canonical key.
+        pieces: Id of a cut step, borders, ... -> the tasks and programs of its stages, shared by schedules.
     """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Solved:
     pieces: dict[Hashable, tuple[CutStep, Tasks, list[StageProgram]]] = field(default_factory=dict)
 
     def key_of(self, jaxpr: Jaxpr) -> Hashable:
-        """As `canonical_key`."""
+        """`canonical_key`, cached."""
         if id(jaxpr) not in self.keys:
             self.keys[id(jaxpr)] = jaxpr, canonical_key(jaxpr)
         return self.keys[id(jaxpr)][1]
@@ -62,7 +62,7 @@ class Solved:
     def pieces_of(
         self, cut: CutStep, borders: Sequence[int], splits: BackwardSplit, levels: Sequence[float]
     ) -> tuple[Tasks, list[StageProgram]]:
-        """What each stage between such borders does; `splits` and `levels` as of `make_tasks`."""
+        """The tasks and programs of the stages between borders, cached; `splits` and `levels` as in `make_tasks`."""
         key = id(cut), tuple(borders), splits, tuple(levels)
         if key not in self.pieces:
             tasks = make_tasks(cut, borders, splits, levels)
@@ -73,15 +73,15 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
-    """On which stages are sharded.
+    """The terms on which stages are sharded.
 
     Attributes:
-        cluster: The machine.
+        cluster: The cluster.
         options: Solver, time limit, memory budget.
-        solved: Stages solved before; extended.
-        gap: Part of its cost by which a stage may miss the least.
-        all_again: Whether what its forward pass makes is not to count as memory, for it may be recomputed.
-        in_flight: As of `plan_stage`.
+        solved: Caches; extended.
+        gap: As in `plan_stage`.
+        all_again: As in `plan_stage`.
+        in_flight: As in `plan_stage`.
     """
 
     cluster: Cluster
@@ -93,18 +93,18 @@ class Terms:
 
     @property
     def budget_bytes(self) -> float:
-        """What one device may use."""
+        """Memory budget of one device, bytes."""
         return self.options.budget_bytes(self.cluster.device.memory_bytes)
 
 
 def best_stage(
     program: StageProgram, candidates: Sequence[LogicalMesh], terms: Terms, restrict: RestrictStage
 ) -> StagePlan:
-    """A stage on the logical mesh on which it is fastest.
+    """Shard a stage on the logical mesh on which it is fastest.
 
     Raises:
-        InfeasibleError: It fits on none.
-        ConstraintError: None has the axes that the user's constraints name.
+        InfeasibleError: It fits on no mesh.
+        ConstraintError: No mesh has the axes that the user's constraints name.
     """
     found: list[StagePlan] = []
     failure: AutoparError | None = None
@@ -123,7 +123,7 @@ def best_stage(
 def solve_stage(
     program: StageProgram, mesh: LogicalMesh, terms: Terms, restrict: Restrict | None, pins: Hashable
 ) -> StagePlan:
-    """Shard a stage, or take over the choices of an equal one; `pins` tells restrictions apart.
+    """Shard a stage, or reuse the choices of an equal one; `pins`: key of the restriction.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -144,7 +144,7 @@ def solve_stage(
     key = *same, options.memory_budget_bytes, all_again, in_flight
     endless = solved.known.get((*same, math.inf, False, 1))
     if key not in solved.known and endless is not None:
-        # What is best with memory without end, and takes no more than there is, is best within it.
+        # The best plan with unlimited memory is the best one within the budget if it fits.
         counted = solved.counted.get((*same, options.memory_budget_bytes)) if all_again else None
         if peak_bytes_here(endless, all_again, in_flight) <= terms.budget_bytes:
             solved.known[key] = endless
@@ -165,7 +165,7 @@ def solve_stage(
 
 
 def _is_near(stage: StagePlan, endless: StagePlan, gap: float) -> bool:
-    """Whether it costs so little more than with memory without end that where less counts none need be looked for."""
+    """Whether a stage costs at most `gap` more than with unlimited memory."""
     return stage.sharded.solution.objective <= (1 + gap) * endless.sharded.solution.objective
 
 
@@ -177,9 +177,9 @@ def given_choices(
     cost: Cost,
     restrict: Restrict | None = None,
 ) -> Sharded:
-    """A stage's joint program under choices from elsewhere, one for each decision, of which nothing more is known.
+    """Lower a stage's joint program under given choices, one per node of its graph.
 
-    `cost` is the step's, and `restrict` what was forbidden, when they were found.
+    `cost`: the step's cost when the choices were found. `restrict`: the restrictions then.
 
     Raises:
         AssertionError: They are not choices of this program.
@@ -195,7 +195,7 @@ def given_choices(
     class_of = tie_nodes(graph, allowed.keys)
     by_class = dict(zip(class_of, choices, strict=True))
     if any(by_class[c] != k for c, k in zip(class_of, choices, strict=True)):
-        class_of = list(range(len(graph.nodes)))  # made under other ties, such as other pins
+        class_of = list(range(len(graph.nodes)))  # found with other ties, such as under other pins
         by_class = dict(enumerate(choices))
     problem = build_problem(graph, cluster.device, class_of, allowed.masks)
     chosen = tuple(by_class[c] for c in range(len(by_class)))
@@ -205,12 +205,12 @@ def given_choices(
 
 
 def stage_seconds(stage: StagePlan) -> float:
-    """Time of all runs of a stage in one step."""
+    """Seconds of all runs of a stage's tasks in one step."""
     return sum(t.seconds * (stage.program.count if t.task.is_in_loop else 1) for t in stage.tasks)
 
 
 class SameStacks:
-    """Shards the equal parts of one stack alike on their stages: then they are one array to the user."""
+    """Has equal parts of a stack sharded alike on their stages, so that the user has one array."""
 
     def __init__(self, cut: CutStep):
         arguments = cut.program.jaxpr.invars
@@ -223,7 +223,7 @@ class SameStacks:
         self.chosen: dict[int, tuple[LogicalMesh, Sharding]] = {}
 
     def pins(self, program: StageProgram, stage: StagePlan) -> dict[int, Sharding]:
-        """Of a stage with an argument that is sharded otherwise than the parts before it: position -> the sharding of those."""
+        """Arguments of a stage -> the shardings of earlier parts of their stacks; {} if none differs, or meshes do."""
         known = {
             at: self.chosen[self.stack_of[var]]
             for at, var in program.arguments.items()
@@ -234,20 +234,20 @@ class SameStacks:
         return {at: sharding for at, (_, sharding) in known.items()} if same_mesh and differs else {}
 
     def mesh_of(self, program: StageProgram) -> LogicalMesh | None:
-        """The mesh of earlier parts of a stage's stacks, if it is one."""
+        """The mesh of earlier parts of a stage's stacks; None: there are none, or they are on several meshes."""
         stacks = [self.stack_of.get(var, -1) for var in program.arguments.values()]
         meshes = [self.chosen[stack][0] for stack in stacks if stack in self.chosen]
         return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
 
     def add(self, program: StageProgram, stage: StagePlan) -> None:
-        """Remember the sharding of the parts of a stage."""
+        """Record the shardings of the parts of stacks in a stage."""
         for at, var in program.arguments.items():
             if var in self.stack_of and at in program.aliases.values():
                 self.chosen.setdefault(self.stack_of[var], (stage.mesh, stage.sharded.input_sharding(at)))
 
 
-def pinned(pins: Mapping[int, Sharding], further: Restrict | None, reason: str = "its stack lies so") -> Restrict:
-    """A restriction that lays arguments, by position, out as given, and what is `further` restricted."""
+def pinned(pins: Mapping[int, Sharding], further: Restrict | None, reason: str = "its stack is sharded so") -> Restrict:
+    """A restriction to given shardings of arguments, by position, combined with a `further` one."""
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
         for at, sharding in pins.items():

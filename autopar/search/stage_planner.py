@@ -1,9 +1,9 @@
-"""The pipelines that a method asks for, and the plan of one.
+"""Plans the pipeline that a method asks for.
 
-In:     a traced step, a method that fixes stages.
-Out:    `Plan`.
-Method: `PipelineParallel` and `ThreeD` fix the number of stages and their submeshes; borders are where stages
-        take equally long and little is sent, or where the user's `mark_stage` stands.
+In:     a traced step, a method that fixes stages (`PipelineParallel`, `ThreeD`).
+Out:    `PipelinePlan`.
+Method: the method fixes the number of stages and their submeshes; borders are chosen so that stages are balanced and little
+        is sent, or at the user's `mark_stage`s.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
 from autopar.tuning import TUNING
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "interleaved", "interleaved-4")
-"""Where a method leaves the schedule open, and devices wait under those before."""
+"""Tried in this order for `schedule="auto"`, as long as devices wait much under the best so far."""
 ZERO_BUBBLE, WHOLE_LOOPS = "zb-h1", "zb-h1-whole"
 
 
 def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Report = silent) -> PipelinePlan:
-    """Plan the pipeline that a method asks for; where it leaves the schedule open, the fastest of all that may help.
+    """Plan the pipeline that a method asks for; if it leaves the schedule open, the fastest of those that may help.
 
     Raises:
-        As of `pipeline_under`.
+        As `pipeline_under`.
     """
     if method.schedule == ZERO_BUBBLE:
         return _zero_bubble(request, method, report)
@@ -74,10 +74,10 @@ def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Rep
 
 
 def _zero_bubble(request: Request, method: PipelineParallel | ThreeD, report: Report) -> PipelinePlan:
-    """The pipeline with its backward passes in two; with loops over layers whole, where memory binds and that is faster.
+    """Plan a zero-bubble pipeline; if memory binds and it is faster, with loops over layers not split into B and W.
 
     Raises:
-        As of `pipeline_under`.
+        As `pipeline_under`.
     """
     has_loops = any(kind_of(eqn) == "scan" and is_backward(eqn) for eqn in request.program.jaxpr.eqns)
     planned = None
@@ -113,18 +113,18 @@ def pipeline_under(
     """Plan the pipeline that a method asks for under its schedule.
 
     Args:
-        request: The step, and the machine.
-        method: What is asked for here.
-        report: Told of progress.
-        meshes: Of every stage, the logical meshes to try; (): those that the method allows.
-        beat: Seconds of the best step known. What takes as long even if memory were without end is returned as it is then,
-            whether it fits or not.
+        request: The step and the cluster.
+        method: The method, which may differ from the request's.
+        report: Called with progress.
+        meshes: The logical meshes to try for each stage; (): those that the method allows.
+        beat: Seconds of the best step known. A pipeline that is no faster even with unlimited memory is returned as planned
+            then, whether it fits or not.
 
     Raises:
         DeviceCountError: The devices do not divide into the stages.
-        PipelineError: The step has fewer places to cut.
-        BatchError: The batch does not divide into the microbatches asked for.
-        MicrobatchError: In the microbatches asked for the step would compute something else.
+        PipelineError: The step has fewer segments than stages.
+        BatchError: The batch does not divide into the microbatches requested.
+        MicrobatchError: The microbatches requested would change what the step computes.
         InfeasibleError: A stage does not fit.
     """
     options, program, cluster = method.options(), request.program, request.cluster
@@ -158,10 +158,10 @@ def pipeline_under(
 
 
 def _num_meshes(method: PipelineParallel | ThreeD, program: Program, chunks: int) -> int:
-    """On how many meshes the stages are, each with so many chunks, as the method says, or the marks in the step.
+    """Number of meshes, each with so many chunks, from the method, or else from the marks in the step.
 
     Raises:
-        PipelineError: Neither does, or the marks do not make whole stages.
+        PipelineError: Neither tells, or the marks do not make whole stages.
     """
     if isinstance(method, ThreeD):
         return method.pipeline
@@ -185,9 +185,9 @@ def _planner(
     meshes: Sequence[LogicalMesh],
     report: Report,
 ) -> Callable[[CutStep, float], PipelinePlan]:
-    """Plans a cut under the method's schedule, for stages of so many devices each; `meshes` as of `pipeline_under`.
+    """A function from a cut and `beat` to a plan under the method's schedule, for stages of these sizes.
 
-    What it is given beside the cut is `beat`, as of `plan_pipeline`. All cuts share what has been solved.
+    `meshes` as in `pipeline_under`, `beat` as in `plan_pipeline`. All cuts share their caches.
     """
     cluster, schedule = request.cluster, find_schedule(method.schedule)
     of_stages = [meshes or _meshes(method, cluster, size) for size in sizes]
@@ -205,10 +205,10 @@ def _planner(
 
 
 def _first_cut(request: Request, cut_for: Callable[[int], CutStep], count: int, is_open: bool) -> tuple[CutStep, str]:
-    """The step cut for so many microbatches; where the user leaves open how many and it has none, for one, and what to say.
+    """Cut the step for so many microbatches; if the user left the number open and that fails, for one, with a warning.
 
     Raises:
-        BatchError, MicrobatchError: As of `cut_step`, of a number that the user gives.
+        BatchError, MicrobatchError: As `cut_step`, for a number that the user gave.
     """
     try:
         return cut_for(count), ""
@@ -223,7 +223,7 @@ def _first_cut(request: Request, cut_for: Callable[[int], CutStep], count: int, 
 
 
 def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> MicrobatchError:
-    """The same, and what else the step can be worked through with, if it can on one mesh."""
+    """The error, extended by the advice to use one mesh, if microbatches work there."""
     semantics, num_devices = request.options.microbatch_semantics, request.cluster.num_devices
     try:
         in_microbatches(request.program, request.roles, count, semantics, num_devices)
@@ -240,7 +240,7 @@ def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> Micro
 
 
 def _waits_text(planned: PipelinePlan) -> str:
-    """What is otherwise than the schedule has it, and why; "": nothing."""
+    """A warning that steps are ordered differently than the schedule says, and why; "": they are not."""
     num_meshes, cut = len(planned.streams.instructions), planned.cut
     asked = planned.schedule.order(num_meshes, planned.num_microbatches)
     if steps_in_order(cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
@@ -272,9 +272,9 @@ def _best_in_memory(
     report: Report,
     beat: float,
 ) -> PipelinePlan:
-    """The plan of a cut; or of one whose layers are in no loop, if memory demands that some be recomputed, and that is faster.
+    """Plan a cut; if memory demands recomputation, also with each layer by itself, outside of loops, if that is faster.
 
-    `beat` is as of `pipeline_under`.
+    `beat` is as in `pipeline_under`.
 
     Raises:
         InfeasibleError: Neither fits.
@@ -300,18 +300,18 @@ def _best_in_memory(
             other = plan(finer, beat)
             planned = other if other.seconds < beat else planned
     if planned is None:
-        assert failure is not None, "what was not planned does not fit"
+        assert failure is not None, "there is a plan, or a failure"
         raise failure
     return planned
 
 
 def default_microbatches(request: Request, num_stages: int) -> int:
-    """Four for each stage, or the most below that which divide the batch."""
+    """Four microbatches per stage, or the most below that which divide the batch."""
     return request.most_microbatches(TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1)
 
 
 def _marked_stages(program: Program, chunks: int) -> int:
-    """How many stages, of so many chunks each, the marks make; 0: there are none.
+    """Number of stages, of so many chunks each, by the user's marks; 0: there are none.
 
     Raises:
         PipelineError: The chunks do not make whole stages.
@@ -332,7 +332,7 @@ def _marked_stages(program: Program, chunks: int) -> int:
 
 
 def _check_marks(cut: CutStep, num_stages: int) -> None:
-    """Every mark must be a place between stages.
+    """Check that every mark is a border between stages.
 
     Raises:
         PipelineError: One is not.
@@ -350,7 +350,7 @@ def _check_marks(cut: CutStep, num_stages: int) -> None:
 
 
 def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: Cluster) -> list[int]:
-    """Devices of each stage; of a schedule with several chunks on each mesh, of each mesh.
+    """Number of devices of each stage; if meshes hold several stages, of each mesh.
 
     Raises:
         DeviceCountError: There are more or fewer devices.

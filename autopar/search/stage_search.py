@@ -1,11 +1,11 @@
-"""The search over pipelines: stages, submeshes, logical shapes, microbatches and schedule together.
+"""Searches pipelines: stages, submeshes, logical shapes, microbatches and schedule together.
 
 In:     a traced step, the cluster, options, the best step known without stages.
 Out:    the best `PipelinePlan`, and what was tried; `search/planner.py` compares it with the plans without stages.
-Method: coarse to fine. The step is cut into a chain of layers of like work, at places where little crosses. Submeshes on which
-        one layer alone would take longer than the best step known are left out; on the others a table tells what stages of
-        these layers take (`layer_costs.py`, `table.py`). The best few of what it suggests (`candidates.py`) that may beat
-        the best step are then sharded as they are, emitted, checked and simulated.
+Method: coarse to fine. The step is cut into a chain of layers of similar work, at places where little crosses. Submeshes on
+        which a single layer would take longer than the best step known are left out; on the others a table estimates
+        stages of these layers (`layer_costs.py`, `table.py`). The best few candidates (`candidates.py`) that may beat the
+        best step are then sharded, emitted, checked and simulated.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from autopar.streams.schedules import SCHEDULES, Schedule, num_chunks
 from autopar.tuning import TUNING
 
 FIRST_SCHEDULE, FORWARD_ONLY = "1f1b", "inference"
-"""With a backward pass, and without."""
+"""The first schedule tried with a backward pass, and without one."""
 KEEPING, CHUNKED = ("gpipe",), ("interleaved", "interleaved-4")
-"""Where devices wait: schedules that keep more at once for it; and those that send more often, each more than the last."""
+"""Tried if devices wait much: schedules that keep more in memory; schedules that send more, in increasing order."""
 
 
 @dataclass(slots=True)
 class Stages:
-    """What became of pipelines.
+    """The outcome of a search over pipelines.
 
     Attributes:
-        best: The fastest; None: none fits, none is faster than what is known without stages, or the step cannot be cut.
-        tried: (what was tried, its time or why not).
+        best: The fastest; None: none fits, none beats the best step without stages, or the step cannot be cut.
+        tried: What was tried: (what, its seconds or why not).
     """
 
     best: PipelinePlan | None = None
@@ -55,21 +55,18 @@ class Stages:
 
 
 def search_pipelines(request: Request, found: Stages, report: Report = silent, known: float = math.inf) -> None:
-    """Search for pipelines; what is found is in `found` as soon as it is.
-
-    `known` is the seconds of the best step known without stages.
-    """
+    """Search pipelines; extends `found` along the way. `known`: seconds of the best step without stages."""
     cluster, batch_sizes, budget = request.cluster, request.batch_sizes, request.budget_bytes
-    # What a stage may win it wins for each microbatch.
+    # A stage's gain counts once per microbatch, so that solving always repays.
     options = dataclasses.replace(request.options, repaying_steps=math.inf)
     cuts = _Cuts(request)
     report("cutting the step into layers", 0.0, known)
     cut, counts = _first_cut(cuts, _counts(request), found.tried)
     reference = counts[len(counts) // 2]
     forward_only = not any(cut.chain.backward)
-    if forward_only:  # nothing is added up over microbatches, and the pipeline fills at once
+    if forward_only:  # nothing is accumulated over microbatches, and few fill the pipeline
         counts = [*(m for m in TUNING.few_microbatches if request.divides_into(m) and m not in counts), *counts]
-    # The same segments make a layer for every number of microbatches: what they do does not depend on it.
+    # Layers are made of the same segments for every number of microbatches.
     chain = weigh_segments(cut, 1, cluster.device).chain
     borders = layer_borders(chain, TUNING.table_layers, TUNING.layer_slack)
     if len(borders) < 2:
@@ -106,10 +103,10 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
 
 
 class _Cuts:
-    """The step, cut for numbers of microbatches and parts of its scans over layers; each way once.
+    """A cache of cuts of the step, by number of microbatches and of parts of its scans over layers.
 
     Attributes:
-        length: Layers of the scans that are taken into parts; 0: there are none.
+        length: Number of layers in the scans that are split; 0: there are none.
     """
 
     def __init__(self, request: Request):
@@ -119,11 +116,11 @@ class _Cuts:
         self._weighed: dict[tuple[int, int], tuple[CutStep, CutStep]] = {}
 
     def of(self, count: int, parts: int = 0) -> CutStep:
-        """The step in `count` microbatches, its scans in `parts`; 0: as many as layers are told apart.
+        """The step in `count` microbatches, its scans in `parts`; 0: as many as the table has layers.
 
         Raises:
             BatchError: The batch does not divide.
-            MicrobatchError: Microbatches would compute something else.
+            MicrobatchError: Microbatches would change what the step computes.
         """
         key = (parts or layer_parts(self.length) if self.length else 0), count
         if key not in self._known:
@@ -134,7 +131,7 @@ class _Cuts:
         return self._known[key]
 
     def weighed(self, cut: CutStep, num_devices: int, device: Device) -> CutStep:
-        """As `weigh_segments`, once."""
+        """`weigh_segments`, cached."""
         key = id(cut), num_devices
         if key not in self._weighed:
             self._weighed[key] = cut, weigh_segments(cut, num_devices, device)
@@ -142,7 +139,7 @@ class _Cuts:
 
 
 def _first_cut(cuts: _Cuts, counts: list[int], tried: list[tuple[str, str]]) -> tuple[CutStep, list[int]]:
-    """The step cut for a number of microbatches in the middle, and the numbers to try: 1 alone, where it has none."""
+    """The step cut for the middle number of microbatches, and the numbers to try; only 1 if it has no microbatches."""
     reference = counts[len(counts) // 2]
     try:
         return cuts.of(reference), counts
@@ -152,16 +149,16 @@ def _first_cut(cuts: _Cuts, counts: list[int], tried: list[tuple[str, str]]) -> 
 
 
 def layer_parts(length: int) -> int:
-    """Into how many parts scans over so many layers are taken: equal ones, if these are at least half as many as may be."""
+    """Number of parts of scans over so many layers: the most equal parts up to `table_layers`, if at least half of that."""
     most = TUNING.table_layers
     equal = next((n for n in range(min(length, most), most // 2 - 1, -1) if length % n == 0), 0)
     return equal or min(length, most)
 
 
 def _worthy_sizes(work: np.ndarray, cluster: Cluster, known: float, tried: list[tuple[str, str]]) -> list[int]:
-    """Devices that a stage may have: so many that a typical layer, shared among them, takes less than the best step known.
+    """Numbers of devices for a stage on which a typical layer takes less than the best step known.
 
-    `work` is of each layer, seconds of a step on one device.
+    `work`: per layer, seconds of a step on one device.
     """
     least = float(np.median(work))
     limit = known if math.isfinite(known) else TUNING.generous * float(work.sum()) / cluster.num_devices
@@ -179,11 +176,11 @@ def _worthy_sizes(work: np.ndarray, cluster: Cluster, known: float, tried: list[
 
 
 class _Attempts:
-    """Pipelines that have been planned.
+    """Plans candidates, and records the outcomes.
 
     Attributes:
-        expected: About how many there will be.
-        least: The fastest; None: none fits.
+        expected: Estimated number of attempts, for progress.
+        least: The fastest pipeline so far.
     """
 
     def __init__(
@@ -196,7 +193,7 @@ class _Attempts:
         report: Report,
         found: Stages,
     ):
-        """`apart`: of a pipeline, or of one that does not fit, as `parts_apart`."""
+        """`apart`: `parts_apart` as a function of a pipeline; None: it does not fit."""
         self._plan, self._apart = plan, apart
         self._goal, self._budget, self._report, self._found = goal, budget, report, found
         self._known, self._least_seconds = known, math.inf
@@ -206,8 +203,8 @@ class _Attempts:
         self.expected, self._made = 1, 0
 
     def make_all(self, candidates: Iterable[Candidate], schedule: str) -> None:
-        """Plan some candidates under a schedule; of those in which loops over layers would be recomputed, or that do not fit,
-        the fastest with every layer by itself, too (`parts.py`)."""
+        """Plan candidates under a schedule; then the fastest of those that do not fit or recompute loops over layers again,
+        with each layer by itself (`parts.py`)."""
         made = {candidate: self.make(candidate, schedule) for candidate in candidates}
         planned = [(candidate, *outcome) for candidate, outcome in made.items() if outcome is not None]
         again = [(candidate, plan, self._apart(plan)) for candidate, plan in planned if not candidate.parts]
@@ -218,16 +215,16 @@ class _Attempts:
             self.make(dataclasses.replace(candidate, firsts=None, parts=parts), schedule)
 
     def make(self, candidate: Candidate, schedule: str) -> tuple[PipelinePlan | None] | None:
-        """Plan a candidate under a schedule; what became of it is noted.
+        """Plan a candidate under a schedule, and record the outcome.
 
         Returns:
-            What was planned, (None,) where that does not fit; None: it was left out, or cannot be.
+            A tuple with the plan, or with None if it does not fit; None: it was left out, or is impossible.
         """
         text = candidate.text(schedule)
         beat = self.beat
         self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
         self._made += 1
-        # What devices did in it under another schedule is known better than the table knows it.
+        # Busy seconds under another schedule are a better bound than the table's.
         least = min(candidate.least, self._busy.get(candidate, math.inf))
         if not dataclasses.replace(candidate, least=least).may_beat(beat):
             self._found.tried.append((text, f"left out: about {least:.3e} s at least"))
@@ -249,16 +246,16 @@ class _Attempts:
 
     @property
     def beat(self) -> float:
-        """Of the best step known, pipeline or not."""
+        """Seconds of the best step known, pipeline or not."""
         return min(self._known, self._least_seconds)
 
     @property
     def waits(self) -> bool:
-        """Whether devices wait much in the fastest."""
+        """Whether devices wait much in the fastest pipeline."""
         return self.least is not None and self.least.waiting_share > TUNING.much_waiting
 
     def fastest(self, count: int) -> list[Candidate]:
-        """The candidates that were fastest."""
+        """The `count` fastest candidates."""
         return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
 
 
@@ -270,9 +267,9 @@ def _try_too_large(
     effort: int,
     schedule: str,
 ) -> None:
-    """What does not fit by the table, whose memory is an estimate: if nothing does, what takes least; then what is fast.
+    """Try candidates that do not fit by the table's estimate: if nothing fits, those that need least; then fast ones.
 
-    Of the `candidates`, which fit by it, the first `effort` were planned.
+    `candidates` fit by the table; the first `effort` of them were planned.
     """
     roomy, planned = dataclasses.replace(told, budget=math.inf), list(candidates[:effort])
     if math.isinf(attempts.beat):
@@ -286,13 +283,12 @@ def _try_too_large(
 
 
 def _is_apart(candidate: Candidate, planned: PipelinePlan | None, parts: int) -> bool:
-    """Whether it stands in so many parts already. Stages of a table's layers, each of these one of the program's, may still
-    come out more even."""
+    """Whether a candidate was planned with so many parts, and balanced borders, already."""
     return planned is not None and planned.cut.stacks.count == parts and candidate.firsts is None
 
 
 def _try_schedules(attempts: _Attempts, effort: int) -> None:
-    """The fastest under the schedules that fill the bubble, and where devices wait much, that send or keep more for it."""
+    """Try the fastest candidates under zero-bubble schedules, and if devices wait much, under those that keep or send more."""
     attempts.make_all(attempts.fastest(max(1, effort // 4)), "zb-h1")
     for schedule in KEEPING:
         attempts.make_all(attempts.fastest(1) if attempts.waits else (), schedule)
@@ -301,12 +297,12 @@ def _try_schedules(attempts: _Attempts, effort: int) -> None:
             break
         before = attempts.least
         attempts.make_all(attempts.fastest(1), schedule)
-        if attempts.least is before:  # what is sent takes longer than what is waited less
+        if attempts.least is before:  # sending more outweighs waiting less
             break
 
 
 def _try_finer_meshes(attempts: _Attempts, cluster: Cluster, wide: bool, schedule: str) -> None:
-    """The fastest with more meshes to choose from for its stages; `wide` as of `finer_meshes`."""
+    """Try the fastest candidate with more logical meshes for its stages; `wide` as in `finer_meshes`."""
     for candidate in attempts.fastest(1):
         finer = {size: finer_meshes(cluster, size, wide) for size in candidate.sizes}
         meshes = tuple((*own, *finer[size]) for own, size in zip(candidate.meshes, candidate.sizes, strict=True))
@@ -322,7 +318,7 @@ def _counts(request: Request) -> list[int]:
 def _plan(
     cuts: _Cuts, terms: Terms, candidate: Candidate, schedule: Schedule, layers: Sequence[int], beat: float
 ) -> PipelinePlan:
-    """Plan a candidate as it is; `layers` are their first segments, `beat` is as of `plan_pipeline`."""
+    """Plan a candidate; `layers`: first segment of each layer of the table, `beat` as in `plan_pipeline`."""
     chunks, firsts = num_chunks(schedule), candidate.firsts
     num_stages = len(candidate.sizes) * chunks
     anew = firsts is None or chunks > 1

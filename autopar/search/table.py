@@ -1,10 +1,10 @@
-"""The stage table: what a stage of given layers on a given submesh takes, in seconds and in microbatches it can hold.
+"""The stage table: seconds of a stage of given layers on a given submesh, and the microbatches that it can hold.
 
 In:     costs of layers (`layer_costs.py`).
-Out:    `Kinds`: for one number of microbatches, seconds and memory of every stage; `equal_stages`: of stages that share the
-        work evenly, however many, which may begin inside a layer.
-Method: a stage's cost is the sum of its layers', or of parts of them. A stage that runs its forward pass again is one more
-        kind of stage, slower and smaller: it is sharded alike, so this costs no solving.
+Out:    `Kinds`: for one number of microbatches, seconds and memory of every stage; `equal_stages`: those of stages with equal
+        work, which may begin inside a layer.
+Method: a stage's cost is the sum over its layers, or fractions of them. A stage that recomputes its forward pass is another
+        kind of stage, slower and smaller; it is sharded alike, so that no further solving is needed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Kinds:
     """Kinds of stages, for one number of microbatches: a size of submesh and a level of recomputation each.
 
     Attributes:
-        sizes: Devices of each kind.
-        seconds: `[first, last, kind]`, of one microbatch; inf: does not fit.
-        least: The same, if all communication were hidden that could be.
-        flight: `[first, last, kind]`: how many microbatches the memory holds at once.
-        meshes: (first, last, kind) -> the logical mesh that this is on.
+        sizes: Number of devices of each kind.
+        seconds: `[first, last, kind]`: seconds of one microbatch; inf: does not fit.
+        least: The same with all communication hidden that may be.
+        flight: `[first, last, kind]`: number of microbatches that the memory holds at once.
+        meshes: (first, last, kind) -> the logical mesh of the stage.
     """
 
     sizes: list[int]
@@ -39,26 +39,25 @@ class Kinds:
     meshes: dict[tuple[int, int, int], LogicalMesh]
 
     def first(self, num_kinds: int) -> Kinds:
-        """The first of these kinds only."""
+        """The first `num_kinds` kinds."""
         own = slice(num_kinds)
         return Kinds(self.sizes[own], self.seconds[..., own], self.least[..., own], self.flight[..., own], self.meshes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Costs:
-    """Costs of layers on one mesh at one level of recomputation, arrays over layers; NaN: does not fit.
+    """Costs of layers on one mesh at one recomputation level: arrays over layers; NaN: does not fit. Bytes of one device.
 
     Attributes:
-        seconds: Of one microbatch.
-        least: If all communication were hidden that could be.
-        resident: Bytes on one device, all through the step.
-        kept: For each microbatch in flight.
-        working: While it runs.
-        plain_kept: What it would keep, and
-        plain_working: work with, if only what is cheap ran again.
-        again: Whether all of a stage may be recomputed at once, from its input alone.
-        budget: Bytes of one device; inf: these layers are larger than memory, and how they would be sharded within it is not
-            known yet.
+        seconds: Seconds of one microbatch.
+        least: The same with all communication hidden that may be.
+        resident: Bytes held throughout the step.
+        kept: Bytes of residuals per microbatch in flight.
+        working: Further bytes while the layer runs.
+        plain_kept: `kept` at the first level, without recomputation beyond that.
+        plain_working: `working` at the first level.
+        again: Whether a whole stage may be recomputed from its input alone.
+        budget: Memory budget, bytes; inf: these layers exceed memory, and were not sharded within it yet.
     """
 
     seconds: np.ndarray
@@ -73,7 +72,7 @@ class _Costs:
 
 
 def _costs(layers: LayerCosts, count: int, budget: float) -> Iterator[tuple[int, int, LogicalMesh, _Costs]]:
-    """(size, level, mesh, costs of all layers there) for so many microbatches."""
+    """(submesh size, index of the level, mesh, costs of all layers) for so many microbatches."""
     for level, what in enumerate(layers.levels):
         for size in layers.meshes:
             solved_for, of_meshes = layers.of(size, count)
@@ -91,7 +90,7 @@ def _costs(layers: LayerCosts, count: int, budget: float) -> Iterator[tuple[int,
 
 
 def _row(cost: LayerCost, plain: LayerCost, longer: float, scale: float, count: int) -> tuple[float, ...]:
-    """What `_Costs` says of one layer."""
+    """The entries of `_Costs` for one layer."""
     seconds = cost.work_seconds * longer + cost.fixed_seconds + cost.once_seconds / count
     least = seconds - cost.exposed_seconds * longer
     bytes_now = cost.resident_bytes, cost.kept_bytes * scale, cost.working_bytes * scale
@@ -101,12 +100,12 @@ def _row(cost: LayerCost, plain: LayerCost, longer: float, scale: float, count: 
 def _holds(
     costs: _Costs, share: np.ndarray, first: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds of stages for one microbatch (and at least), and how many their memory holds; of those at most `count`.
+    """Seconds of stages for one microbatch, a lower bound on them, and the microbatches that they hold, at most `count`.
 
     Args:
-        costs: Of layers.
-        share: `[stage, layer]`: how much of each layer is in a stage.
-        first: `[stage]`: the layer that a stage begins with, whose input it keeps where all else is recomputed.
+        costs: Costs of layers.
+        share: `[stage, layer]`: fraction of the layer that is in the stage.
+        first: `[stage]`: its first layer, whose input it keeps if all else is recomputed.
         count: Number of microbatches.
     """
     inside = share > 0
@@ -150,7 +149,7 @@ def kinds_of(layers: LayerCosts, count: int, budget: float) -> Kinds:
         for k in np.flatnonzero(times < seconds[firsts, lasts, number]):
             place = int(firsts[k]), int(lasts[k]), number
             seconds[place], least[place], flight[place], chosen[place] = times[k], lower[k], holds[k], mesh
-    # No stage runs all again that holds as many microbatches as there can be stages behind it without.
+    # Drop recomputing kinds where the plain one holds as many microbatches as can be in flight.
     enough = np.minimum(count, num_layers - np.arange(num_layers))[:, None, None]
     plain = len(layers.meshes)
     for level in range(1, len(layers.levels)):
@@ -161,16 +160,15 @@ def kinds_of(layers: LayerCosts, count: int, budget: float) -> Kinds:
 def equal_stages(
     layers: LayerCosts, size: int, num_stages: int, count: int, budget: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray, LogicalMesh]]:
-    """Seconds (and at least) of so many stages of equal work for one microbatch, all on one mesh of `size` devices, where they
-    fit under 1F1B.
-    """
+    """For each mesh of `size` devices on which stages of equal work fit under 1F1B: their seconds for one microbatch, lower
+    bounds on these, and the mesh."""
     end = np.cumsum(layers.work) / layers.work.sum()
     begin = np.append(0.0, end[:-1])
     borders = np.arange(num_stages + 1) / num_stages
     inside = np.minimum(end, borders[1:, None]) - np.maximum(begin, borders[:-1, None])
     share = np.clip(inside / np.maximum(end - begin, 1e-12), 0.0, 1.0)
     share[share < 1e-9] = 0.0
-    # What has next to no work is where its neighbour is.
+    # Layers with next to no work go where their neighbour is.
     share[np.minimum(np.searchsorted(borders[1:], begin, side="right"), num_stages - 1), np.arange(len(end))] += (
         1 - share.sum(0)
     )

@@ -1,9 +1,9 @@
-"""Warns when one stage holds most of the work, because the step could not be cut where stages would be even.
+"""Warns of unbalanced stages, where the step could not be cut more evenly.
 
 In:     a step that is cut, its borders.
-Out:    what to tell the user: which stage, which operation of it, and why that one stays whole; "" where all is well.
-Method: work is counted in seconds, as borders were chosen by (`inter_op/weigh.py`). What makes an uneven stage large is
-        its largest operation; loops are known to stay whole for the reasons that `ir/split/layers/layers.py` has.
+Out:    a warning that names the stage, its largest operation, and why that was not split; "": stages are balanced.
+Method: work is counted in seconds, as for the choice of borders (`inter_op/weigh.py`). The largest operation is taken as the
+        cause; reasons why a loop stays whole are those of `ir/split/layers/layers.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autopar.tuning import TUNING
 
 
 def uneven_text(cut: CutStep, borders: Sequence[int], sizes: Sequence[int]) -> str:
-    """What is too large for the stages to be even; "": nothing, or the user's marks want it so.
+    """The warning; "": stages are balanced, or as the user marked them.
 
-    Stage s works on mesh s modulo so many as have `sizes`.
+    `sizes`: number of devices of each mesh; stage s is on mesh s modulo their number.
     """
     chain, num_meshes = cut.chain, len(sizes)
     if set(borders[1:]) <= set(chain.marks):
@@ -48,7 +48,7 @@ def uneven_text(cut: CutStep, borders: Sequence[int], sizes: Sequence[int]) -> s
 
 
 def _largest(cut: CutStep, first: int, last: int) -> tuple[JaxprEqn, float]:
-    """The forward operation of most work in these segments (if there is none, the backward one), and its part of all."""
+    """The forward operation with the most work in these segments (or else a backward one), and its fraction of all work."""
     chain = cut.chain
     works = Work().of_equations(chain.loop.eqns)
     inside = [k for k, segment in enumerate(chain.segment) if first <= segment < last]
@@ -57,7 +57,7 @@ def _largest(cut: CutStep, first: int, last: int) -> tuple[JaxprEqn, float]:
 
 
 def _why_whole(cut: CutStep, eqn: JaxprEqn) -> str:
-    """Why a loop is not taken apart between layers; "": it is none, or it was."""
+    """Why a loop was not split between layers; "": it is no loop, or was split."""
     if kind_of(eqn) == "while":
         return "how many turns a while loop takes is known only when it runs"
     if trip_count(eqn) < 2:
