@@ -11,13 +11,14 @@ Method: a dim split in n blocks is a dim (n, rest) whose second factor is split;
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 
 from autopar._jax import JaxprEqn, Params, bind_eqn
-from autopar.ir.rules import ShardingRule
+from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.rule import Dim, Factor, Shard
 from autopar.ir.split.placement import REPLICATED, Placement, Split
 from autopar.ir.split.strategy import AxisStrategy, has_program, shard_of, split_along
@@ -103,6 +104,16 @@ def _moving(eqn: JaxprEqn, place: int, placement: Split, count: int) -> list[Axi
     ]
 
 
+def blocks_between_cuts(eqn: JaxprEqn, dim: int) -> int:
+    """In how many equal blocks a dim of the first operand would have to be split for an operation to take whole ones apart;
+    1: it takes none apart."""
+    size, term = eqn.invars[0].aval.shape[dim], rule_for(eqn).operands[0][dim]
+    if len(term) > 1:
+        return rule_for(eqn).sizes[term[0]]
+    move = _MOVES[eqn.primitive.name](eqn.params, dim, 1) if eqn.primitive.name in ("slice", "split") else None
+    return size // math.gcd(size, *move.cuts) if move is not None else 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Move:
     """How an operation moves blocks: its offsets along the dim, and its parameters on a shard."""
@@ -135,5 +146,5 @@ _MOVES: dict[str, Callable[[Params, int, int], _Move | None]] = {
     "concatenate": lambda params, dim, count: _Move((), {}),
     "pad": _pad,
     "slice": _slice,
-    "split": lambda params, dim, count: _Move((), {"sizes": tuple(size // count for size in params["sizes"])}),
+    "split": lambda params, dim, count: _Move(params["sizes"], {"sizes": tuple(n // count for n in params["sizes"])}),
 }

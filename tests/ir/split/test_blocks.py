@@ -111,6 +111,21 @@ def blocks_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {"params": descend(state["params"], grads)}, metrics
 
 
+def labelled_half_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """The first half of the batch has labels, the second its own guesses."""
+    kept = jnp.where(jax.random.bernoulli(state["key"], 0.7, batch["x"].shape), batch["x"], 0)
+    z, labels = mlp(params, kept), batch["label"][: BATCH // 2]
+    guesses = lax.stop_gradient(z[BATCH // 2 :]).argmax(-1)
+    known = optax.softmax_cross_entropy_with_integer_labels(z[: BATCH // 2], labels).mean()
+    return known + optax.softmax_cross_entropy_with_integer_labels(z[BATCH // 2 :], guesses).sum() / BATCH
+
+
+def paired_halves_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each row of the second half of the batch is compared with one of the first."""
+    chosen, rejected = mlp(params, batch["x"])[:, 0].reshape(2, -1)
+    return -jax.nn.log_sigmoid(chosen - rejected).mean()
+
+
 BLOCKS = {
     "two views": Case(sgd(two_views_loss)),
     "three blocks": Case(sgd(three_blocks_loss)),
@@ -123,6 +138,8 @@ BLOCKS = {
     "lax.map over rows": Case(sgd(blocks_by_rows_loss)),
     "time first": Case(sgd(time_first_loss), language_params),
     "rows returned": Case(blocks_step),
+    "labels of one half": Case(sgd_of_state(labelled_half_loss), extra=typed_key),
+    "pairs of halves": Case(sgd(paired_halves_loss)),
 }
 
 

@@ -10,12 +10,15 @@ Method: placements are propagated forwards (`solver.py`). An equation that fits 
         user allows local statistics, each microbatch uses its own value in place of the joint one wherever that is read; the
         loss is then the mean of the microbatches' losses, and the gradient is that of this loss.
         Then demand is propagated backwards, and operations on sums alone are sunk behind the loop.
+        Where samples are cut in the middle (the first half has labels, each of the second has its pair in the first), the
+        batch is split in the blocks between such cuts, if that will do.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 import jax.numpy as jnp
 
@@ -24,6 +27,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of, readers_of, variables
 from autopar.ir.gradient import feeds_backward, is_backward, made_behind
 from autopar.ir.region import is_region
+from autopar.ir.split.blocks import blocks_between_cuts
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.microbatches.hoist import Hoist
 from autopar.ir.split.microbatches.local_statistics import SampleSums
@@ -61,12 +65,30 @@ def find_phases(
         MicrobatchError: Too much work would be done on the whole batch at once.
     """
     policy = _Phases(jaxpr, count, per_microbatch, joins, whole)
-    policy.run(batch)
+    try:
+        policy.run(batch)
+    except (SamplesWaitError, MicrobatchError):
+        policy = _in_blocks(policy, lambda: _Phases(jaxpr, count, per_microbatch, joins, whole), batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.placement_of}
     _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
+
+
+def _in_blocks(refused: _Phases, begin: Callable[[], _Phases], batch: Sequence[int]) -> _Phases:
+    """The same with each microbatch's part of every block of samples, in which a policy that was refused was cut.
+
+    Raises:
+        What is being handled: it was not cut, or that does not do either.
+    """
+    blocks, inputs = refused.blocks, [refused.jaxpr.invars[k] for k in batch]
+    if blocks > 1 and all(var.aval.shape[0] % (blocks * refused.solution.count) == 0 for var in inputs):
+        policy = begin()
+        with contextlib.suppress(SamplesWaitError, MicrobatchError):
+            policy.run(batch, blocks)
+            return policy
+    raise
 
 
 class _Phases:
@@ -89,10 +111,11 @@ class _Phases:
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
         self.waiting: dict[JaxprEqn, MicrobatchError] = {}
+        self.blocks = 1  # that all cuts which samples wait for have whole ones of
 
-    def run(self, batch: Sequence[int]) -> None:
+    def run(self, batch: Sequence[int], blocks: int = 1) -> None:
         for position in batch:
-            self.solution.placement_of[self.jaxpr.invars[position]] = Split(0)
+            self.solution.placement_of[self.jaxpr.invars[position]] = Split(0, blocks)
         matters = feeds_backward(self.jaxpr)
         at = 0
         while at < len(self.jaxpr.eqns):
@@ -188,6 +211,9 @@ class _Phases:
         joined_later = self.behind is not None and not any(var in self.behind for var in eqn.outvars)
         if matters and has_samples and not joined_later:
             self.waiting.setdefault(eqn, self.refusal(cause, eqn))
+            placement = solution.of(cause.operand)
+            if isinstance(placement, Split) and cause.operand is cause.eqn.invars[0] and not is_region(cause.eqn):
+                self.blocks = math.lcm(self.blocks, blocks_between_cuts(cause.eqn, placement.dim))
         solution.phase[eqn] = "after"
         self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
