@@ -80,9 +80,8 @@ def _kernel(
         turned_bytes = sum(traffic.counts[k] * sizes[traffic.touched[k]] for k in traffic.turned)
         return Pass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
     flops = node.rule.flops * share
-    dtypes = tuple(
-        np.dtype(atom.aval.dtype).name for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number)
-    )
+    dtypes = tuple(atom.aval.dtype.name for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number))
+    dtypes = dtypes or ("bool",) * len(eqn.invars)  # no number among them: a product of masks
     match eqn.primitive.name:
         case "dot_general":
             return _product(eqn, shapes, flops, num_bytes, dtypes)

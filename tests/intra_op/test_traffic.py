@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from autopar.cost.kernels import Pass, Product
+from autopar import Device
+from autopar.cost.kernels import Pass, Product, kernel_seconds
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.traffic import find_traffic
@@ -42,6 +43,16 @@ def test_products_with_vectors_are_passes(terms, is_pass):
     kernel = kernel_of(node, node.strategies[0], find_traffic(graph)[node.index], MESH)
     assert isinstance(kernel, Pass if is_pass else Product)
     assert 0 < kernel.num_bytes <= 4 * sum(8 ** len(term) for term in terms.replace("->", ",").split(","))
+
+
+@pytest.mark.parametrize("device", [Device("one rate", 1e12), Device("by dtype", {"bfloat16": 1e12, "float32": 1e11})], ids=str)
+def test_a_product_of_masks_takes_time(device):
+    masks = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bool_), jax.ShapeDtypeStruct((WIDTH, ROWS), jnp.bool_)
+    graph = build_graph(trace_step(lambda a, b: a @ b, masks).jaxpr, MESH, {})
+    (node,) = (node for node in graph.nodes if node.name == "dot_general")
+    kernel = kernel_of(node, node.strategies[0], find_traffic(graph)[node.index], MESH)
+    assert isinstance(kernel, Product)
+    assert 0 < kernel_seconds(kernel, device) < 1
 
 
 @pytest.mark.parametrize(
