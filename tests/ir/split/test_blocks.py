@@ -126,6 +126,12 @@ def paired_halves_loss(params: Tree, batch: Tree) -> jax.Array:
     return -jax.nn.log_sigmoid(chosen - rejected).mean()
 
 
+def middle_loss(params: Tree, batch: Tree) -> jax.Array:
+    """The end of one block and the beginning of the next: of a batch that is two blocks itself."""
+    z = mlp(params, jnp.concatenate([batch["x"], 2 * batch["x"]]))
+    return (z[BATCH // 2 : -BATCH // 2] ** 2).mean()
+
+
 BLOCKS = {
     "two views": Case(sgd(two_views_loss)),
     "three blocks": Case(sgd(three_blocks_loss)),
@@ -140,6 +146,7 @@ BLOCKS = {
     "rows returned": Case(blocks_step),
     "labels of one half": Case(sgd_of_state(labelled_half_loss), extra=typed_key),
     "pairs of halves": Case(sgd(paired_halves_loss)),
+    "middle of two blocks": Case(sgd(middle_loss)),
 }
 
 

@@ -213,7 +213,8 @@ class _Phases:
             self.waiting.setdefault(eqn, self.refusal(cause, eqn))
             placement = solution.of(cause.operand)
             if isinstance(placement, Split) and cause.operand is cause.eqn.invars[0] and not is_region(cause.eqn):
-                self.blocks = math.lcm(self.blocks, blocks_between_cuts(cause.eqn, placement.dim))
+                blocks = blocks_between_cuts(cause.eqn, placement.dim)
+                self.blocks = math.lcm(self.blocks, blocks // math.gcd(blocks, placement.blocks))
         solution.phase[eqn] = "after"
         self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
