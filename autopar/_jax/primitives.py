@@ -55,10 +55,13 @@ def high_primitive_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
 def lowered_program(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that JAX lowers a primitive to on every platform; None: its lowering is no JAX function.
 
-    For primitives whose lowering is `jax.interpreters.mlir.lower_fun` of a function, as those of other libraries often are.
+    For primitives whose lowering is `jax.interpreters.mlir.lower_fun` of a function, as those of other libraries often are, and
+    those of sparse arrays, unless JAX is set to use kernels for these.
     """
     entry = _mlir._lowerings.get(eqn.primitive)
-    if entry is None or any(eqn.primitive in rules for rules in _mlir._platform_specific_lowerings.values()):
+    is_sparse = eqn.primitive.name.startswith(("bcoo_", "bcsr_")) and not jax.config.jax_bcoo_cusparse_lowering
+    has_kernel = any(eqn.primitive in rules for rules in _mlir._platform_specific_lowerings.values())
+    if entry is None or (has_kernel and not is_sparse):
         return None
     rule = getattr(entry.rule, "__wrapped__", entry.rule)
     if getattr(rule, "__qualname__", "") != "lower_fun.<locals>.f_lowered":

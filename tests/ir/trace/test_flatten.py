@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
+from jax.experimental import sparse
 from jax.interpreters import mlir
 
 from autopar._jax import Var, eval_jaxpr, open_jaxpr, scan_counts
@@ -257,6 +258,14 @@ def test_a_primitive_that_is_lowered_as_a_program_is_that_program():
 
     flat = traced(lambda w, x: product_p.bind(w, x, times=2.0)[0], W, X)
     assert names(flat) == ["dot_general", "mul"]
+
+
+@pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
+@pytest.mark.parametrize("fun", [lambda a, x: a @ x, lambda a, x: jax.grad(lambda x: jnp.sin(a @ x).sum())(x)])
+def test_products_of_sparse_arrays_are_programs(kind, fun):
+    """Their kernels for GPUs are off unless they are asked for."""
+    matrix = kind.fromdense(jnp.eye(W.shape[0]))
+    assert not [name for name in names(trace_step(fun, (matrix, W)).jaxpr) if name.startswith(("bcoo", "bcsr"))]
 
 
 def test_a_primitive_with_a_lowering_of_its_own_is_kept():
