@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
 from jax.experimental import sparse
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from autopar._jax import Var, eval_jaxpr, open_jaxpr, scan_counts
