@@ -37,6 +37,13 @@ class Machine:
     intra: Link
     inter: Link
 
+    def link_of(self, size: int) -> Link:
+        """That of a group of so many neighbours: rings through several hosts use the cards of all devices there."""
+        if size <= self.per_host:
+            return self.intra.within(size)
+        rate = min(self.intra.bytes_per_second, self.per_host * self.inter.bytes_per_second)
+        return replace(self.inter, bytes_per_second=rate)
+
 
 def machine_of(run: Run) -> Machine:
     """The machine of a run: the catalog's device, the network that the table states.

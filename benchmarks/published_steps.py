@@ -68,7 +68,7 @@ def predict(run: Run) -> Prediction:
         compute, data, update, needed = net_parts(run, machine)
         whole, capacity = compute + data + update, capacity_of(machine.device)
         return Prediction(whole, compute, 0.0, 0.0, data, update, min(needed, capacity), needed, capacity)
-    link = (machine.intra if run.tensor <= machine.per_host else machine.inter).within(run.tensor)
+    link = machine.link_of(run.tensor)
     mesh = LogicalMesh((run.tensor,), links=(link,))
     ends = work_of("ends", replace(sizes_of(run), tokens=tokens_of(run, run.output)), machine.device, link)
     return compose(run, machine, mesh, layer_of(run, machine, link), ends)

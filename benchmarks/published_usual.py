@@ -46,7 +46,8 @@ def is_sequence_parallel(row: Cells) -> bool:
     # No other tensor parallelism can hide its collectives behind products. It came before Hopper: on devices from then on it is
     # taken for granted, but where a solver decided.
     newer = says(row, r"\bG?[BH]\d|MI3", "gpu_type") and not says(row, "auto", "framework")
-    return said or newer or overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
+    # MaxText's activations lie split along the width between layers (`activation_embed`), which takes the same collectives.
+    return said or newer or overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron|MaxText", "framework")
 
 
 def is_split(row: Cells) -> bool:

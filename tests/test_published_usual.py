@@ -299,3 +299,23 @@ def test_operands_of_8_bits_are_kept_in_16_by_pytorch(read):
     assert wide_bytes(read(**cells, precision="fp8"), 1024) == 0  # a program of XLA's
     kept = [predict(run).memory_bytes for run in (narrow, wide)]
     assert 0.92 * kept[1] < kept[0] <= kept[1]
+
+
+def test_rings_through_several_hosts_use_all_of_their_cards(read):
+    """One tensor-parallel group over two hosts has the card of a host to itself."""
+    cells = {"gpus": "16", "dp": "1", "tp": "16", "heads": "16", "hidden": "1024", "framework": "Megatron-LM"}
+    machine = machine_of(replace(read(**cells), network="100 Gb/s IB per node"))
+    assert machine.link_of(8) == machine.intra
+    assert machine.link_of(16).bytes_per_second == pytest.approx(8 * machine.inter.bytes_per_second)
+    fast = machine_of(replace(read(**cells), network="8x400 Gb/s IB"))
+    assert fast.link_of(16).bytes_per_second == fast.intra.bytes_per_second
+    pod = machine_of(replace(read(**cells), device="TPU v5p"))
+    assert pod.link_of(16) == pod.inter  # no faster than its ring
+
+
+def test_maxtext_splits_what_lies_between_layers(read):
+    """So that a device keeps a part of it only."""
+    cells = {"dp": "4", "tp": "2", "gpu_type": "TPU v5p", "microbatch": "4", "recompute": "full"}
+    split, whole = (read(**cells, framework=name) for name in ("MaxText (JAX)", "Pax (JAX)"))
+    assert split.sequence and not whole.sequence
+    assert predict(split).memory_bytes < predict(whole).memory_bytes

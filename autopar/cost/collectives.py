@@ -77,9 +77,11 @@ def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one pairwise all-to-all: p - 1 messages of num_bytes / p each; `num_bytes` is one device's operand.
 
     Thakur, Rabenseifner & Gropp, 2005, sec. 4.4. On a ring of a torus what is sent goes on over all links on its way, a
-    quarter of the ring on average: Austin et al., "How to scale your model", 2025, ch. 3.
+    quarter of the ring on average, and so along each axis that the group fills: Austin et al., "How to scale your model",
+    2025, ch. 3.
     """
-    passed_on = max(1.0, group_size / 4) if link.torus else 1.0
+    axes = link.axes(group_size) if link.torus else 0.0
+    passed_on = max(1.0, axes * group_size ** (1 / axes) / 4) if axes else 1.0
     return (group_size - 1) * (link.latency_seconds + passed_on * num_bytes / group_size / link.bytes_per_second)
 
 

@@ -65,6 +65,11 @@ class Link:
         part = _part_of(self.torus, num_devices)
         return dataclasses.replace(self, bytes_per_second=self.bytes_per_second * part)
 
+    def axes(self, num_devices: int) -> float:
+        """How many axes of a torus a group of so many neighbours fills: the rate that it has over that of one of them."""
+        closes = self.torus[-1][1] >= 2 * CLOSED
+        return max(1.0, _part_of(self.torus, num_devices) / (CLOSED if closes else OPEN))
+
     def __str__(self) -> str:
         return f"{self.bytes_per_second / 1e9:g} GB/s, {self.latency_seconds * 1e6:g} us"
 
@@ -73,8 +78,8 @@ def _part_of(groups: tuple[tuple[int, float], ...], num_devices: int) -> float:
     return next((part for size, part in sorted(groups) if num_devices <= size), 1.0)
 
 
-OPEN = 0.5
-"""Fraction of a ring's rate that a chain has: data goes through it one way."""
+OPEN, CLOSED = 0.5, 1.0
+"""Fractions of a ring's rate: of a chain, through which data goes one way, and of a ring."""
 
 
 def slice_sides(num_chips: int, num_axes: int) -> tuple[int, ...]:
@@ -105,7 +110,7 @@ def torus_parts(num_chips: int, num_axes: int, closes_at: int) -> tuple[tuple[in
     for count in range(1, num_axes + 1):
         for axes in itertools.combinations(range(num_axes), count):
             size = math.prod(sides[axis] for axis in axes)
-            rate = sum(1.0 if closed[axis] else OPEN for axis in axes if sides[axis] > 1)
+            rate = sum(CLOSED if closed[axis] else OPEN for axis in axes if sides[axis] > 1)
             rate_of[size] = max(rate_of.get(size, 0.0), rate)
     found: list[tuple[int, float]] = []
     best = OPEN

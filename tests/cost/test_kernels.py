@@ -142,10 +142,18 @@ def test_a_pass_over_what_lies_turned_takes_longer_where_loops_pick_it_up_one_by
 
 
 def test_heads_of_128_fill_half_of_an_array_of_256():
-    """Fused attention reaches half the part of the peak on TPUs whose arrays are twice as wide."""
+    """Fused attention reaches less of the peak on TPUs whose arrays are twice as wide, but more than half as much."""
     kernel = FusedProducts(1e15, 0.0, ("bfloat16", "bfloat16"))
     parts = []
     for name in ("v5p", "v6e", "7x"):
         device = find_device(name).device
         parts.append(1e15 / kernel_seconds(kernel, device) / device.product_flops_per_second(["bfloat16"]))
-    assert parts[1] == pytest.approx(parts[0] / 2, rel=0.01) and parts[2] == pytest.approx(parts[1], rel=0.01)
+    assert parts[0] / 2 < parts[1] < parts[0] and parts[2] == pytest.approx(parts[1], rel=0.01)
+
+
+def test_long_samples_take_as_much_longer_on_tpu7x_as_was_published():
+    """Llama 3.1 70B on 64 chips for each 16 samples of 131,072 tokens, or 256 of 8,192: attention is what differs."""
+    device = find_device("7x").device
+    flops = 3.5 * 2 * 131072 * 8192 * 80 * (16 * 131072)  # both passes, masked
+    longer = kernel_seconds(FusedProducts(flops / 128, 0.0, ("bfloat16", "bfloat16")), device)
+    assert longer * (1 - 8192 / 131072) == pytest.approx(34.0 - 12.3, rel=0.05)

@@ -66,6 +66,25 @@ def test_what_goes_far_around_a_ring_is_passed_on():
     assert seconds("all-to-all", 1e9, ("x",), mesh) == pytest.approx(16e9 / 4 / 90e9 * 15 / 16, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "chips, shape, quarters",
+    [
+        ("32x8 v5e", (256,), 16),
+        ("16x4 v5p", (64,), 4),
+        ("16x4 v5p", (16, 4), 4),
+        ("2x4 v5p", (8,), 4),
+        ("4x4 v5e", (16,), 8),
+    ],
+)
+def test_what_goes_over_several_axes_takes_the_rings_of_each(chips, shape, quarters):
+    """Bytes cross a quarter of each axis on its own links, so that only the longest counts, twice as much if it is open."""
+    pod = Cluster.of(chips)
+    mesh = logical_mesh(pod, shape)
+    size = mesh.size_of("x")
+    expected = quarters * 1e9 / 4 / pod.intra.bytes_per_second * (size - 1) / size
+    assert seconds("all-to-all", 1e9, ("x",), mesh) == pytest.approx(expected, rel=0.02)
+
+
 def test_plan_files_keep_a_torus():
     link = Cluster.of("16x4 v5p").inter
     assert link.torus and _link(Entry(_link_record(link), "link")) == link
