@@ -1,10 +1,10 @@
-"""What planning takes pains with, and what it leaves alone: every number that was chosen, in one place.
+"""The planner's tuning constants: how much effort it spends, and what it skips.
 
 In:     (numbers only.)
-Out:    `TUNING`, read wherever planning decides between a better plan and a sooner one.
-Method: none of these numbers says anything of a program or a machine: rates and sizes of those are in `mesh/catalog.py` and
-        `cost/`, and the tolerances of arithmetic beside it. Another number here gives a plan that is as correct, found
-        sooner or later, and perhaps a little better or worse. Where no reason is given, a number was found by trial.
+Out:    `TUNING`, read wherever planning trades the quality of the plan for planning time.
+Method: none of these numbers describes a program or a machine: rates and sizes are in `mesh/catalog.py` and `cost/`, and
+        arithmetic tolerances are where they are used. Another number here gives a plan that is as correct, found sooner or
+        later, and perhaps a little better or worse. Where no reason is given, a number was found by trial.
 """
 
 from __future__ import annotations
@@ -14,310 +14,313 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Numbers that steer planning; "part" is a fraction, "pairs" are pairs of choices that meet on an edge of a problem."""
+    """Constants of planning; "part" is a fraction, "pairs" are pairs of choices on the edges of a planning problem."""
 
     # Programs: before anything is sharded
 
     hoisted_work: float = 0.02
-    """Part of the step's work. What is needed of the whole batch (a mask's denominator) and takes no more is computed before
-    the loop over microbatches: every microbatch waits for it, and it saves a second loop."""
+    """Part of the step's work. A value of the whole batch (a mask's denominator) that takes no more is hoisted before the
+    loop over microbatches: every microbatch waits for it, and it saves a second loop."""
     joined_work: float = 0.2
-    """Part of the step's work. What is done of all samples at once between a pipeline's forward and backward passes, while its
-    stages wait, takes no more."""
+    """Part of the step's work: the most that joins of all samples, between a pipeline's forward and backward passes while the
+    stages wait, may take."""
     most_rounds: int = 8
-    """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
+    """The most loops over microbatches, one after the other, where samples of one need results of the one before."""
     repeated_rounds: float = 0.5
-    """Part of the step's work that these loops may do once more."""
+    """Part of the step's work: the most that these loops may recompute."""
     stage_rounds: int = 16
-    """How often microbatches go forwards and backwards through a pipeline's stages, at most: each time costs one more look at
-    the step, and nothing is done again."""
+    """The most rounds of microbatches forwards and backwards through a pipeline's stages: each costs one more analysis of the
+    step; nothing is recomputed."""
     written_steps: int = 8
-    """Turns of a loop of training steps that are written out for that, at most: each is one more copy of the step to look at,
-    and one more look, so that twice as many take four times as long to plan (16: a minute)."""
+    """The most trips of a loop of training steps to unroll into rounds: each is one more copy of the step to analyse, and one
+    more analysis, so that twice as many take four times as long to plan (16: a minute)."""
     layers_work: float = 0.2
-    """Part of the forward and backward passes' work. Scans of one length are cut between stages if they do at least so much:
-    a smaller scan is no chain of layers, and cutting it makes programs longer for nothing."""
+    """Part of the forward and backward passes' work. Scans of one length are split between stages if they do at least this:
+    a smaller scan is no chain of layers, and splitting it makes programs longer for nothing."""
     fission_operations: int = 16
-    """Operations for each element that an equation reads or makes. A condition is split between results that share no more
-    than that: making the shared part twice costs less than keeping its results."""
+    """Operations per element that an equation reads or writes. Shared equations with no more are computed once per result of
+    a split condition: that costs less than keeping their results."""
     fission_room: float = 1.25
-    """Conditions are merged as long as together they make at most so many times the bytes of the largest alone."""
+    """Conditions are merged while the bytes of their results are at most this many times those of the largest alone."""
 
     padded_most: float = 1.75
-    """Times its length that a dim is made longer at most, so that more devices split it: 5 heads become 8, 9 not 16."""
+    """The most times its length that a dim is padded to, so that more devices can split it: 5 heads become 8, 9 not 16."""
     padding_looks: float = 0.03
-    """Part of a step that could be won, and of its products along these dims, before it is planned with longer dims, too."""
+    """Part of a step that padding could win, and that products along such dims take, before a padded plan is tried."""
     padding_gains: float = 0.01
-    """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
+    """Part of a step by which padding must make it faster: unpadded programs are easier to read."""
 
     offloaded_least: float = 1e-3
-    """Part of the largest of the optimizer's arrays. Smaller ones stay on the device where the others go to the hosts."""
+    """Part of the largest of the optimizer's arrays. Smaller ones stay on the device when the others are offloaded."""
 
     # Decisions on one mesh
 
     untied_nodes: int = 700
-    """Graphs with no more nodes are solved as they are: they take no time worth saving."""
+    """Graphs with no more nodes are solved without ties: they take no time worth saving."""
     tie_repeats: int = 3
-    """So many alike in a row are layers; two may be the two ends of something else."""
+    """How many equal pieces in a row are taken for layers; two may be the two ends of something else."""
     tie_rounds: int = 4
-    """Edges. So far the surroundings of two nodes are compared: what differs farther away does not change what is best here."""
+    """Edges: the radius within which the neighbourhoods of two nodes are compared; differences farther away do not matter."""
     tie_stretch: int = 8
-    """Equations. So many must be equal in a row before a distance between them is looked at: fewer are found everywhere."""
+    """Equations that must be equal in a row before the distance between them is considered: fewer are equal everywhere."""
     untied_each: int = 2_000
     """Graphs with no more nodes are solved without ties on every mesh whose answer is nearly the best."""
     untied_seconds: float = 0.5
-    """Seconds. The best answer is solved without ties whatever that wins, if it takes no longer."""
+    """Seconds. The best answer is solved without ties if that takes no longer, whatever it may win."""
     proved_seconds: float = 5.0
-    """Seconds. Of the best answer, where it was found two axes at a time, a bound is looked for whatever that wins, if it takes
-    no longer: without one nothing is known of it."""
+    """Seconds. If the best answer was found two axes at a time, a lower bound is computed if that takes no longer, whatever it
+    may win: without a bound its gap is unknown."""
     settled_seconds: float = 7.0
-    """Seconds. As often as that takes no longer, roughly, and once at least, such an answer is solved around."""
+    """Seconds. Such an answer is refined over all axes (`settle` in `intra_op/shard.py`) as often as that takes no longer,
+    roughly, and at least once."""
     settled_part: float = 0.09
-    """Part of the step. Beyond the first time, to know and to win what is left is worth no more than that."""
+    """Part of the step that refining it more than once is expected to win."""
     untied_near: float = 0.015
-    """Part of the step: as much may be won by what ties keep alike."""
+    """Part of the step: the most that solving without ties is expected to win."""
     untied_pairs: int = 30_000_000
-    """Pairs. Beyond so many, the tables of the problem with every layer by itself take gigabytes."""
+    """Pairs. Beyond this, the tables of the problem without ties take gigabytes."""
     unmeant_gather: float = 100.0
-    """Times its seconds that a gather counts where a method of the papers means none: dear enough that it is taken only where
-    nothing else is possible, as in models not written for the method."""
+    """Factor on the seconds of a gather that a method of the papers does not have: it is chosen only where nothing else is
+    possible, as in models not written for the method."""
     fused_latency: float = 0.1
-    """Part of its latency that a small collective bears where others like it are ready too: about ten are sent as one, as
-    long as no program has shown how many are."""
+    """Part of its latency that a small collective is charged where others like it are ready too: about ten are fused into one,
+    until a lowered program shows how many are."""
 
     # The integer program
 
     fold_elements: int = 40_000_000
     """Elements of the largest table [u, node, v] that folds a node with two neighbours: 320 MB of float64."""
     equal_edges: int = 300
-    """Edges from which on equal tables are looked for: of fewer, each is computed by itself."""
+    """Edges from which on equal tables are shared: with fewer, each is computed by itself."""
     compared_choices: int = 400_000
-    """Comparisons of a node's choices with each other, beside all choices of its neighbours, at most; a node with more keeps
-    those that others dominate."""
+    """The most comparisons of a node's choices with each other, over all choices of its neighbours; a node that needs more
+    keeps its dominated choices."""
     message_rounds: tuple[int, ...] = (60, 120, 200)
-    """Rounds of message passing before each attempt of the ILP: more each time, for what is left is harder."""
+    """Rounds of message passing before each attempt of the ILP: more each time, since the rest is harder."""
     message_sweeps: int = 8
-    """Sweeps forth and back over the nodes at the end, which pick the choices that the bound suggests."""
+    """Forward and backward sweeps over the nodes at the end, which pick the choices that the bound suggests."""
     message_stalled: float = 0.02
-    """Part of what is missing to the best answer. Where ten rounds raise the bound by less, more are not worth their time."""
+    """Part of the distance to the best answer. If `message_look` rounds raise the bound by less, no more are done."""
     message_look: int = 10
-    """Rounds between looks at how far the ascent has come."""
+    """Rounds between checks of the bound's progress."""
     message_small: int = 4_096
-    """Pairs. Of tables of fewer the columns of all widths are computed at once."""
+    """Pairs. For smaller tables the columns of all widths are computed at once."""
     message_chunk: int = 200_000
     """Entries of tables that are computed at once: 1.6 MB of float64, which stay in a core's cache."""
     message_call_seconds: float = 1.6e-5
-    """Seconds for each level of nodes and each array of tables of a round, forth and back, roughly."""
+    """Seconds for each level of nodes and each array of tables of a round, forward and back, roughly."""
     message_pair_seconds: float = 8e-9
-    """And for each pair of a round."""
+    """Seconds for each pair of a round."""
     solver_pairs_per_second: float = 3.5e4
-    """Pairs of what is left for the ILP that its solver gets through in a second, roughly."""
+    """Pairs of its problem that the ILP solver gets through in a second, roughly."""
     rough_gap: float = 1e-2
-    """Part of the cost. Where so much may be left, what message passing has found at its first attempt is taken."""
+    """Part of the cost. Where such a gap is allowed, the first answer of message passing within it is taken."""
     small_core: int = 60_000
-    """Pairs. The ILP gets all of a problem that has no more, and proves its answer least."""
+    """Pairs. A problem with no more goes to the ILP whole, which proves its answer optimal."""
     early_core: int = 5_000
-    """Pairs. Where more rounds of message passing can still narrow the problem, the ILP gets no more than so many."""
+    """Pairs. While more rounds of message passing can still prune the problem, the ILP gets no larger one."""
     large_core: int = 500_000
-    """Pairs. Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is: the ILP
-    would take its whole time limit."""
+    """Pairs. Beyond this (meshes of three axes, large models without equal layers) a small gap is left: the ILP would take its
+    whole time limit."""
     large_gap: float = 2e-3
-    """Part of the cost: that gap. It is also left where bytes have a price, and where what message passing leaves to the ILP
-    has more than `early_core` pairs: to prove the last of it may take half a minute."""
+    """Part of the cost: that gap. It is also left where bytes have a price, and where message passing leaves the ILP more than
+    `early_core` pairs: to prove the last of it may take half a minute."""
     promising_choices: int = 8
-    """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
+    """The most choices per node that the ILP gets of a larger core, beside those around the best answer known."""
     fewer_choices: tuple[int, ...] = (8, 4, 2)
-    """Choices of a node that are taken, one number after the other, where more would be too many for the ILP."""
+    """Choices per node that are tried, one number after the other, where more would be too many for the ILP."""
     room_parts: tuple[float, ...] = (1 / 32, 1 / 8, 1)
-    """Parts of the room between the bounds: first the choices that exceed the bound least, whose best narrows the room."""
+    """Parts of the room between the bounds: first only choices near the lower bound, whose best answer lowers the upper."""
     first_slack: float = 2e-3
-    """Part of the cost, by which these first ones exceed the bound at most."""
+    """Part of the cost by which these first choices may exceed the lower bound."""
     polish_nodes: tuple[int, ...] = (24, 80)
-    """Nodes of a neighbourhood in which everything is chosen anew, in one round after the other: small ones first."""
+    """Nodes of a neighbourhood that is solved anew, in successive rounds: small neighbourhoods first."""
     polish_rounds: int = 3
-    """Rounds at most."""
+    """The most rounds."""
     polish_gain: float = 1e-4
     """Part of the cost. A round that wins less is the last."""
     polish_pairs: int = 40_000
-    """Pairs of a neighbourhood with memory rows, which no elimination makes smaller: larger ones are left out."""
+    """Pairs of a neighbourhood with memory rows, to which elimination does not apply: larger ones are skipped."""
     polish_node_seconds: float = 1.3e-3
     """Seconds for each node of a problem, roughly."""
     polish_core: int = 1_000
-    """Pairs that elimination may leave of a neighbourhood for the solver."""
+    """The most pairs that elimination may leave of a neighbourhood for the solver."""
     axis_gain: float = 1e-4
-    """Part of the cost. Where holding any one axis wins less than that, an answer on three axes is taken."""
+    """Part of the cost. If fixing any one axis and solving the others wins less, an answer on three axes is taken."""
     search_steps: int = 50
-    """Steps for each node of the searches that prove nothing (`solver="mcmc"` and others)."""
+    """Steps per node of the searches without proof (`solver="mcmc"` and others)."""
 
     # Memory
 
     memory_rows: int = 8
-    """Moments of a program over budget that become rows of the problem at once."""
+    """Program points over budget that become memory rows of the problem at once."""
     peak_fallen: float = 0.99
-    """Part of a peak. Where memory has fallen below, the next peak is another one, and may become a row of its own."""
+    """Part of a peak. Once memory falls below this, the next peak is another one, and may become a row of its own."""
     floor_moments: int = 4
-    """Moments of each body, the fullest, of which the bytes that every sharding needs are proved."""
+    """Program points of each body, the fullest, for which the bytes that every sharding needs are proved."""
     rows_core: int = 10_000
-    """Pairs. A problem with no more is solved with its memory rows as they are; in others bytes get a price first."""
+    """Pairs. A problem with no more is solved with its memory rows directly; in others bytes get a price first."""
     prices: int = 10
-    """Prices on a byte that are tried at most."""
+    """The most prices on a byte that are tried."""
     cutting_planes: int = 30
-    """Times that a problem within a memory budget is solved with the rows that its answer breaks."""
+    """The most times that a problem within a memory budget is solved again with the rows that its answer violates."""
     price_step: float = 4.0
-    """From one price to the next, until everything fits: ten of them span a factor of a million."""
+    """Factor from one price to the next, until everything fits: ten of them span a factor of a million."""
     price_mixes: int = 2
-    """Times that rows choose among what was found at the different prices."""
+    """Times that rows choose among the answers found at the different prices."""
     price_tries: int = 2
-    """Times that all this is done again with the rows that were found on the way."""
+    """Times that all this is repeated with the rows that were found on the way."""
     far_over: float = 1.5
-    """Times the budget: what the rows of a large problem need beyond that is not tried to be kept in spite of them."""
+    """Times the budget: if the rows of a large problem need more, no answer that fits is searched for."""
     dear_bytes: float = 100.0
-    """Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
+    """Times all seconds: the price of bytes over budget where any sharding that fits is welcome."""
 
     made_of: int = 8
-    """What is made of more values than these by operations that compilers fuse goes through memory in the prices of kernels."""
+    """In the prices of kernels, a fused value computed from more values than this goes through memory."""
     made_of_bytes: float = 1.25
-    """Times the bytes of a value: so large may be what it is made of if each kernel that reads it recomputes it."""
+    """Times the bytes of a value: the most that its operands may have for each kernel that reads it to recompute it."""
     slow_flops: float = 16.0
-    """Operations for each element: what takes more is held if several read it, as random bits are."""
+    """Operations per element: a value that takes more and has several readers is stored, as random bits are."""
     late_bytes: int = 1 << 22
-    """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
+    """Bytes. Smaller values may live through a loop; equations that free larger ones are moved before it."""
     again_bytes: int = 1 << 20
-    """Bytes. What is smaller may live beside what is recomputed."""
+    """Bytes. Smaller values may live beside recomputed ones."""
     large_part: float = 1 / 8
-    """Part of the largest array of a body. What makes one as large waits for what frees others."""
+    """Part of the largest array of a body. Equations that make an array as large wait for those that free others."""
     late_part: float = 1 / 8
-    """Part of the bytes that become free. What is made to wait for that has no more: to wait may cost a pass over it."""
+    """Part of the bytes that become free: the most bytes of what is made to wait for that, since waiting may cost a pass over
+    them."""
     fitting_turns: int = 8
-    """Plans that are made and compiled, at most, until the compiler agrees that one fits."""
+    """The most plans that are made and compiled until the compiler agrees that one fits."""
 
     # The clock
 
     exposure_turns: int = 3
-    """Problems that are solved on a mesh, each with what the answer before showed to be exposed."""
+    """Problems that are solved on a mesh, each with the exposed collectives that simulating the answer before showed."""
     around_turns: int = 5
-    """The same around the best answer of a mesh, as long as its gap is more than `rough_gap`."""
+    """The same with the exposure that the best answer of a mesh shows, as long as its gap is more than `rough_gap`."""
     exposure_same: float = 5e-3
-    """Part of the step. Up to that it takes as long as was thought, and is not solved again: 0.2 % of a step for about a
-    second of planning."""
+    """Part of the step. If the simulated time is this near to the expected one, the problem is not solved again: that would
+    win 0.2 % of a step for about a second of planning."""
     known_far: float = 0.01
-    """Part of the step. A known plan that is thought to take so much longer than the best one is not looked at."""
+    """Part of the step. A well-known plan that is expected to take this much longer than the best one is skipped."""
     loop_turns: int = 3
-    """Turns of a loop that are put on the clock; each further one takes as long as the last of these."""
+    """Trips of a loop that are simulated; each further one takes as long as the last of these."""
 
     # Stages
 
     max_segments: int = 256
-    """Places at which a step may be cut, at most: the sums over pairs of them stay small."""
+    """The most positions at which a step may be cut: sums over pairs of them stay small."""
     shared_elements: int = 4096
-    """Elements. What has no more may be held by every stage, and crosses no border."""
+    """Elements. A value with no more may be held by every stage, and crosses no border."""
     repeated_work: float = 1e-3
-    """Part of the whole work. An equation of at most that may be repeated in every stage that needs it."""
+    """Part of the whole work. An equation with no more may be repeated in every stage that needs it."""
     around_border: int = 4
-    """Operations before and after a place that tell what kind of place it is: layers are to be cut at equal ones."""
+    """Operations before and after a cut position that characterize it: layers should be cut at equal positions."""
     odd_border: float = 5e-3
-    """What a border at an odd place costs beside the bytes over the fullest border: only ties are broken by it."""
+    """Cost of a border at an unusual position, relative to the bytes over the fullest border: it only breaks ties."""
     uneven_work: float = 1e-3
-    """What uneven work costs beside these bytes: the next tie."""
+    """Cost of uneven work, likewise: it breaks the next ties."""
     beside_layer: float = 1.05
-    """Times the work of a segment that is a layer by itself: so much may a layer have that holds it."""
+    """Times the work of its largest segment: the most that a layer larger than an even one may have."""
     joined_elements: int = 16
-    """Elements. What has no more is joined across stages element by element: norms, flags, counters."""
+    """Elements. Values with no more are joined across stages element by element: norms, flags, counters."""
     copied_elements: int = 1024
-    """Elements. What is made of arguments with no more is made wherever it is read: learning rates, random keys."""
+    """Elements. A value computed from arguments with no more is recomputed wherever it is read: learning rates, random keys."""
     parts_of_memory: int = 64
-    """Each of several stages on one mesh has so many of such parts of its memory: what is finer tells equal stages apart."""
+    """Stages that share a mesh divide its memory in this many parts: finer divisions would make equal stages differ."""
     recompute_levels: int = 6
-    """Levels of recomputation of a stage that are told apart, at most: each is lowered and simulated."""
+    """The most levels of recomputation of a stage that are distinguished: each is lowered and simulated."""
     uneven_stage: float = 1.5
-    """Equal shares of the work. A stage with more makes a pipeline that is none, of which the user is warned."""
+    """Times an equal share of the work. The user is warned of a stage with more."""
     most_parts: int = 16
-    """Parts that scans over layers are taken into so that stages are even: each is a loop of its own to compile."""
+    """The most parts that scans over layers are split into for even stages: each is a loop of its own to compile."""
     parts_tolerance: float = 0.05
-    """Part of the largest stage: how far it may be over the least that finer parts would make it."""
+    """Part of the largest stage: how much larger it may be than with finer parts."""
     stage_gap: float = 3e-3
-    """Part of its cost by which the sharding of a stage may miss the least: the last of it would take most of the time. Where
-    message passing comes no nearer than to `rough_gap`, and what it leaves is large, that is left too."""
+    """Part of its cost: the gap of a stage's sharding that is left, since closing it would take most of the time. Where
+    message passing comes no nearer than `rough_gap`, and leaves a large problem, that gap is left too."""
     hand_gap: float = 1e-5
-    """The same for a method of the papers: no collective more or less than theirs, however little it costs."""
+    """The same for a method of the papers, whose collectives must be exactly theirs, however little one costs."""
     layer_gap: float = 1e-2
     """The same for layers of the table, which only choose stages."""
     one_array: float = 0.02
-    """Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
+    """Part of its time that a stage may lose so that its part of a stack is sharded like the others: they are then one array
+    for the user."""
     near: float = 0.05
-    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget;
+    """A candidate that cannot be faster than the best known one by more than this part is not solved under a memory budget;
     stages of more than `small_core` pairs may show that while they are solved."""
     microbatches_per_stage: int = 4
-    """Microbatches for each stage where the user names no number: the bubble of 1F1B is then at most a fifth."""
+    """Microbatches per stage where the user gives no number: the bubble of 1F1B is then at most a fifth."""
 
     # The search
 
     meshes_share: float = 0.4
-    """Part of the time to plan everything that meshes without stages take; for progress."""
+    """Part of all planning time that meshes without stages take; for progress."""
     layers_share: float = 0.4
-    """Part of the search over pipelines that costs of layers take; for progress."""
+    """Part of the search over pipelines that the costs of layers take; for progress."""
     third_axis_equations: int = 8000
-    """Of a step. One with more is not sharded over three axes where nothing fits on two: microbatches are tried instead."""
+    """A step with more equations is not sharded over three axes where nothing fits on two: microbatches are tried instead."""
     third_axis_gain: float = 1e-3
-    """Part of the step that the second axis must have won, for the third wins less, and takes several times as long to plan."""
+    """Part of the step that the second axis must have won: the third wins less, and takes several times as long to plan."""
     nodes_per_second: float = 1e3
-    """Nodes of a problem that planning of a mesh gets through in a second on one core, roughly."""
+    """Nodes of a problem that planning on a mesh gets through in a second on one core, roughly."""
     pairs_per_second: float = 2.5e6
-    """And pairs."""
+    """Pairs, likewise."""
     solve_share: float = 1 / 3
-    """Part of that which one solve takes, roughly."""
+    """Part of that time that one solve takes, roughly."""
     repaying_steps: int = 10_000
-    """Steps of training. A step of planning may take as long as what it may win in so many."""
+    """Steps of training. A step of planning may take as long as it may save in this many."""
     hoped: float = 0.25
-    """Part of what lies between the best that is known and what nothing beats: so much is thought to be won of it."""
+    """Part of the gap between the best known cost and the lower bound that more planning is expected to win."""
     stages_seconds: float = 25.0
-    """Seconds that a search for stages takes, roughly, if it takes long: how many pipelines are planned is bounded."""
+    """Seconds that a search for stages takes, roughly, if it takes long: the number of pipelines planned is bounded."""
     stages_solves: float = 8.0
-    """Times what it takes to shard the step on one mesh that a search for stages takes otherwise, roughly."""
+    """Times the time to shard the step on one mesh: what a search for stages takes otherwise, roughly."""
     clock_doubt: float = 5e-3
-    """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more
+    """Part of the cost by which a mesh may be priced above the best so far and still be simulated faster. Problems of no more
     than `small_mesh_pairs` are solved to see."""
     small_mesh_pairs: int = 1_000_000
-    """Pairs: half a second. Meshes with no more of them are planned whatever they may win."""
+    """Pairs: half a second. Meshes with no more are planned whatever they may win."""
     accumulation_bytes: float = 0.1
     """Part of the bytes needed that twice as many microbatches must save, where nothing fits yet."""
     exposure_guessed: float = 0.05
-    """Part of the step. Before a number of microbatches is put on the clock, what is exposed is guessed from another number:
-    a problem whose least cost is larger than the best step by more is given up."""
+    """Part of the step. Before a number of microbatches is simulated, exposed communication is guessed from another number: a
+    problem whose lower bound is above the best step by more is given up."""
     accumulation_meshes: int = 3
-    """Meshes that are tried in microbatches: the best of those that were tried without."""
+    """Meshes that are tried with microbatches: the best of those tried without."""
     stages_gain: float = 0.1
-    """Part of the best step without stages. Within one host stages are tried if so much can be won: less is eaten up by
-    their bubble."""
+    """Part of the best step without stages. Within one host stages are tried if this much can be won: the bubble would use
+    up less."""
     table_layers: int = 16
-    """Equal layers of which each has a share of the work; more parts of a scan than these are interpolated."""
+    """Layers of equal work in the table; for more parts of a scan than this the table is interpolated."""
     layer_slack: float = 0.35
     """Part of an even layer by which layers may be uneven, so that more of them are equal, and are sharded once."""
     fewest_microbatches: int = 4
-    """Microbatches of a pipeline that are tried, at least, if the batch divides so."""
+    """The least number of microbatches tried for a pipeline, if it divides the batch."""
     most_microbatches: int = 128
-    """And at most."""
+    """The largest."""
     few_microbatches: tuple[int, ...] = (1, 2)
-    """Such numbers as well where there is no backward pass: then the pipeline fills at once."""
+    """Further numbers tried where there is no backward pass: then the pipeline fills at once."""
     guesses_solved: int = 12
-    """Times, at most, that layers are sharded for a candidate: for its number of microbatches, where scaling only guesses, or
-    within memory, where they do not fit as they were first sharded."""
+    """The most times that layers are sharded for a candidate: for its number of microbatches, where scaling only guesses, or
+    within memory, where they do not fit as first sharded."""
     finalists: int = 2
-    """Pipelines of the table that are planned as they are, at least."""
+    """The fewest pipelines of the table that are planned in full."""
     most_finalists: int = 16
-    """And at most, of small programs."""
+    """The most, for small programs."""
     roomy_finalists: int = 8
-    """To so many finalists comes one that would be faster and does not fit by the table."""
+    """For this many finalists, one is added that would be faster but does not fit by the table."""
     finalist_equations: int = 6000
-    """As many finalists as so many equations allow, each counting the program's."""
+    """Equations, counting the program's once per finalist: this bounds the number of finalists."""
     table_doubt: float = 0.1
-    """The table may be wrong by this part: what it says to take longer at least than the best step by more is left out."""
+    """Part by which the table may be wrong: a pipeline whose bound is above the best step by more is left out."""
     generous: float = 4.0
-    """Where no step is known that fits: no stage takes so many times as long as if all devices shared all work evenly."""
+    """Where no plan is known to fit: the most that a stage may take, in times the work shared evenly by all devices."""
     much_waiting: float = 0.03
-    """Part of the step. Where devices wait longer, the schedules that send or keep more for it are tried too."""
+    """Part of the step. Where devices idle longer, schedules that send or keep more to avoid it are tried too."""
     bubble_left: float = 0.5
-    """Part of 1F1B's bubble that these schedules leave."""
+    """Part of 1F1B's bubble that these schedules are assumed to leave."""
     calls_in_a_row: int = 64
     """Calls that stand for many: where calls do not wait for each other, a pipeline fills once for all of them."""
 
