@@ -1,1 +1,1 @@
-"""Carry a plan out; decide nothing."""
+"""Executes a plan; decides nothing."""

@@ -1,8 +1,8 @@
-"""What a runtime does at each instruction of a stream, in this process and on a worker alike.
+"""Turns instructions of a stream into functions that execute them, in this process and on workers alike.
 
-In:     compiled programs; for each message how it is sent, or received.
-Out:    `act`: a function of the step's number and of the buffers that are there.
-Method: programs and copies are begun, and not waited for.
+In:     compiled programs; for each message, the function that sends or receives it.
+Out:    `act`: a function of the step's number and its live buffers.
+Method: programs and copies are started, and not waited for.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from autopar.runtime.failure import CallbacksRaised, check_results
 from autopar.streams.instructions import BufferId, Free, Instruction, Recv, Run, Send
 
 Live: TypeAlias = dict[BufferId, Any]
-"""The buffers of a step that exist."""
+"""The live buffers of a step."""
 Act: TypeAlias = Callable[[int, Live], None]
-"""Carries out one instruction of a step of this number on its buffers."""
+"""Executes one instruction, given the step's number and its live buffers."""
 SendTo: TypeAlias = Callable[[int, Sequence[jax.Array]], None]
-"""Begins to send values in a step; they may be let go of after."""
+"""Starts to send values in a step; the caller may free them when it returns."""
 Receive: TypeAlias = Callable[[int], list[jax.Array]]
-"""The values that were sent in a step, there or on their way."""
+"""Returns the values sent in a step, arrived or still in flight."""
 
 
 def end_of(at: int) -> BufferId:
-    """What tells that a program that calls the host has ended, as no buffer does: of instruction 0, 1, ... it is -1, -2, ..."""
+    """The key among the buffers for the completion token of a program that calls the host at instruction `at`."""
     return -1 - at
 
 
@@ -39,7 +39,7 @@ def act(
     sends: Mapping[int, SendTo],
     receives: Mapping[int, Receive],
 ) -> Act:
-    """What is done at instruction `at`; the last result of `watched` programs tells that their callbacks have ended."""
+    """The function that executes instruction `at`; the last result of a `watched` program is its completion token."""
     match instruction:
         case Run(program, _, _, inputs, outputs):
             executable = programs[program]
@@ -67,7 +67,7 @@ def act(
 
 
 def then_look(call: Act, ends: Sequence[BufferId], watch: Watch) -> Act:
-    """The same, after which all of these programs have ended and no callback has raised."""
+    """`call`, then wait until the programs of these completion tokens have ended, and raise what their callbacks raised."""
 
     def look(step: int, live: Live) -> None:
         call(step, live)

@@ -1,9 +1,9 @@
-"""Compiling the programs of a step for the devices of this process: equal ones once.
+"""Compiles the programs of a step for the devices of this process, equal programs only once.
 
-In:     a `StepPlan`, devices, which need not be there.
+In:     a `StepPlan`; devices, which may be descriptions of absent ones.
 Out:    `Compiled`: XLA's executables.
-Method: equal stages on meshes of the same shape have the same program but for its devices. XLA binds an executable to
-        devices, so the first of them is compiled and loaded again for the devices of each other one.
+Method: equal stages on meshes of the same shape have the same program, except for its devices. XLA binds an executable to
+        devices, so one is compiled, and loaded again for the devices of each other stage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from autopar.streams.assemble import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """The programs of a step on devices: each stage's mesh, what was compiled and XLA's executables by name.
+    """The compiled programs of a step.
 
-    `watch` is where callbacks leave what they raise; of the programs `num_compiled` were compiled, the others equal one
-    of these.
+    Attributes:
+        places: The device mesh of each stage.
+        functions: What each program was compiled from, by name.
+        programs: XLA's executables, by name.
+        watch: Collects the exceptions of host callbacks.
+        num_compiled: Number of programs that were compiled; the others equal one of these.
     """
 
     places: tuple[jax.sharding.Mesh, ...]
@@ -40,7 +44,7 @@ class Compiled:
 
 
 def compile_step(planned: StepPlan, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Compiled:
-    """Compile all programs of a step for its cluster's devices, in order; `options` are for XLA's compiler.
+    """Compile all programs of a step for the devices of its cluster, in order; `options` go to XLA's compiler.
 
     Raises:
         DeviceCountError: There are fewer or more devices than meshes have places.
@@ -79,14 +83,14 @@ def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.shardin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """A program that was compiled, and for which devices."""
+    """A compiled program, and the devices that it was compiled for."""
 
     compiled: jax.stages.Compiled
     devices: tuple[jax.Device, ...]
 
 
 class _Compiler:
-    """Compiles programs, some of which may be equal."""
+    """Compiles programs, equal ones once."""
 
     def __init__(self, has_equals: bool, options: Mapping[str, Any] | None):
         self._known: dict[str, _Known] = {}
@@ -95,10 +99,10 @@ class _Compiler:
 
     def compile(self, made: DeviceProgram[Function], places: jax.sharding.Mesh) -> jax.stages.Compiled:
         devices = tuple(places.devices.flat)
-        # Programs of equal text take equal arguments only if those that are not used stay.
+        # Programs of equal text take the same arguments only if unused arguments are kept.
         function, operands = jitted(made, lambda kind: kind.on(places), keep_unused=self._has_equals)
         lowered = function.lower(*operands)
-        # Callbacks are bound to the program that was compiled.
+        # An executable with callbacks cannot be loaded for other devices.
         may_be_equal = self._has_equals and not made.calls_host
         text = lowered.as_text().replace(made.title, "task") if may_be_equal else ""
         taken = self._take_over(text, devices) if text else None
@@ -115,9 +119,9 @@ class _Compiler:
         if known is None or known.devices == devices:
             return known.compiled if known is not None else None
         if jax.config.jax_compilation_cache_dir:
-            # What XLA for CPU has read from JAX's cache it cannot write again: the copy would lack functions.
+            # XLA:CPU cannot serialize again an executable that it read from JAX's cache: the copy would lack functions.
             return None
         try:
             return load_elsewhere(known.compiled, known.devices, devices)
-        except Exception:  # a platform that cannot move programs: then this one is compiled, too
+        except Exception:  # the platform cannot load it for other devices: compile it
             return None

@@ -1,4 +1,4 @@
-"""What is in a file, in a few bytes.
+"""Computes the digest of a file.
 
 In:     a file.
 Out:    its size and its SHA-256.
@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 
 Digest = tuple[int, str]
-"""Bytes of a file, and their SHA-256."""
+"""Size of a file in bytes, and its SHA-256."""
 
 
 def digest(path: Path, *, sync: bool = False) -> Digest:
-    """Size and SHA-256 of a file; with `sync` it has reached the disk by then."""
+    """Size and SHA-256 of a file; with `sync`, the file has reached the disk on return."""
     with open(path, "rb") as file:
         if sync:
             os.fsync(file.fileno())

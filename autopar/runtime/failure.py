@@ -1,14 +1,14 @@
-"""Finds out which program of a step failed while it ran, and what is told of it.
+"""Finds the program of a step that failed while it ran, and makes the error.
 
-In:     an exception, the program that ran, what the callbacks of the programs left behind (`partition/host_calls.py`).
-Out:    `StepError` with stage, microbatch, task and the user's line, the exception its cause; `DonatedError`.
-Method: XLA raises at once (no memory left, a NaN under `jax_debug_nans`) or, of a program that runs asynchronously, at
-        whoever waits for a result. Results are therefore waited for in the order in which programs were started: the
-        first that raises is the one that failed, later ones have only read it. Nothing is done while nothing fails.
-        A task that failed under `jax_debug_nans` is run again, one equation at a time, as JAX does for a jitted function:
-        each operation looks at its own results. The task's program is over whole values, so they are put together on the
-        default device: sums over a mesh are added up, pieces are cut out; sums over microbatches, whose memory was taken
-        over, begin with zeros. One that calls the host is not run again: its effects would happen twice.
+In:     an exception; the instructions that ran; the exceptions of callbacks (`partition/host_calls.py`).
+Out:    `StepError` with stage, microbatch, task and the user's line, and the exception as its cause; `DonatedError`.
+Method: XLA raises at the call (out of memory, a NaN under `jax_debug_nans`), or, since programs run asynchronously, when
+        somebody waits for a result. So results are waited for in the order in which programs were started: the first that
+        raises is from the program that failed; later ones only read its results. This costs nothing until a step fails.
+        A task that failed under `jax_debug_nans` is run again, one equation at a time, as JAX does for a jitted function,
+        and the results of each are checked. The task's program is over whole values, so its operands are assembled on the
+        default device: partial sums are added up, and the rows of the microbatch are cut out; sums over microbatches,
+        whose memory was donated, begin with zeros. A task that calls the host is not run again: it would repeat effects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.streams.instructions import Instruction, Run
 
 
 class CallbacksRaised(Exception):
-    """Callbacks left exceptions behind: on its way from where that is seen to where the step's error is made."""
+    """Callbacks have raised; internal, turned into the step's error. `results`: those of the step, if it ran to its end."""
 
     def __init__(self, raised: Sequence[Raised], results: list[Any] | None = None):
         super().__init__()
@@ -41,7 +41,7 @@ class CallbacksRaised(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a step something failed: in which stage and task, of which microbatch, at which line; None: in none."""
+    """Where in a step something failed: stage, kind of task, microbatch (None: of no single one), and the user's line."""
 
     stage: int | None
     task: TaskKind
@@ -57,9 +57,9 @@ class Place:
 
 
 def place_in(task: Task, microbatch: int, source: str) -> Place:
-    """Where a task works on a microbatch; of the whole step in one, nowhere in particular.
+    """The place of a task that works on a microbatch; of a step that is one program, no stage and no microbatch.
 
-    Without the operation as `source`, all lines that the task covers.
+    `source`: the operation that failed; "": all lines that the task covers.
     """
     source = source or lines_of(task.jaxpr.eqns)
     if task.kind == "step":
@@ -70,14 +70,14 @@ def place_in(task: Task, microbatch: int, source: str) -> Place:
 def first_raised(
     raised: Iterable[Raised], order: Iterable[Instruction], programs: Mapping[str, TaskPlan]
 ) -> tuple[Place, BaseException]:
-    """Of exceptions of callbacks, in any order, the first as the programs run: where it was raised, and it."""
+    """The exception of the callback that comes first in the order of the programs, and where it was raised."""
     runs = [(i.program, i.microbatch) for i in order if isinstance(i, Run)]
     first = min(raised, key=lambda r: runs.index((r.program, max(r.microbatch, 0))))
     return place_in(programs[first.program].task, first.microbatch, f"`{first.operation}`"), first.error
 
 
 def step_error(step: str, place: Place, error: BaseException, state_lost: bool, results: Any = None) -> StepError:
-    """The error of a step that failed at a place; `results` are the step's, if they are as they should be."""
+    """The error of a step that failed at a place; `results`: those of the step, if they are right all the same."""
     left = "the step's arguments are as they were: the next call may take them again."
     if results is not None:
         left = "the step itself was carried out: its results are in this error's `results`."
@@ -114,12 +114,12 @@ def _first_lines(text: str) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The exception as the user knows it."""
+    """The exception as JAX shows it to users."""
     return nan_error(error) or error
 
 
 def lines_of(eqns: Sequence[JaxprEqn]) -> str:
-    """The user's lines that a program covers."""
+    """The user's lines that a program covers, as text."""
     known = [eqn for eqn in eqns if source_line(eqn) != UNKNOWN]
     if not known:
         return "no line of the user's"
@@ -128,7 +128,7 @@ def lines_of(eqns: Sequence[JaxprEqn]) -> str:
 
 
 def first_failed(groups: Iterable[tuple[Any, Sequence[Any]]]) -> Any:
-    """The first key whose arrays, waited for, raise; None if none does. Arrays that are gone say nothing."""
+    """The first key with an array that raises when it is waited for; None: none does. Deleted arrays are skipped."""
     for key, arrays in groups:
         for array in arrays:
             if isinstance(array, jax.Array) and not array.is_deleted():
@@ -140,12 +140,12 @@ def first_failed(groups: Iterable[tuple[Any, Sequence[Any]]]) -> Any:
 
 
 def is_gone(array: Any) -> bool:
-    """Whether an array's memory was taken over."""
+    """Whether an array was donated, or deleted otherwise."""
     return isinstance(array, jax.Array) and array.is_deleted()
 
 
 def donated_error(step: str, paths: Sequence[str]) -> DonatedError:
-    """The error of arguments that are no more."""
+    """The error for arguments that were donated before."""
     return DonatedError(
         f"an argument of `{step}` is no more.",
         given=listed(paths, 4),
@@ -156,10 +156,10 @@ def donated_error(step: str, paths: Sequence[str]) -> DonatedError:
 
 
 def check_results(results: Sequence[jax.Array]) -> None:
-    """Do what JAX does for a jitted function under `jax_debug_nans` and `jax_debug_infs`, and not for a compiled one.
+    """Check results for NaN and infinity under `jax_debug_nans` and `jax_debug_infs`: JAX does so for jitted functions only.
 
     Raises:
-        FloatingPointError: A result holds such a number.
+        FloatingPointError: A result has one.
     """
     for flag, what, is_such in (("jax_debug_nans", "nan", np.isnan), ("jax_debug_infs", "inf", np.isinf)):
         if getattr(jax.config, flag):
@@ -169,7 +169,7 @@ def check_results(results: Sequence[jax.Array]) -> None:
 
 
 def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | None:
-    """The first operation of a task that makes a NaN, or an infinite number under `jax_debug_infs`, of such operands."""
+    """The first operation of a task that makes a NaN (under `jax_debug_infs`, an infinity) of its operands; None: unknown."""
     if calls_host(plan.body) or plan.task.kind in ("M", "U"):
         return None
     jaxpr = plan.task.jaxpr
@@ -179,14 +179,14 @@ def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | No
         operands = [jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else value_of[a] for a in eqn.invars]
         try:
             results = bind_eqn(eqn, *operands)
-        except Exception as error:  # another one: too large for one device, so it cannot be told
+        except Exception as error:  # another error: the task is too large for one device, say
             return describe(eqn) if isinstance(cause_of(error), FloatingPointError) else None
         value_of.update(zip(eqn.outvars, results, strict=True))
     return None
 
 
 def _whole(value: Placed, array: Any, microbatch: int) -> jax.Array:
-    """The value of an operand."""
+    """The whole value of an operand, of which `array` is one microbatch's or all of it; zeros if it was donated."""
     if array.is_deleted():
         return jnp.zeros(value.type.shape, value.type.dtype)
     whole = np.asarray(array)

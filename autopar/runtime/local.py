@@ -1,9 +1,9 @@
-"""The local runtime of a step that is one program: it is called with flat arrays.
+"""The local runtime of a step that is one program.
 
 In:     a `StepPlan` of one program, compiled.
-Out:    `Executable`.
-Method: state is donated; arguments are put in their places (`placing.py`). A step that calls the host is waited for: what a
-        callback raises is raised by the call of the step in which it did.
+Out:    `Executable`, called with flat arrays.
+Method: arguments are placed (`placing.py`) and the program is called. A step that calls the host is waited for, so that what
+        a callback raises is raised by the call of its own step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Executable:
     is_remote = False
 
     def __init__(self, planned: StepPlan, compiled: Compiled):
-        """Get ready for calls."""
+        """Prepare for calls."""
         (places,), (stage,) = compiled.places, planned.stages
         (function,), (self._compiled,) = compiled.functions.values(), compiled.programs.values()
         self._planned, self.programs, self.functions = planned, compiled.programs, compiled.functions
@@ -43,7 +43,7 @@ class Executable:
         types = [kind.struct(places) for kind in function.inputs]
         self._placing = Placing(self._name, planned.program.in_paths, types, self._donated)
         self.in_shardings = self._placing.shardings
-        # Where callbacks leave what they raise; if there are any, the last result tells that the step has ended.
+        # Collects exceptions of callbacks; with callbacks, the last result of the program is its completion token.
         self._watch = compiled.watch if function.calls_host else None
         self._lines = lines_of([i.eqn for i in stage.sharded.body.instructions if isinstance(i, Compute | Region)])
         self.devices = tuple(places.devices.flat)
@@ -53,7 +53,7 @@ class Executable:
 
         Raises:
             StepError: It failed; says where.
-            DonatedError: An argument's memory was taken over before.
+            DonatedError: An argument was donated before.
         """
         placed = self._placing.place(arrays)
         try:
@@ -69,22 +69,22 @@ class Executable:
                 let_go(placed, self._donated)
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[jax.Array], Timeline]:
-        """Run one step and wait for it; as of a call, and how long it took."""
+        """Run one step as a call does, and time it."""
         started = time.perf_counter()
         results = jax.block_until_ready(self(arrays))
         seconds = {(0, 0): time.perf_counter() - started}
         return results, measured(self._planned.streams, self._planned.stages, seconds)
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Put arguments that are the same in every step where they are read; as of `Runtime`."""
+        """Place arguments that stay the same in all steps; as in `Runtime`."""
         return jax.device_put(list(arrays), self.in_shardings[first:])
 
     def stack(self, argument: int) -> Stack | None:
-        """How an argument comes apart: it does not."""
+        """None: no argument is split into parts."""
         return None
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place; as of `Runtime`."""
+        """Create state in its shardings; as in `Runtime`."""
         return jax.jit(init, out_shardings=self.in_shardings[first : first + count])(*args)
 
     def _watched(self, results: list[jax.Array], watch: Watch) -> list[jax.Array]:
@@ -96,16 +96,16 @@ class Executable:
         return results
 
     def direct(self, returned: Any) -> Direct | None:
-        """How JAX's dispatch carries out calls like the last one, which returned this; None: they need more than that.
+        """The direct call through JAX's dispatch for calls like the last one, which returned this; None: not possible.
 
-        Of several devices they do: donated memory that is passed again ends the process, or one device waits for others.
+        Not possible on several devices: there, passing donated memory again would crash the process, or hang one device.
         """
         if len(self.devices) > 1 or self._watch is not None or not self._placing.was_as_passed:
             return None
         return direct_call(self._compiled, returned)
 
     def failed(self, error: BaseException, arrays: Sequence[Any]) -> tuple[StepError, BaseException]:
-        """What is raised of an error of the program, and its cause."""
+        """The error to raise for an error of the program, and its cause."""
         lost = any(map(is_gone, arrays))
         if isinstance(error, CallbacksRaised):
             first = error.raised[0]

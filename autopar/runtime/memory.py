@@ -1,10 +1,10 @@
-"""Finds arrays that a step is passed twice: what it overwrites must belong to one argument only.
+"""Finds donated arguments that share memory with another argument, which must be copied before the call.
 
-In:     the arrays of each call, where the program wants them, and which of them are donated.
-Out:    which of these must be copied before the call.
-Method: two arguments can be one array, or two arrays over the same buffers (`device_put` to an equal sharding makes such).
-        One array twice is seen by its identity. Reading addresses takes longer than starting a step, so they are compared
-        only where an array is new here: no result of the step before, and not passed in the same place then.
+In:     the arrays of each call, as given and as placed, and which arguments are donated.
+Out:    the arguments to copy.
+Method: two arguments can be the same array, or two arrays over the same buffers (`device_put` to an equal sharding makes
+        such). The same array is recognized by identity. Reading buffer addresses takes longer than starting a step, so they
+        are compared only for arrays that are new: neither a result of the step before, nor passed in the same place then.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autopar._jax import buffer_addresses
 
 
 def let_go(arrays: Iterable[Any], donated: Iterable[bool]) -> None:
-    """Arrays whose memory a program has taken over hold nothing any more.
+    """Delete arrays that were donated.
 
-    JAX calls them deleted either way. But a function that was compiled for such an array before it was donated reads it
-    all the same where it lies on several devices, and the process ends (jaxlib 0.10); of an array that is deleted by
-    name it raises JAX's error.
+    JAX calls them deleted in any case. But a function that was compiled for such an array before it was donated reads it
+    all the same if it is on several devices, and the process crashes (jaxlib 0.10); for an array that was deleted
+    explicitly it raises JAX's error.
     """
     for array, gone in zip(arrays, donated, strict=False):
         if gone and isinstance(array, jax.Array) and array.is_deleted():
@@ -32,13 +32,10 @@ def let_go(arrays: Iterable[Any], donated: Iterable[bool]) -> None:
 
 
 class Ownership:
-    """Remembers which arrays are known to share no memory that is overwritten."""
+    """Remembers which arrays are known to share no donated memory."""
 
     def __init__(self, types: Sequence[Hashable], donated: Sequence[bool]):
-        """Nothing is known yet.
-
-        Types of arguments are equal where two could have the same buffers: the type of one device's part, the mesh.
-        """
+        """`types` of arguments are equal if the arguments could have the same buffers: shard shape, dtype and mesh."""
         overwritten = {kind for kind, gone in zip(types, donated, strict=True) if gone}
         self._types = list(types)
         self._donated = list(donated)
@@ -48,13 +45,13 @@ class Ownership:
         self._kept: dict[int, weakref.ref[jax.Array]] = {}
 
     def set_results(self, results: Iterable[jax.Array]) -> None:
-        """These, of the latest step, share memory neither with each other nor with what was there before."""
+        """Remember the results of the latest step, which share memory neither with each other nor with older arrays."""
         self._results = {id(array): weakref.ref(array) for array in results}
 
     def shared(self, given: Sequence[Any], placed: Sequence[jax.Array], copies: Collection[int]) -> list[int]:
-        """Donated arguments whose memory another one has as well, save one where only donated ones have it.
+        """Donated arguments that share memory with another argument; if only donated ones share it, all but one of them.
 
-        Arguments are `given` by the user, and `placed` where the program wants them, some donated ones as `copies`.
+        `given`: the user's arrays. `placed`: the arrays for the program. `copies`: donated ones that are copies already.
         """
         twice = self._passed_twice(given, copies)
         twice += self._under_moved(given, placed, {*twice, *copies})
@@ -80,7 +77,7 @@ class Ownership:
         return twice
 
     def _under_moved(self, given: Sequence[Any], placed: Sequence[jax.Array], apart: Collection[int]) -> list[int]:
-        """Donated arguments over the memory of one that is only read and was moved for that: the user still has it."""
+        """Donated arguments that share memory with the user's array of an argument that was moved and is not donated."""
         if all(map(operator.is_, given, placed)):
             return []
         pairs = enumerate(zip(given, placed, strict=True))

@@ -2,11 +2,11 @@
 
 In:     a `StepPlan`, compiled.
 Out:    `Pipeline`, called with flat arrays.
-Method: the streams of all meshes are merged into one order in which nothing waits (a message is sent before it is
-        received) and turned into calls of compiled programs. JAX dispatches them asynchronously, so that meshes work at
-        the same time. Buffers are let go of where the streams say so. What overwrites state comes last: the updates are
-        started when all else is. Programs that call the host are waited for before that, and at the end of the step: what
-        a callback raises is raised by the call of the step in which it did, while the state is still there.
+Method: the streams of all meshes are merged into one order, in which every message is sent before it is received, and turned
+        into calls of compiled programs. JAX dispatches them asynchronously, so that meshes work at the same time. The
+        updates, which overwrite state, are started last. Programs that call the host are waited for before the updates, and
+        at the end of the step, so that what a callback raises is raised by the call of its own step, and if possible before
+        the state is overwritten.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pipeline:
     is_remote = False
 
     def __init__(self, planned: StepPlan, compiled: Compiled):
-        """Get ready for calls."""
+        """Prepare for calls."""
         jaxpr, roles, stacks, streams = planned.program.jaxpr, planned.roles, planned.stacks, planned.streams
         self._name, self._watch = planned.program.name, compiled.watch
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
@@ -79,7 +79,7 @@ class Pipeline:
             for at, (_, instruction) in enumerate(self._order)
         ]
         self._watch_acts(updates, watched)
-        # What is placed at the beginning of a step: (argument, buffer, type, kind).
+        # Arguments placed at the beginning of a step: (argument, buffer, type, kind).
         self._entries = [(k, at, self._types[at], streams.buffers[at].value.kind) for k, at in streams.arguments]
         paths, positions = dict(enumerate(planned.program.in_paths)), [k for k, *_ in self._entries]
         self._placing = Placing(
@@ -97,7 +97,7 @@ class Pipeline:
         ]
 
     def _ways(self) -> tuple[dict[int, SendTo], dict[int, Receive]]:
-        """How each message is sent and received: its copies are on their way while both meshes work."""
+        """The functions that send and receive each message; copies are in flight while both meshes work."""
         received = {i.message: i.buffers for _, i in self._order if isinstance(i, Recv)}
         sent = {i.message: i.buffers for _, i in self._order if isinstance(i, Send)}
         sends = {message: self._sender(message, sent[message], received[message]) for message in sent}
@@ -119,7 +119,7 @@ class Pipeline:
         return self._under_way.pop((step, message))
 
     def _watch_acts(self, updates: Collection[str], watched: Collection[str]) -> None:
-        """Look at what callbacks have raised before the first update is started, and at the end of the step."""
+        """Check for exceptions of callbacks before the first update is started, and at the end of the step."""
         runs = {k: i.program for k, (_, i) in enumerate(self._order) if isinstance(i, Run)}
         first_update = next((k for k, program in runs.items() if program in updates), len(self._order))
         calling = [k for k, program in runs.items() if program in watched]
@@ -132,14 +132,14 @@ class Pipeline:
 
     @functools.cached_property
     def _numbers(self) -> dict[BufferId, jax.Array]:
-        """The microbatches' numbers; made at the first step: devices that are compiled for may not be there."""
+        """The buffers with the numbers of microbatches; made at the first step, since compiling needs no devices."""
         return {
             at: jax.device_put(np.int32(self._streams.buffers[at].microbatch), self._types[at].sharding)
             for at in self._streams.numbers
         }
 
     def _shared_results(self) -> list[int]:
-        """Results whose memory is an argument's that the user keeps, or that of a result before."""
+        """Results in the buffer of an argument that is not donated, or of an earlier result."""
         seen = {at for k, at, _, _ in self._entries if not self._is_donated[k]}
         found = []
         for k, at in enumerate(self._streams.results):
@@ -150,7 +150,7 @@ class Pipeline:
         return found
 
     def _make_stacks(self, roles: Roles) -> tuple[dict[int, Stack], dict[int, Stack]]:
-        """The arguments and results of the user's step that are parts here."""
+        """The arguments and results of the user's step that are split into parts here."""
         entering, leaving = {}, {}
         for k, parts in enumerate(self._unstacked.inputs):
             if len(parts) > 1:
@@ -165,15 +165,15 @@ class Pipeline:
         return entering, leaving
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Put arguments that are the same in every step where they are read; as of `Runtime`."""
+        """Place arguments that stay the same in all steps; as in `Runtime`."""
         return jax.device_put(list(arrays), self.in_shardings[first:])
 
     def stack(self, argument: int) -> Stack | None:
-        """How an argument of the user's comes apart; None: it is whole."""
+        """How an argument of the user's is split into parts; None: it is whole."""
         return self._stacks_in.get(argument)
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place: `init` is run once for each stage, which keeps what is its own; as of `Runtime`."""
+        """Create state in its shardings: `init` runs once on each stage, which keeps its own part; as in `Runtime`."""
         made: dict[int, Any] = {}
         for _, ats, own in births(self._unstacked, init, first, count, lambda at: self.placements[at].mesh):
             shardings = [self.placements[at] for at in ats]
@@ -187,8 +187,8 @@ class Pipeline:
         """Run one step on the user's flat arguments.
 
         Raises:
-            StepError: A program failed; says which, for which microbatch, and what is left of the arguments.
-            DonatedError: An argument's memory was taken over before.
+            StepError: A program failed; names it and its microbatch, and says whether the arguments are intact.
+            DonatedError: An argument was donated before.
         """
         parts = self._split(arrays)
         return self._carry_out(parts, self._begin(parts), self._acts)
@@ -209,11 +209,11 @@ class Pipeline:
         return self._end(live)
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
-        """Run one step, nothing at the same time as anything else; the timeline is the schedule's with these times.
+        """Run one step, one instruction after the other, and simulate its timeline with their measured times.
 
         Raises:
-            StepError: As of a call.
-            DonatedError: The same.
+            StepError: As in a call.
+            DonatedError: As in a call.
         """
         parts = self._split(arrays)
         live = self._begin(parts)
@@ -233,7 +233,7 @@ class Pipeline:
         return self._carry_out(parts, live, acts), measured(self._streams, self._stages, seconds)
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:
-        """The user's arguments, their stacks in parts."""
+        """The user's arguments, with stacks split into parts."""
         parts: list[Any] = []
         for k, positions in enumerate(self._unstacked.inputs):
             if len(positions) > 1:
@@ -243,7 +243,7 @@ class Pipeline:
         return parts
 
     def _begin(self, parts: Sequence[Any]) -> Live:
-        """The buffers that are there when the step begins."""
+        """The live buffers at the beginning of the step."""
         given = [parts[k] for k, *_ in self._entries]
         arrays = [
             _in_pieces(array, kind.shape) if what == "piece" else array
@@ -259,7 +259,7 @@ class Pipeline:
             for at, atom in zip(self._streams.results, self._results, strict=True)
         ]
         for k in self._shared:
-            made[k] = jnp.array(made[k], copy=True)  # a later step may take its memory over
+            made[k] = jnp.array(made[k], copy=True)  # a later step may overwrite its memory
         self._placing.set_results(made)
         return [
             self._stacks_out[k].join([made[at] for at in positions]) if len(positions) > 1 else made[positions[0]]
@@ -267,10 +267,10 @@ class Pipeline:
         ]
 
     def _failure(self, error: Exception, at: int, parts: Sequence[Any], live: Live) -> tuple[StepError, BaseException]:
-        """What is told of a step that failed at instruction `at`, and the exception that was the cause."""
+        """The error of a step that failed at instruction `at`, and its cause."""
         first_failed(
             (None, [live[k]]) for k in sorted(live) if k < 0
-        )  # callbacks still running would tell the next step
+        )  # wait, or callbacks that still run would raise in the next step
         raised = [*(error.raised if isinstance(error, CallbacksRaised) else ()), *self._watch.take()]
         lost, results = any(map(is_gone, parts)), None
         if raised:
@@ -283,11 +283,11 @@ class Pipeline:
             cause = cause_of(error)
             place = self._place_at(at if failed is None else failed, cause, live)
         failure = step_error(self._name, place, cause, lost, results)
-        live.clear()  # the exception's frames would keep all of it in memory
+        live.clear()  # the exception's frames would keep the buffers alive
         return failure, cause
 
     def _place_at(self, number: int, cause: BaseException, live: Mapping[int, Any]) -> Place:
-        """Where an instruction works; of a NaN, which operation made it."""
+        """The place of an instruction; if the cause is a NaN, with the operation that made it."""
         if number < 0:
             return Place(None, "step", None, "an argument, which the program that was to make it has failed to make")
         mesh, instruction = self._order[number]
@@ -305,7 +305,7 @@ class Pipeline:
 
 
 def _in_pieces(array: Any, shape: tuple[int, ...]) -> Any:
-    """A batch argument with a leading dim of microbatches; of what is gone, itself."""
+    """A batch argument with a leading dim of microbatches; a deleted one as it is."""
     if is_gone(array):
         return array
     return jnp.reshape(plainly_typed(array), shape) if isinstance(array, jax.Array) else np.reshape(array, shape)

@@ -1,9 +1,9 @@
-"""Puts arguments in their places before a program, or the first programs of a pipeline, take them.
+"""Places the arguments of a call: moves them to the shardings that the programs want.
 
-In:     where each is wanted, which are donated; the arrays of a call.
-Out:    `Placing`: arrays that are there are passed on as they are, the others moved in one batched `device_put`.
-Method: what is donated and moved, or shares its memory with another (`memory.py`), is copied first: the user's own array
-        must survive. Nearly always all are where they were last time, which is looked at first.
+In:     the wanted shardings, which arguments are donated; the arrays of a call.
+Out:    `Placing`: arrays in the right sharding are passed on as they are, the others moved by one batched `device_put`.
+Method: a donated argument that is moved, or shares memory with another (`memory.py`), is copied first, so that the user's own
+        array survives. Usually all arrays have the shardings of the last call, which is checked first.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _IS_DELETED = operator.methodcaller("is_deleted")
 
 
 class Placing:
-    """Puts the arguments of one step in their places.
+    """Places the arguments of one step.
 
     Attributes:
-        shardings: Where each is wanted.
-        was_as_passed: Whether the last ones were passed on as they are, save what JAX itself puts there in each call.
+        shardings: The wanted sharding of each argument.
+        was_as_passed: Whether the last call's arrays were passed on as they were, except those that JAX itself would place.
     """
 
     def __init__(self, step: str, paths: Sequence[str], types: Sequence[jax.ShapeDtypeStruct], donated: Sequence[bool]):
-        """Nothing has been placed yet; constants, which come last, have no path."""
+        """`paths` may be shorter than `types`: constants, which come last, have none."""
         self._step, self._paths, self._donated = step, paths, donated
         self.shardings: list[Any] = [t.sharding for t in types]
-        # For each, the sharding object last found equal to what is wanted: comparing takes longer than looking.
+        # For each, the sharding object last found equal to the wanted one: comparing identities is faster.
         self._seen = list(self.shardings)
         kinds = [(t.sharding.shard_shape(t.shape), t.dtype, t.sharding.mesh) for t in types]
         self._ownership = Ownership(kinds, donated)
         self.was_as_passed = False
 
     def set_results(self, results: Iterable[jax.Array]) -> None:
-        """As of `Ownership`."""
+        """As in `Ownership`."""
         self._ownership.set_results(results)
 
     def place(self, given: Sequence[Any], arrays: Sequence[Any] | None = None) -> list[jax.Array]:
-        """The arrays in their places; `given` are the user's that they were made of, if they are others.
+        """The placed arrays. `given`: the user's arrays. `arrays`: what they were reshaped to; None: `given` themselves.
 
         Raises:
-            DonatedError: One is no more.
+            DonatedError: One was donated before.
         """
         placed = list(given if arrays is None else arrays)
         away = [] if self._are_there(placed) else self._away(placed)
@@ -60,25 +60,25 @@ class Placing:
         return placed
 
     def _are_there(self, arrays: list[Any]) -> bool:
-        """Whether each array is where it was found in its place before, as in nearly all steps but the first."""
+        """Whether each array has the sharding that was found right before, as in nearly all steps but the first."""
         try:
             return [array.sharding for array in arrays] == self._seen and not any(map(_IS_DELETED, arrays))
-        except AttributeError:  # it is no array of JAX
+        except AttributeError:  # one is not a JAX array
             return False
 
     def _away(self, arrays: Sequence[Any]) -> list[int]:
-        """Positions of arrays that are not where they are wanted."""
+        """Positions of arrays that are not in the wanted sharding."""
         seen, away = self._seen, []
         for k, array in enumerate(arrays):
             if isinstance(array, jax.Array):
-                if array.is_deleted():  # JAX crashes on it where it has several devices
+                if array.is_deleted():  # JAX crashes on it if it is on several devices
                     gone = [path for path, a in zip(self._paths, arrays, strict=False) if is_gone(a)]
                     raise donated_error(self._step, list(dict.fromkeys(gone)))
                 sharding = array.sharding
                 if sharding is seen[k]:
                     continue
                 wanted = self.shardings[k]
-                # An equivalent sharding by another name will do, but not for what is donated: it may be the user's own.
+                # An equivalent sharding will do, but not for a donated array, which may be the user's own.
                 if sharding == wanted or (not self._donated[k] and sharding.is_equivalent_to(wanted, array.ndim)):
                     seen[k] = sharding
                     continue
@@ -87,8 +87,8 @@ class Placing:
 
     def _move(self, placed: list[Any], away: Sequence[int]) -> None:
         if away:
-            # `device_put` shares memory with the user's array where it can, also when told not to (a replica on the same
-            # device; NumPy memory on CPU): what is donated is copied first.
+            # `device_put` shares memory with the user's array where it can, even if told not to (a replica on the same
+            # device; NumPy memory on CPU): donated arrays are copied first.
             moved = jax.device_put(
                 [copied(placed[k]) if self._donated[k] else placed[k] for k in away],
                 [self.shardings[k] for k in away],
@@ -98,5 +98,5 @@ class Placing:
 
 
 def copied(array: Any) -> Any:
-    """The same values in memory of their own."""
+    """A copy in memory of its own."""
     return jnp.array(array, copy=True) if isinstance(array, jax.Array) else np.array(array)

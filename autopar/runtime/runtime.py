@@ -1,4 +1,4 @@
-"""What carries a planned step out, whichever it is: one program, a pipeline in this process, workers on a Ray cluster.
+"""The interface of all runtimes: of one program, of a pipeline in this process, of workers on a Ray cluster.
 
 In:     (a protocol only.)
 Out:    `Runtime`.
@@ -17,48 +17,48 @@ from autopar.streams.timeline import Timeline
 
 
 class Runtime(Protocol):
-    """A step, ready to be called with flat arrays."""
+    """A compiled step, to be called with flat arrays."""
 
     @property
     def programs(self) -> Mapping[str, Any]:
-        """XLA's executables by name; on a Ray cluster, what its workers compile."""
+        """XLA's executables by name; on a Ray cluster, the programs that its workers compile."""
 
     @property
     def functions(self) -> Mapping[str, DeviceProgram[Any]]:
-        """What they are compiled from."""
+        """The functions that the programs are compiled from."""
 
     @property
     def in_shardings(self) -> Sequence[Any]:
-        """For each argument of the step how it lies where it lives."""
+        """The sharding of each argument of the step, on the stage that holds it."""
 
     @property
     def devices(self) -> Sequence[jax.Device]:
-        """Those of this process on which it runs."""
+        """The devices of this process on which the step runs."""
 
     @property
     def closed(self) -> bool:
-        """Whether the processes that would run it have ended."""
+        """Whether the worker processes have ended."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether other processes hold the arrays: what is not there is handed to them by this one."""
+        """Whether other processes hold the arrays; this process sends them the others."""
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Run one step on the user's flat arguments.
 
         Raises:
             StepError: It failed; says where.
-            DonatedError: An argument's memory was taken over before.
+            DonatedError: An argument was donated before.
         """
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
-        """Run one step; the timeline says how long each of its programs took."""
+        """Run one step; the timeline has the measured time of each program."""
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Put arguments that are the same in every step where they are read; the user's from `first` on."""
+        """Place arguments that stay the same in all steps: the user's from number `first` on."""
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place: `init(*args)` makes the user's argument leaves from `first` on, so many."""
+        """Create state in its shardings: `init(*args)` returns `count` leaves of the arguments, from number `first` on."""
 
     def stack(self, argument: int) -> Stack | None:
-        """How an argument of the user's comes apart in this process; None: it is whole, or elsewhere."""
+        """How an argument of the user's is split into parts in this process; None: it is whole, or held by other processes."""

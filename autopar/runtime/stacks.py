@@ -1,12 +1,11 @@
-"""Stacked layers that live on several stages: one array to the user, one part per stage to the pipeline.
+"""Splits and joins stacked layers that are on several stages: one array to the user, one part per stage to the pipeline.
 
 In:     a stacked array as the user passes it, or the parts as programs made them.
-Out:    its parts; and of parts one value again: a `jax.Array` over the devices of all stages where these are alike (the
-        dim of layers is split over them first), else a `StackedArray`, which has the shape and dtype of the whole and can
-        be used as an array: passed to JAX's functions, jitted ones too, and to NumPy's, computed with, indexed.
-Method: no byte moves: the array of all stages is made of the parts' own buffers. What was handed out is remembered, so
-        that it comes apart again without work when it is passed to the next step. A `StackedArray` that is computed with
-        elsewhere is put together on the host first.
+Out:    its parts; or the parts joined: a `jax.Array` over the devices of all stages if the parts are alike (the dim of layers
+        is split over the stages first), else a `StackedArray`, which has the shape and dtype of the whole and can be used
+        as an array: passed to functions of JAX, jitted ones too, and of NumPy, computed with, indexed.
+Method: no byte moves: the joined array is made of the parts' own buffers. Joined arrays are remembered, so that splitting
+        them again in the next step takes no work. Computing with a `StackedArray` first copies it to the host as a whole.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _P = TypeVar("_P", bound=Hashable)
 
 
 class Shaped:
-    """What every array of ours that is no `jax.Array` tells of itself."""
+    """The properties that arrays of ours share with `jax.Array`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -50,7 +49,7 @@ class Shaped:
 
 
 class StackedArray(Shaped):
-    """Parts of one array, one behind the other along `dim`, on the devices of several pipeline stages."""
+    """An array whose parts along `dim` are on the devices of several pipeline stages."""
 
     def __init__(self, parts: Sequence[jax.Array], dim: int = 0):
         self.parts, self.dim = tuple(parts), dim
@@ -59,7 +58,7 @@ class StackedArray(Shaped):
         self.weak_type = False
 
     def block_until_ready(self) -> StackedArray:
-        """Wait until all parts are there."""
+        """Wait until all parts are computed."""
         for part in self.parts:
             part.block_until_ready()
         return self
@@ -79,7 +78,7 @@ class StackedArray(Shaped):
 
 
 def _of_the_whole(name: str) -> property:
-    return property(lambda self: getattr(jnp.asarray(self), name), doc=f"`{name}` of the whole, put together.")
+    return property(lambda self: getattr(jnp.asarray(self), name), doc=f"`{name}` of the whole array.")
 
 
 _ARITHMETIC = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
@@ -96,7 +95,7 @@ reads_as_array(StackedArray)
 
 
 class Stack:
-    """How one stacked value of the step comes apart and together."""
+    """Splits and joins one stacked value of the step."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], parts: Sequence[NamedSharding], dim: int = 0):
         self.shape, self.dim = joined_shape(shapes, dim), dim
@@ -105,7 +104,7 @@ class Stack:
         self._known: dict[int, tuple[weakref.ref, tuple[jax.Array, ...]]] = {}
 
     def split(self, array: Any) -> Sequence[Any]:
-        """The parts; those of an array that `join` made are its own buffers."""
+        """The parts of an array; without a copy, if `join` made it."""
         if (
             isinstance(array, StackedArray)
             and array.dim == self.dim
@@ -122,7 +121,7 @@ class Stack:
         return parts_of(array, [shape[self.dim] for shape in self._shapes], self.dim)
 
     def place(self, array: np.ndarray) -> Any:
-        """A whole array on the host, put where its parts belong."""
+        """Place the parts of a whole host array, joined."""
         return self.join(jax.device_put(list(self.split(array)), self._parts))
 
     def _of_shards(self, array: jax.Array) -> list[jax.Array]:
@@ -152,7 +151,7 @@ def parts_of(array: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
 
 
 def part_of(array: Any, number: int, sizes: Sequence[int], dim: int = 0) -> Any:
-    """One of the parts of these sizes along a dim; of one, the array."""
+    """Part `number` of the parts of these sizes along a dim; the array itself, if it is the only part."""
     if len(sizes) == 1:
         return array
     first = sum(sizes[:number])
@@ -162,9 +161,9 @@ def part_of(array: Any, number: int, sizes: Sequence[int], dim: int = 0) -> Any:
 def births(
     stacks: LayerSplit, init: Callable[..., list[Any]], first: int, count: int, place_of: Callable[[int], _P]
 ) -> Iterator[tuple[_P, list[int], Callable[..., list[Any]]]]:
-    """New state, by the places where its parts live: of each, which inputs live there, and the function that makes them.
+    """For each place that holds new state: the place, the inputs that it holds, and a function that creates them.
 
-    `init` makes the user's arguments from `first` on, so many; `place_of` is asked of inputs of the step over parts
+    `init` returns `count` of the user's arguments, from number `first` on; `place_of` takes an input of the step over parts
     (`stacks`).
     """
     wanted: dict[_P, list[tuple[int, int, int]]] = {}
@@ -184,7 +183,7 @@ def births(
 
 
 def plainly_typed(array: jax.Array) -> jax.Array:
-    """The same array, whose type says nothing of an explicit mesh: it may be sliced and reshaped like any other."""
+    """The array without an explicit mesh in its type, so that it can be sliced and reshaped like any other."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
         return array
@@ -193,14 +192,14 @@ def plainly_typed(array: jax.Array) -> jax.Array:
 
 
 def joined_shape(shapes: Sequence[Sequence[int]], dim: int) -> tuple[int, ...]:
-    """The shape of parts that lie along a dim, as one."""
+    """The shape of the array that these parts make along a dim."""
     if len(shapes) == 1:
         return tuple(shapes[0])
     return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
 
 def joint_spec(spec: PartitionSpec, dim: int) -> PartitionSpec:
-    """How the whole lies on the devices of all stages, whose parts along `dim` lie so on each."""
+    """The spec of the whole over all stages, if its parts along `dim` have this spec on their stages."""
     entries = [*spec, *[None] * (dim + 1 - len(spec))]
     own = entries[dim]
     entries[dim] = ("stage", *(() if own is None else (own,) if isinstance(own, str) else tuple(own)))
@@ -208,7 +207,7 @@ def joint_spec(spec: PartitionSpec, dim: int) -> PartitionSpec:
 
 
 def joint_sharding(parts: Sequence[NamedSharding], dim: int = 0) -> NamedSharding | None:
-    """The sharding of the whole over the devices of all parts; None where the parts are not alike, or share devices."""
+    """The sharding of the whole over the devices of all parts; None: the parts are not alike, or share devices."""
     first = parts[0]
     alike = all(p.spec == first.spec and p.mesh.axis_names == first.mesh.axis_names for p in parts)
     shapes = {p.mesh.devices.shape for p in parts}

@@ -1,11 +1,10 @@
-"""Arrays from one submesh to another, in this process.
+"""Transfers arrays from one submesh to another, in this process.
 
-In:     a `TransferPlan` (`streams/transfers.py`), the devices of both meshes.
+In:     an array's types and the devices of both meshes; `TransferPlan` (`streams/transfers.py`).
 Out:    `Transfer`: called with an array on the source, returns it on the target.
-Method: where each device has what its counterpart wants, or is to copy to the others there, that is one `jax.device_put`.
-        Else tiles are cut on the device that holds them, copied to the one that wants them and put together there, for a
-        general `jax.device_put` to another mesh would go through the host. An all-gather inside the target makes copies.
-        Nothing waits.
+Method: if each source device holds what its counterpart wants, one `jax.device_put` moves the array. Otherwise tiles are cut
+        on the devices that hold them, copied to the devices that want them and assembled there; a general `jax.device_put`
+        to another mesh would go through the host. Copies inside the target are made by an all-gather. Nothing waits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Transfer = Callable[[jax.Array], jax.Array]
 def make_transfer(
     source: ArrayType, source_places: jax.sharding.Mesh, target: ArrayType, target_places: jax.sharding.Mesh
 ) -> Transfer:
-    """How an array gets from one mesh to the other."""
+    """The function that moves an array from one mesh to the other."""
     have, want = source.on(source_places), target.on(target_places)
     if have == want:
         return lambda array: jnp.array(array, copy=True)
@@ -37,8 +36,8 @@ def make_transfer(
     shared = set(source_places.devices.flat) & set(target_places.devices.flat)
     held = source.boxes()
     if held == target.boxes() or shared or source.on_host or not math.prod(source.shape):
-        # Of two stages on the same devices, the sender's program may take the array's memory over. What lies on the host
-        # need not be cut by a device.
+        # If both stages are on the same devices, the sender's program may donate the array, so it is copied. Tiles of an
+        # array in host memory need not be cut on a device.
         return lambda array: jax.device_put(array, want, may_alias=False)
     if held == boxes(source.shape, plan.middle, target.mesh):
         middle = ArrayType(source.shape, source.dtype, plan.middle, target.mesh).on(target_places)
@@ -75,7 +74,7 @@ def _by_tiles(
 
 
 Joins = dict[int, tuple[list[int], Callable[[Sequence[jax.Array]], jax.Array]]]
-"""For each device that gets some of the tiles: which, and how they become what arrives there."""
+"""For each device that receives tiles: which ones, and the function that assembles them."""
 
 
 def put_together(
@@ -86,7 +85,7 @@ def put_together(
     devices: Mapping[int, jax.Device],
     finish: Transfer | None,
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """How an array is made of the tiles that came to these devices: joined, handed on, and copied inside the target."""
+    """The function that makes an array from the tiles on these devices: assembles, forwards, and copies inside the target."""
 
     def put(tiles: Sequence[jax.Array]) -> jax.Array:
         there = {device: join([tiles[k] for k in own]) for device, (own, join) in joins.items()}
@@ -99,7 +98,7 @@ def put_together(
 
 
 def cut_tile(held: Box, box: Box) -> Callable[[jax.Array], jax.Array]:
-    """A tile out of what a device holds."""
+    """The function that cuts a tile from what a device holds."""
     if held == box:
         return lambda array: array
     start = tuple(b[0] - h[0] for b, h in zip(box, held, strict=True))
@@ -113,7 +112,7 @@ def _slice(start: tuple[int, ...], stop: tuple[int, ...], array: jax.Array) -> j
 
 
 def joins_by_device(tiles: Sequence[Tile], arriving: Sequence[Box], dtype: Any) -> Joins:
-    """What becomes of tiles where they arrive."""
+    """How each device assembles the tiles that arrive there."""
     of_device: dict[int, list[int]] = {}
     for k, tile in enumerate(tiles):
         of_device.setdefault(tile.target, []).append(k)
@@ -124,7 +123,7 @@ def joins_by_device(tiles: Sequence[Tile], arriving: Sequence[Box], dtype: Any) 
 
 
 def _join_tiles(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """What a device gets, out of its tiles."""
+    """The function that assembles a device's box from its tiles."""
     if len(tiles) == 1 and tiles[0] == box:
         return lambda parts: parts[0]
     shape = tuple(stop - start for start, stop in box)
@@ -134,7 +133,7 @@ def _join_tiles(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequenc
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _assemble(shape: tuple[int, ...], dtype: Any, starts: Sequence[tuple[int, ...]], *parts: jax.Array) -> jax.Array:
-    # XLA:CPU of JAX 0.11 ends the process where it would write a part of a byte into a slice.
+    # XLA:CPU of JAX 0.11 crashes the process when it writes elements smaller than a byte into a slice.
     roomy = dtype
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         roomy = jnp.int8
@@ -147,7 +146,7 @@ def _assemble(shape: tuple[int, ...], dtype: Any, starts: Sequence[tuple[int, ..
 
 
 def _gather(kind: ArrayType, middle: jax.sharding.NamedSharding, want: jax.sharding.NamedSharding) -> Any:
-    """Inside the target: from parts to copies."""
+    """The compiled program that gathers an array inside the target mesh."""
     struct = jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=middle)
     identity = jax.jit(lambda x: x, in_shardings=middle, out_shardings=want)
     return takes_packed(identity.lower(struct).compile())
