@@ -43,18 +43,13 @@ def transpose(eqn: JaxprEqn) -> ShardingRule:
     return rule_of(eqn, [operand], [tuple(operand[d] for d in eqn.params["permutation"])], [(0,)], moves=True)
 
 
-@register(*find_primitives("squeeze"))
+@register(*find_primitives("squeeze", "expand_dims"))
 def squeeze(eqn: JaxprEqn) -> ShardingRule:
-    """`a1b->ab`."""
-    operand = new_term(eqn.invars[0].aval.shape)
-    return rule_of(eqn, [operand], [without(operand, eqn.params["dimensions"])], [(0,)], moves=True)
-
-
-@register(*find_primitives("expand_dims"))
-def expand_dims(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->a1b`."""
-    result = new_term(eqn.outvars[0].aval.shape)
-    return rule_of(eqn, [without(result, eqn.params["dimensions"])], [result], [(0,)], moves=True)
+    """`a1b->ab`, or `ab->a1b`."""
+    wide = new_term(max((var.aval.shape for var in (*eqn.invars, *eqn.outvars)), key=len))
+    terms = wide, without(wide, eqn.params["dimensions"])
+    operand, result = terms if eqn.primitive.name == "squeeze" else terms[::-1]
+    return rule_of(eqn, [operand], [result], [(0,)], moves=True)
 
 
 @register(*find_primitives("select_n"))
@@ -99,28 +94,27 @@ def rev(eqn: JaxprEqn) -> ShardingRule:
     return rule_of(eqn, [term], [term], [(0,)], whole=whole, moves=True)
 
 
-@register(*find_primitives("concatenate"))
+@register(*find_primitives("concatenate", "split"))
 def concatenate(eqn: JaxprEqn) -> ShardingRule:
-    """`ab,ac->ad {whole b c d}`: the concatenated dim is whole."""
-    return _joined(eqn, eqn.params["dimension"])
+    """`ab,ac->ad {whole b c d}`, or `ad->ab,ac`: the dim along which arrays are joined is whole in each."""
+    along = eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"]
+    fresh = factor_names()
+    shape = [1 if d == along else size for d, size in enumerate(eqn.invars[0].aval.shape)]
+    shared = new_term(shape, fresh)
+    own = new_term([var.aval.shape[along] for var in (*eqn.invars, *eqn.outvars)], fresh)
+    terms = [(*shared[:along], dim, *shared[along + 1 :]) for dim in own]
+    count = len(eqn.invars)
+    return _moving(eqn, terms[:count], terms[count:], [factor for dim in own for factor in dim])
 
 
-@register(*find_primitives("split"))
-def split(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->ac,ad {whole b c d}`: the dim along which the array is split is whole."""
-    return _joined(eqn, eqn.params["axis"])
-
-
-@register(*find_primitives("stack"))
+@register(*find_primitives("stack", "unstack"))
 def stack(eqn: JaxprEqn) -> ShardingRule:
-    """`b,b->ab {whole a}`."""
-    return _stacked(eqn, eqn.outvars[0].aval.shape, eqn.params["axis"])
-
-
-@register(*find_primitives("unstack"))
-def unstack(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->b,b {whole a}`."""
-    return _stacked(eqn, eqn.invars[0].aval.shape, eqn.params["axis"])
+    """`b,b->ab {whole a}`, or `ab->b,b`."""
+    along, is_stack = eqn.params["axis"], eqn.primitive.name == "stack"
+    stacked = new_term((eqn.outvars if is_stack else eqn.invars)[0].aval.shape)
+    parts = [without(stacked, (along,))] * len(eqn.invars if is_stack else eqn.outvars)
+    operands, results = (parts, [stacked]) if is_stack else ([stacked], parts)
+    return _moving(eqn, operands, results, stacked[along])
 
 
 @register(*find_primitives("tile"))
@@ -213,27 +207,6 @@ def _moving(
     """A rule linear in all operands together."""
     together = tuple(range(len(eqn.invars)))
     return rule_of(eqn, operands, results, [together], whole=tuple(whole), moves=True, local=local)
-
-
-def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
-    """The rule of arrays that share all dims but `along`, which is whole in each."""
-    fresh = factor_names()
-    shape = [1 if d == along else size for d, size in enumerate(eqn.invars[0].aval.shape)]
-    shared = new_term(shape, fresh)
-    own = new_term([var.aval.shape[along] for var in (*eqn.invars, *eqn.outvars)], fresh)
-    terms = [(*shared[:along], dim, *shared[along + 1 :]) for dim in own]
-    count = len(eqn.invars)
-    return _moving(eqn, terms[:count], terms[count:], [factor for dim in own for factor in dim])
-
-
-def _stacked(eqn: JaxprEqn, shape: Sequence[int], along: int) -> ShardingRule:
-    """The rule between arrays without dim `along`, and the stack of them."""
-    stacked = new_term(shape)
-    part = without(stacked, (along,))
-    operands, results = (
-        [stacked if len(v.aval.shape) == len(shape) else part for v in side] for side in (eqn.invars, eqn.outvars)
-    )
-    return _moving(eqn, operands, results, stacked[along])
 
 
 def _local_shape(term: Term, shard: Shard) -> tuple[int, ...]:

@@ -34,12 +34,17 @@ _PARTS: dict[str, tuple[str, Callable[[np.dtype], bool]]] = {
 """Reductions that may be split: the collective that joins the partial results, and a test of the dtype."""
 
 
-@register(*find_primitives("argmax", "argmin", "reduce_prod", "reduce_xor", *(f"reduce_{name}" for name in _PARTS)))
-def reduce_axes(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->a {sum b}`, `{max b}`, `{min b}` or `{whole b}`."""
+_BY_NAME = tuple(f"reduce_{name}" for name in _PARTS)
+
+
+@register(*find_primitives("argmax", "argmin", "reduce", "reduce_prod", "reduce_xor", *_BY_NAME))
+def reduce(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->a {sum b}`, `{max b}`, `{min b}` or `{whole b}`; `reduce` of n arrays and n initial scalars by any computation:
+    `ab,ab,,->a,a {whole b}`."""
     operand = new_term(eqn.invars[0].aval.shape)
-    result, gone = _parted(operand, eqn.params["axes"])
-    return reduction(eqn, [operand], result, gone)
+    dims = eqn.params["dimensions" if eqn.primitive.name == "reduce" else "axes"]
+    gone = tuple(factor for d in dims for factor in operand[d])
+    return reduction(eqn, [operand] * len(eqn.outvars), without(operand, dims), gone)
 
 
 def reduction(
@@ -64,19 +69,6 @@ def reduction(
         whole=tuple(gone) if kind == "whole" else (),
         flops=float(len(operands) * num_elements(eqn.invars[0].aval.shape)),
     )
-
-
-def _parted(term: Term, dims: Sequence[int]) -> tuple[Term, tuple[Factor, ...]]:
-    """A term without `dims`, and the factors of those."""
-    return without(term, dims), tuple(f for d in dims for f in term[d])
-
-
-@register(*find_primitives("reduce"))
-def reduce(eqn: JaxprEqn) -> ShardingRule:
-    """n arrays and n initial scalars by any computation: `ab,ab,,->a,a {whole b}`."""
-    operand = new_term(eqn.invars[0].aval.shape)
-    result, gone = _parted(operand, eqn.params["dimensions"])
-    return reduction(eqn, [operand] * len(eqn.outvars), result, gone)
 
 
 @register(*find_primitives("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"))
