@@ -1,4 +1,4 @@
-"""Seconds and bytes, as pure functions."""
+"""The cost model: seconds and bytes of kernels, collectives and reshards, as pure functions."""
 
 from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import kernel_seconds

@@ -1,12 +1,12 @@
-"""Seconds of collectives: latency and bandwidth per mesh axis.
+"""Prices collectives by latency and bandwidth per mesh axis.
 
 In:     bytes on one device, the size of the group, the link.
-Out:    seconds of one collective over one axis; `collective_seconds` for several axes at once; `transfer_seconds` between two
-        meshes.
-Method: ring algorithms, and a tree where a small all-reduce is faster so, or the switch where it adds up. Short messages
-        may take a protocol of less latency and a lower rate, as NCCL has them. Over several axes a collective goes axis by
-        axis, so that the slow links carry what is left after the fast ones; the best order counts. Each cost is affine
-        in the bytes, so a collective over given axes is the least of a few lines, which are computed once.
+Out:    seconds of one collective over one axis; `collective_seconds` for several axes at once; `transfer_seconds` between
+        two meshes.
+Method: ring algorithms; for all-reduces also a tree, which is faster for small ones, or in-network reduction by the switch.
+        Short messages may use a protocol of less latency and a lower rate, as in NCCL. Over several axes a collective goes
+        axis by axis, so that slow links carry only what is left after the fast ones; the best order counts. Each cost is
+        affine in the bytes, so that a collective over given axes is the minimum of a few lines, which are computed once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.mesh import Link, LogicalMesh
 _Line = tuple[float, float]
 """Seconds = first + second * bytes."""
 _LEAST_IN_SWITCH = 5
-"""Fewer devices gain nothing of a switch that adds up: 2 to 8 H100s reach 370, 370, 370, 420, 440, 460 and 480 GB/s of bus
-bandwidth with NVLink SHARP, and 365 to 370 with rings (nccl-tests; NVIDIA/nccl, issue 1455)."""
+"""With fewer devices, reduction by the switch gains nothing: 2 to 8 H100s reach 370, 370, 370, 420, 440, 460 and 480 GB/s of
+bus bandwidth with NVLink SHARP, and 365 to 370 with rings (nccl-tests; NVIDIA/nccl, issue 1455)."""
 _PROTOCOLS = ((1.0, 1.0), (0.56, 0.92), (0.14, 0.25))
-"""Share of the latency of a hop and share of the rate, of NCCL's protocols Simple, LL128 and LL on a ring; from the figures
-with which it chooses between them (`src/graph/tuning.cc`: 3.4, 1.9 and 0.47 us over NVLink)."""
+"""Factors on the latency of a hop and on the rate, for NCCL's protocols Simple, LL128 and LL on a ring; from the figures by
+which it chooses between them (`src/graph/tuning.cc`: 3.4, 1.9 and 0.47 us over NVLink)."""
 
 
 def all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
@@ -49,7 +49,7 @@ def all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
 
 
 def tree_all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
-    """Time of one all-reduce along a binary tree: 2 ceil(log2 p) hops of num_bytes each, for messages ruled by latency.
+    """Time of one all-reduce along a binary tree: 2 ceil(log2 p) hops of num_bytes each, for latency-bound messages.
 
     Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005, sec. 4.5.
     """
@@ -69,16 +69,15 @@ def all_gather_seconds(num_bytes: float, group_size: int, link: Link) -> float:
 
 
 def reduce_scatter_seconds(num_bytes: float, group_size: int, link: Link) -> float:
-    """Time of one ring reduce-scatter: an all-gather backwards; `num_bytes` is the operand's size on one device."""
+    """Time of one ring reduce-scatter, as of an all-gather; `num_bytes` is the operand's size on one device."""
     return all_gather_seconds(num_bytes, group_size, link)
 
 
 def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one pairwise all-to-all: p - 1 messages of num_bytes / p each; `num_bytes` is one device's operand.
 
-    Thakur, Rabenseifner & Gropp, 2005, sec. 4.4. On a ring of a torus what is sent goes on over all links on its way, a
-    quarter of the ring on average, and so along each axis that the group fills: Austin et al., "How to scale your model",
-    2025, ch. 3.
+    Thakur, Rabenseifner & Gropp, 2005, sec. 4.4. On a torus, messages occupy all links on their way: a quarter of the ring on
+    average, along each axis that the group fills (Austin et al., "How to scale your model", 2025, ch. 3).
     """
     axes = link.axes(group_size) if link.torus else 0.0
     passed_on = max(1.0, axes * group_size ** (1 / axes) / 4) if axes else 1.0
@@ -86,7 +85,7 @@ def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
 
 
 def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
-    """Time of one all-reduce in the switch: everything goes there and back once, at the rate at which it adds up.
+    """Time of one all-reduce in the switch: all bytes go there and back once, at the rate at which it reduces.
 
     Graham et al., "Scalable hierarchical aggregation protocol (SHArP)", COMHPC 2016.
     """
@@ -94,7 +93,7 @@ def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
 
 
 def shared_memory_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, link: Link) -> float:
-    """Time of one collective among devices that share memory: a latency for each that takes part, then copies.
+    """Time of one collective among devices that share memory: a latency per device, then copies.
 
     All devices copy at once, each at the link's rate, whatever the size of the group.
     """
@@ -109,23 +108,23 @@ _PASSES: dict[CollectiveKind, float] = {
     "collective-permute": 2.0,
     "ragged-all-to-all": 2.0,
 }
-"""How often a device's bytes (as `collective_seconds` counts them) pass through memory: what all-gather writes and
-reduce-scatter reads, once; what an all-reduce reads and then writes, and what others read in one place and write in another,
-twice. So XLA's CPU collectives were measured."""
+"""Passes over memory of a device's bytes (as `collective_seconds` counts them): one for bytes that all-gather writes and
+reduce-scatter reads; two for an all-reduce, which reads and writes, and for the others, which read in one place and write in
+another. Measured on XLA's CPU collectives."""
 
 
 def collective_seconds(kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> float:
     """Time of one collective over one or several axes of a mesh, its launch included.
 
     Args:
-        kind: What it does.
-        num_bytes: Operand bytes on one device; of an all-gather, result bytes.
+        kind: Kind of collective.
+        num_bytes: Operand bytes on one device; for an all-gather, result bytes.
         axes: Mesh axes; those of size 1 take no time.
         mesh: Sizes and links.
 
     Returns:
-        Seconds: the best order of the axes, plus one latency of the slowest link for the launch, so that of two ways
-        that move the same bytes the one with fewer collectives wins.
+        Seconds in the best order of the axes, plus one latency of the slowest link for the launch, so that of two ways to
+        move the same bytes the one with fewer collectives wins.
     """
     return min((fixed + rate * num_bytes for fixed, rate in _lines(kind, axes, mesh)), default=0.0)
 
@@ -146,12 +145,12 @@ def _lines(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMesh) -> tu
         for order in itertools.permutations(ways)
         for fixed, rate in _orders(kind, order)
     ]
-    # A line that starts higher and rises at least as fast is never the least.
+    # Drop lines that start higher and rise at least as fast as another.
     return tuple(line for line in dict.fromkeys(sorted(found)) if not any(o < line and o[1] <= line[1] for o in found))
 
 
 def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, Link]]]:
-    """The axes with the links of each protocol that all of them have; on a torus one after the other, or all at once."""
+    """The axes under each protocol that all their links have; on a torus, one after the other, or all at once."""
     if all(link.torus for _, link in groups):
         yield [(size, link.along(size)) for size, link in groups]
         if len(groups) > 1:
@@ -166,12 +165,12 @@ def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, L
 
 
 def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
-    """Ways to go through the axes in one order: each as (seconds for no bytes, seconds per byte)."""
+    """Algorithms for one order of the axes, each as (seconds for no bytes, seconds per byte)."""
     match kind:
         case "all-reduce":
             # Scatter the sum along the first axes, reduce the rest along the last, gather back.
             *outer, (size, link) = groups
-            is_ring = bool(link.torus)  # neighbours only: a tree has no links of its own
+            is_ring = bool(link.torus)  # links between neighbours only: no trees
             steps = [(lambda n, p=p, a=a: 2 * reduce_scatter_seconds(n, p, a)) for p, a in outer]
             share = 1.0 / math.prod(p for p, _ in outer)
             shares = [1.0 / math.prod(p for p, _ in outer[:k]) for k in range(len(outer))]
@@ -191,7 +190,7 @@ def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Itera
                     for (p, a), s in zip(groups, shares, strict=True)
                 ]
             )
-        case "all-to-all" | "ragged-all-to-all":  # as many bytes for each device: groups are taken to be equally large
+        case "all-to-all" | "ragged-all-to-all":  # groups are taken as equally large
             yield _sum_of([((lambda n, p=p, a=a: all_to_all_seconds(n, p, a)), 1.0) for p, a in groups])
         case "collective-permute":
             # Every device sends its operand to one other, at worst over the slowest link.
@@ -201,7 +200,7 @@ def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Itera
 
 
 def _sum_of(parts: list) -> _Line:
-    """Affine costs of shares of the bytes, added up."""
+    """The sum of affine costs, each of a share of the bytes."""
     fixed = sum(cost(0.0) for cost, _ in parts)
     return fixed, sum((cost(share) - cost(0.0)) for cost, share in parts)
 

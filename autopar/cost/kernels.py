@@ -1,14 +1,14 @@
-"""Seconds of one kernel on one device.
+"""Prices one kernel on one device.
 
-In:     what a kernel does (`Product`, `FusedProducts`, `Pass`), the device.
+In:     a description of the kernel (`Product`, `FusedProducts`, `Pass`, `HostCopy`), the device.
 Out:    seconds.
-Method: a kernel is launched, then it computes and moves bytes at once, and the longer of the two counts (the roofline:
-        Williams, Waterman & Patterson, CACM 2009). How fast a product computes depends on its shape: it is cut into tiles,
-        the tiles are dealt out to the cores in waves, and a wave takes the time of a tile (NVIDIA, "Matrix multiplication
-        background user's guide": tile and wave quantization). A tile is loaded while it is multiplied, which costs small
-        tiles more, and a core needs a moment to begin with one and to write it. Of the tiles that a library has, the best.
-        Kernels of several products read their operands before the first one and write behind the last: that adds to the
-        rest, so that attention over few tokens is slower for its FLOPs (Dao, "FlashAttention-2", 2023, figures 5 to 7).
+Method: launch, then the longer of computing and moving bytes (the roofline: Williams, Waterman & Patterson, CACM 2009). A
+        product's rate depends on its shape: it is cut into tiles, which the cores process in waves, each in the time of a
+        tile (NVIDIA, "Matrix multiplication background user's guide": tile and wave quantization). Loading a tile overlaps
+        with multiplying, which costs small tiles more, and each tile has a fixed overhead. The best of a library's tiles
+        counts. Fused products read their operands before the first product and write after the last, which adds to the
+        time to compute, so that attention over few tokens is slower for its FLOPs (Dao, "FlashAttention-2", 2023, figures
+        5 to 7).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import jax.numpy as jnp
 from autopar.mesh import Device
 
 SMALLEST_TILE = 32
-"""No side of a tile is shorter: fewer rows do not fill the units that multiply."""
+"""Least side of a tile: fewer rows do not fill the matrix units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Products of matrices, `[rows, depth] x [depth, columns]`, so many at once.
+    """A batch of matrix products, `[rows, depth] x [depth, columns]`.
 
     Attributes:
-        count: How many.
-        rows: Of the first operand and the result.
-        columns: Of the second and the result.
-        depth: What is summed over.
-        num_bytes: Read and written.
+        count: Number of products.
+        rows: Rows of the first operand and the result.
+        columns: Columns of the second operand and the result.
+        depth: Length of the contracted dim.
+        num_bytes: Bytes read and written.
         dtypes: Names of the operands' element types.
-        highest: Whether all digits of float32 are asked for.
+        highest: Whether full float32 precision is requested.
         work: FLOPs of one multiplication with its addition; complex ones have more.
-        is_convolution: Whether it is the implicit product of one.
-        is_turned: Whether the first operand lies with its depth before its rows.
+        is_convolution: Whether it is the implicit product of a convolution.
+        is_turned: Whether the contracted dim comes before the rows in the first operand.
     """
 
     count: int
@@ -58,7 +58,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class FusedProducts:
-    """A kernel of several products whose intermediate results stay inside, or any other that computes much."""
+    """A kernel of several products whose intermediate results are not written to memory, or any other that computes much."""
 
     flops: float
     num_bytes: float
@@ -67,11 +67,11 @@ class FusedProducts:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Elementwise work and sums: bytes that go through; `launches` kernels, or parts of one.
+    """Elementwise work and reductions: bytes moved by `launches` kernels, or by a fraction of one.
 
-    What models do is counted as if compilers made one kernel of all that stands together; `on` what it works tells which of
-    the device's numbers says how much more they do. What is measured by itself is counted as it is. Of the bytes,
-    `turned_bytes` are of arrays that lie in another order of dims than that in which they are read.
+    Work of models is counted as perfectly fused; `on` selects the device's factor for what compilers do beyond that. Work
+    that is measured `"alone"` has no factor. `turned_bytes` are those of arrays that are stored in another order of dims than
+    they are read in.
     """
 
     num_bytes: float
@@ -82,7 +82,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Bytes between the memories of a device and of its host."""
+    """A copy between the memories of a device and its host."""
 
     num_bytes: float
 
@@ -92,7 +92,7 @@ Kernel = Product | FusedProducts | Pass | HostCopy
 
 @functools.lru_cache(maxsize=1 << 16)
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
-    """Time of a kernel, its launch included."""
+    """Seconds of a kernel, its launch included."""
     reached = device.achieved
     rate = device.memory_bytes_per_second * reached.memory
     moving = kernel.num_bytes / rate
@@ -110,7 +110,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def product_seconds(kernel: Product, device: Device) -> float:
-    """Time to multiply, the operands at hand: waves of tiles, on the tile that is best for this shape."""
+    """Seconds to multiply, without reading operands: waves of tiles, for the tile that is best for this shape."""
     reached = device.achieved
     rate = device.product_flops_per_second(kernel.dtypes, kernel.highest) * reached.product
     if kernel.is_convolution:
@@ -134,7 +134,7 @@ def product_seconds(kernel: Product, device: Device) -> float:
 
 @functools.cache
 def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-    """Tiles that a library has: the largest, either way round, and halves of it."""
+    """The tiles of a library: the largest, with sides halved, in either orientation."""
 
     def halves(side: int) -> Iterator[int]:
         while side >= SMALLEST_TILE:

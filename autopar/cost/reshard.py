@@ -1,12 +1,12 @@
-"""The cheapest way from one sharding of a tensor to another.
+"""Finds the cheapest reshard of a tensor from one sharding to another.
 
 In:     a tensor's shape and item size, two shardings, the logical mesh with its links.
-Out:    `Reshard`: the steps (`steps.py`), one collective each, and their seconds.
-Method: shortest paths over all shardings of the tensor (Dijkstra). A sharding says for every mesh axis what it does to
-        the tensor: it splits one dim, holds partial sums, or neither; every single collective is an edge. The graph
-        depends only on which axes fit which dims, so tensors of many shapes share one; the lengths depend on the bytes.
-        Rink et al., "Memory-efficient array redistribution through portable collective communication", 2021, prove for
-        gathers, slices and exchanges what a search finds here for partial sums and unequal links too.
+Out:    `Reshard`: the steps (`steps.py`), one collective each or none, and their seconds.
+Method: shortest paths (Dijkstra) over all shardings of the tensor, in which each mesh axis splits one dim, holds partial
+        sums, or does neither; every single step is an edge. The graph depends only on which axes divide which dims, so that
+        tensors of many shapes share it; lengths depend on the bytes. Rink et al., "Memory-efficient array redistribution
+        through portable collective communication", 2021, prove optimal sequences of gathers, slices and exchanges; the
+        search also covers partial sums and unequal links.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from autopar.cost.steps import (
 from autopar.mesh import LogicalMesh, Sharding
 
 _STEP_SECONDS = 1e-15
-"""Length of every edge beside its collective's seconds: of equally cheap ways the one with fewest steps is taken."""
+"""Added to the length of every edge, so that of equally cheap paths the one with the fewest steps is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """Steps to take in order, and what they take together."""
+    """Steps of a reshard, in order, and their seconds together."""
 
     steps: tuple[Step, ...]
     seconds: float
@@ -57,12 +57,12 @@ def cheapest_reshard(
     Args:
         shape: Global shape of the tensor.
         itemsize: Bytes of one element.
-        source: Sharding at hand.
+        source: Present sharding.
         target: Sharding wanted.
-        mesh: Logical mesh; its links say what collectives cost.
+        mesh: Logical mesh, whose links give the cost of collectives.
 
     Raises:
-        ValueError: There is no way: `target` is partial where `source` is split and no whole copy can be masked.
+        ValueError: There is no path.
     """
     if source == target:
         return Reshard((), 0.0)
@@ -90,15 +90,15 @@ def reshard_seconds(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """All shardings of tensors whose dims the axes fit alike, and the steps between them.
+    """All shardings of tensors whose dims the same axes divide, and the steps between them.
 
     Attributes:
-        index: Position of each sharding (of the dims that can be split at all).
+        index: Sharding (of splittable dims only) -> its position.
         steps: (from, to) -> step.
-        sources: Of each step, in one order with the next three.
-        targets: Of each step.
-        group_of: Of each step, its position in `groups`.
-        groups: Steps that cost the same: (kind, axes, number of parts of the array that `bytes` counts).
+        sources: Per step, the position of its source.
+        targets: Per step, the position of its target.
+        group_of: Per step, its index in `groups`.
+        groups: Classes of steps of equal cost: (kind, axes, number of shards that the array is in).
     """
 
     index: dict[Sharding, int]
@@ -109,13 +109,13 @@ class _Layout:
     groups: tuple[tuple[CollectiveKind | None, tuple[str, ...], int], ...]
 
     def position(self, sharding: Sharding, dims: tuple[int, ...]) -> int:
-        """Position of a sharding of the whole tensor, whose splittable dims are `dims`."""
+        """Position of a sharding of a tensor whose splittable dims are `dims`."""
         return self.index[Sharding(tuple(sharding.dims[d] for d in dims), sharding.partial)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """Shortest paths between all shardings of one tensor: seconds `[from, to]`, last sharding before `to`."""
+    """Shortest paths between all shardings of a tensor: seconds `[from, to]`, and the last sharding before `to`."""
 
     layout: _Layout
     seconds: np.ndarray
@@ -124,7 +124,7 @@ class _Table:
 
 @functools.lru_cache(maxsize=4096)
 def _table(shape: tuple[int, ...], itemsize: int, mesh: LogicalMesh) -> tuple[_Table, tuple[int, ...]]:
-    """Table of one tensor, and its dims that can be split, in the table's order."""
+    """The table of a tensor, and its splittable dims, in the table's order."""
     sizes = tuple(mesh.axis_sizes.values())
     fits = [tuple(_fitting(length, sizes)) for length in shape]
     dims = tuple(sorted((d for d in range(len(shape)) if fits[d]), key=lambda d: (fits[d], d)))
@@ -146,7 +146,7 @@ def _shared_table(fits: tuple[tuple[tuple[int, ...], ...], ...], num_bytes: int,
 
 
 def _fitting(length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Sets of axes that can split a dim together."""
+    """Sets of axes that can split a dim of this length together."""
     wide = [k for k, size in enumerate(sizes) if size > 1]
     for count in range(1, len(wide) + 1):
         for axes in itertools.combinations(wide, count):
@@ -156,7 +156,7 @@ def _fitting(length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) -> _Layout:
-    """Of a mesh whose links do not matter."""
+    """Build the graph of shardings; the links of `mesh` do not matter."""
     names = tuple(mesh.axis_sizes)
     allowed = [{(), *(tuple(names[k] for k in axes) for axes in fitting)} for fitting in fits]
     index = {sharding: k for k, sharding in enumerate(_all_shardings(allowed, mesh))}
@@ -179,7 +179,7 @@ def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) ->
 
 
 def _all_shardings(allowed: Sequence[set[tuple[str, ...]]], mesh: LogicalMesh) -> Iterator[Sharding]:
-    """Every way in which each axis splits one of the dims, holds partial sums, or does neither."""
+    """All shardings: each axis splits one of the dims, holds partial sums, or does neither."""
     partial = len(allowed)
     options = [range(-1, partial + 1) if size > 1 else (-1,) for size in mesh.axis_sizes.values()]
     for choice in itertools.product(*options):
@@ -189,7 +189,7 @@ def _all_shardings(allowed: Sequence[set[tuple[str, ...]]], mesh: LogicalMesh) -
 
 
 def _steps_from(sharding: Sharding, mesh: LogicalMesh, allowed: Sequence[set[tuple[str, ...]]]) -> Iterator[Step]:
-    """Single steps to other shardings, each of whose dims is split as is `allowed`."""
+    """All single steps to other shardings in which every dim is split as `allowed`."""
     used = {axis for axes in sharding.dims for axis in axes} | set(sharding.partial)
     free = [axis for axis, size in mesh.axis_sizes.items() if size > 1 and axis not in used]
 
@@ -225,7 +225,7 @@ def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _on_dims(step: Step, dims: tuple[int, ...]) -> Step:
-    """A step of the shared layout as a step of the tensor."""
+    """A step of the shared graph, on the tensor's dims."""
     match step:
         case AllGather(axes, dim) | ReduceScatter(axes, dim) | Slice(axes, dim):
             return type(step)(axes, dims[dim])

@@ -1,9 +1,9 @@
 """The steps of a reshard: one collective each, or none.
 
 In:     (types only.)
-Out:    `Step`, a closed union; what a step does to a sharding, and which collective it is.
-Method: a dim's axes are major to minor and ascending in mesh order, so a gather takes the last axes of a dim away, and a
-        slice, a reduce-scatter or an all-to-all appends axes behind those that are there.
+Out:    `Step`, a closed union; the effect of a step on a sharding, and the collective that it is.
+Method: a dim's axes are ordered from major to minor, ascending in mesh order, so that a gather removes the last axes of a
+        dim, and a slice, a reduce-scatter or an all-to-all appends axes after the present ones.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from autopar.mesh import LogicalMesh, Sharding
 CollectiveKind = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all"
 ]
-"""A collective as HLO spells it."""
+"""Kinds of collectives, as HLO spells them."""
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Add up partial sums."""
+    """Reduce partial sums to every device."""
 
     axes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Bring the parts of `dim` together."""
+    """Gather the shards of `dim`."""
 
     axes: tuple[str, ...]
     dim: int
@@ -39,7 +39,7 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Add up partial sums, each device one part of `dim`."""
+    """Reduce partial sums, split along `dim`."""
 
     axes: tuple[str, ...]
     dim: int
@@ -56,18 +56,18 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """Split `dim` over `target_axis` instead of `source_axis`, of the same size: every device sends its part to one."""
+    """Split `dim` over `target_axis` instead of `source_axis`, of the same size: each device sends its shard to one other."""
 
     source_axis: str
     target_axis: str
     dim: int
     axes: tuple[str, ...]
-    """Both, in mesh order."""
+    """Both axes, in mesh order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Keep one part of a dim that is whole on every device."""
+    """Keep one shard of `dim`, without communication."""
 
     axes: tuple[str, ...]
     dim: int
@@ -75,7 +75,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Turn a whole value into a partial sum: the first device keeps it, the others hold zeros."""
+    """Turn a replicated value into a partial sum: the first device keeps it, the others hold zeros."""
 
     axes: tuple[str, ...]
 
@@ -84,10 +84,10 @@ Step = AllReduce | AllGather | ReduceScatter | AllToAll | Permute | Slice | Mask
 
 
 def reduced_itemsize(kind: str, dtype: np.dtype) -> int:
-    """Bytes of an element while a reduction of this kind travels: `"max"`, `"min"`, `"sum"` of what one device has.
+    """Bytes of an element as sent in an immediate reduction: `"max"`, `"min"`, or `"sum"` of one device's value and zeros.
 
-    Truth values take one. Integers of 16 bits, as which the largest and smallest of such floats travel, take four: GPUs'
-    libraries do not know them, and XLA widens them (`AllReducePromotion`).
+    Booleans take one byte. 16-bit integers, as which 16-bit floats are sent under "max" and "min", take four: libraries for
+    GPUs do not support them, and XLA widens them (`AllReducePromotion`).
     """
     as_integers = kind != "sum" or np.issubdtype(dtype, np.integer)
     return 4 if dtype.itemsize == 2 and as_integers else dtype.itemsize
@@ -119,7 +119,7 @@ def apply_to_sharding(step: Step, sharding: Sharding, mesh: LogicalMesh) -> Shar
 
 
 def step_kind(step: Step) -> CollectiveKind | None:
-    """The collective a step is; None where it does not communicate."""
+    """The collective of a step; None: it does not communicate."""
     match step:
         case AllReduce():
             return "all-reduce"

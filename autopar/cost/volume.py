@@ -1,9 +1,9 @@
-"""Bytes that a collective sends, by mesh axis.
+"""Counts the bytes that a collective sends along each mesh axis.
 
-In:     as of `collective_seconds`.
-Out:    for each axis what one device sends along it.
-Method: the least that is needed: Chan et al., "Collective communication: theory, practice, and experience", 2007, sec. 4.
-        Axis by axis, the inner ones first, as the seconds have it: an outer axis carries what is left of the sum.
+In:     as for `collective_seconds`.
+Out:    for each axis, the bytes that one device sends along it.
+Method: the least necessary: Chan et al., "Collective communication: theory, practice, and experience", 2007, sec. 4.
+        Axis by axis, inner axes first: an outer axis carries what is left after the inner ones.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def sent_bytes(
     """(axis, bytes that one device sends along it).
 
     Args:
-        kind: What the collective does.
-        num_bytes: Operand bytes on one device; of an all-gather, result bytes.
+        kind: Kind of collective.
+        num_bytes: Operand bytes on one device; for an all-gather, result bytes.
         axes: Mesh axes.
-        mesh: Their sizes.
+        mesh: The mesh.
     """
     inner_first = [axis for axis in reversed(tuple(mesh.axis_sizes)) if axis in axes and mesh.size_of(axis) > 1]
     left = float(num_bytes)
