@@ -1,9 +1,9 @@
-"""Compares what XLA compiles of a plan, for devices that need not be there, with what the plan predicts.
+"""Compiles a plan with XLA, for devices that need not be present, and compares the result with the plan's predictions.
 
 In:     a plan that was made in this process, or attached to its step; the name of a device.
-Out:    `Verification`: memory, collectives and what hides them, predicted and as compiled; as text and as a page.
-Method: `targets.py` names devices, `verify.py` compiles every program for them, `hlo.py` reads what came of it,
-        `schedule.py` follows it in order, `findings.py` compares and shows; `fitting.py` plans until it fits.
+Out:    `Verification`: memory, collectives and their overlap, predicted and as compiled; as text and as a page.
+Method: `targets.py` describes devices, `verify.py` compiles every program for them, `hlo.py` parses the compiled text,
+        `schedule.py` simulates it in order, `findings.py` compares and shows; `fitting.py` plans until the plan fits.
 """
 
 from autopar.verify.findings import Verification

@@ -1,9 +1,9 @@
-"""What the compiler says of a plan, beside what the plan says.
+"""Compares and shows what a plan predicts and what XLA compiles.
 
-In:     (`verify.py` makes them.)
-Out:    `Checked`, of one program; `Verification`, of all: text, and HTML that needs nothing else.
-Method: bytes of each kind of collective must be equal, executions counted: XLA joins small collectives, so their number is
-        its own. So must be what goes between the memories of devices and hosts. Memory must fit the budget.
+In:     (made by `verify.py`.)
+Out:    `Checked`, for one program; `Verification`, for all: as text, and as self-contained HTML.
+Method: executed bytes must be equal for each kind of collective (not their number, since XLA combines small ones), and for
+        copies between devices and hosts. Memory must fit the budget.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from autopar.verify.schedule import Emitted
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One program.
+    """One program, as planned and as compiled.
 
     Attributes:
-        name: As in the plan's streams.
-        stage: On whose mesh.
-        runs: In one step.
-        predicted_bytes: Of memory on one device at its peak.
-        compiled_bytes: The same, by XLA.
-        planned: Bytes of collectives in one run, by kind, and of copies to and from the host's memory.
-        emitted: The same, by XLA.
-        collectives: Of the compiled program.
-        compute_seconds: Of its kernels in one run; XLA has not tuned them.
-        exposed_seconds: In which they wait for collectives.
+        name: Name in the plan's streams.
+        stage: The stage whose mesh it runs on.
+        runs: Runs per step.
+        predicted_bytes: Predicted peak memory of one device.
+        compiled_bytes: The same by XLA.
+        planned: Planned bytes of collectives in one run, by kind, and of copies to and from host memory.
+        emitted: The same by XLA.
+        collectives: Collectives of the compiled program.
+        compute_seconds: Seconds of its kernels in one run; XLA has not tuned them.
+        exposed_seconds: Seconds in which kernels wait for collectives.
         kernels: Executions of kernels that are not XLA's own, by name and first result.
     """
 
@@ -57,22 +57,22 @@ class Checked:
 
     @property
     def moves(self) -> Iterator[tuple[str, int, int]]:
-        """Kinds of moves in a fixed order, and the bytes of each: planned, and executed."""
+        """(kind, planned bytes, executed bytes) of collectives and host copies, in a fixed order."""
         for kind in (*COLLECTIVE_KINDS, *DIRECTIONS):
             yield kind, self.planned.get(kind, 0), self.emitted.get(kind, 0)
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """A plan and what XLA makes of it.
+    """A plan compared with what XLA compiles.
 
     Attributes:
         plan: Name of the step.
         target: The device that was compiled for.
-        programs: Each of its programs.
-        predicted_bytes: Per mesh, the peak on one device, as planned.
-        compiled_bytes: The same, by XLA.
-        budget_bytes: What one device may use.
+        programs: Its programs.
+        predicted_bytes: Per mesh, the predicted peak of one device.
+        compiled_bytes: The same by XLA.
+        budget_bytes: Memory budget of one device.
     """
 
     plan: str
@@ -84,12 +84,12 @@ class Verification:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Where the compiler and the plan disagree; none: the plan is verified."""
+        """Disagreements between the compiler and the plan; (): the plan is verified."""
         return tuple(self._problems())
 
     @property
     def ok(self) -> bool:
-        """Whether bytes are equal and the memory fits."""
+        """Whether there are no problems: bytes are equal, and memory fits."""
         return not self.problems
 
     def _problems(self) -> Iterator[str]:
@@ -104,19 +104,19 @@ class Verification:
 
     @property
     def communication_seconds(self) -> float:
-        """Of all collectives of a step, on all meshes."""
+        """Seconds of all collectives of a step, on all meshes."""
         return sum(p.runs * c.times * c.seconds for p in self.programs for c in p.collectives)
 
     @property
     def async_share(self) -> float:
-        """Part of the collectives' seconds in which the program goes on meanwhile."""
+        """Fraction of the collectives' seconds that are asynchronous."""
         total = self.communication_seconds
         going = sum(p.runs * c.times * c.seconds for p in self.programs for c in p.collectives if c.is_async)
         return going / total if total else 0.0
 
     @property
     def exposed_share(self) -> float:
-        """Part of the collectives' seconds in which kernels wait for them."""
+        """Fraction of the collectives' seconds in which kernels wait for them."""
         total = self.communication_seconds
         return min(1.0, sum(p.runs * p.exposed_seconds for p in self.programs) / total) if total else 0.0
 
@@ -134,7 +134,7 @@ class Verification:
         return wrapped("\n".join([tag("h1", escape(self._title)), facts, tables]))
 
     def save_html(self, path: str | PathLike) -> Path:
-        """Write the page as a file that needs nothing else."""
+        """Write the page as a self-contained file."""
         return write_page(Path(path), whole_file(f"{self.plan}, compiled for {self.target}", self._repr_html_()))
 
     @property

@@ -1,9 +1,9 @@
-"""Plans until a plan fits by the compiler's count: what the compiler takes beyond the prediction is held back.
+"""Plans until a plan fits by the compiler's count, lowering the budget by what the compiler takes beyond predictions.
 
-In:     how to plan under a method; the method, with the user's budget.
-Out:    the first plan of whose programs XLA's own buffers fit that budget.
-Method: a plan that is too large comes out `surplus` bytes above its prediction. The next may be predicted to take the
-        budget less that, which the last one was not: no plan is met twice. What is shown is the user's budget.
+In:     a planner of the step under a method; the method, with the user's budget.
+Out:    the first plan whose programs fit that budget by XLA's buffers.
+Method: a plan that is too large takes `surplus` bytes more than predicted. The next one is planned for the budget less
+        these, which the last plan's prediction exceeds, so that no plan is repeated. The plan shows the user's budget.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autopar.verify.verify import verify_plan
 
 
 def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:
-    """Plan until the compiler agrees that it fits: that of the cluster's devices, or, of one that is described, for such ones.
+    """Plan until the plan fits by the compiler for the cluster's devices.
 
     Args:
         make: Plans the step under a method; the plan is in memory.
-        method: What was asked for.
+        method: The user's method.
 
     Raises:
-        NoPlanFoundError: No plan that the compiler agrees to was found.
+        NoPlanFoundError: No plan was found that fits by the compiler's count.
         AutoparError: The compiler for the devices is not installed.
     """
     plan = make(method)
@@ -50,7 +50,7 @@ def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:
 
 
 def _surplus_bytes(found: Verification, budget: float) -> float | None:
-    """What the compiler takes beyond the prediction where it is over the budget, most of all meshes; None: all fit."""
+    """Bytes by which the compiler exceeds the prediction, the most over all meshes over budget; None: all fit."""
     sides = zip(found.predicted_bytes, found.compiled_bytes, strict=True)
     return max((compiled - predicted for predicted, compiled in sides if compiled > budget), default=None)
 

@@ -1,9 +1,9 @@
-"""Compiled programs as XLA prints them: computations of instructions, in the order in which they run.
+"""Parses compiled programs as XLA prints them: computations of instructions, in the order in which they run.
 
 In:     the text of a scheduled HLO module.
 Out:    `Module`.
-Method: one instruction a line: `%name = type opcode(operands), attributes`. Types and operands are nested in brackets, so
-        they are cut where brackets close. What an instruction calls stands in its attributes.
+Method: one instruction per line: `%name = type opcode(operands), attributes`. Types and operands have nested brackets, so
+        that they end at the matching one. The computations that an instruction calls are in its attributes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Hlo:
     """One instruction.
 
     Attributes:
-        name: As others refer to it.
-        type: Of its result: `f32[8,128]{1,0}`, or several in parentheses.
-        opcode: What it does: `fusion`, `all-gather-start`.
-        operands: Names of what it reads.
+        name: Its name.
+        type: Type of its result: `f32[8,128]{1,0}`, or several in parentheses.
+        opcode: Its opcode: `fusion`, `all-gather-start`.
+        operands: Names of its operands.
         attributes: The rest of its line.
     """
 
@@ -45,34 +45,34 @@ class Hlo:
 
     @property
     def num_bytes(self) -> int:
-        """Of its result."""
+        """Bytes of its result."""
         return type_bytes(self.type)
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that it runs."""
+        """Computations that it calls."""
         several = [name.strip(" %") for found in _BRANCHES.findall(self.attributes) for name in found.split(",")]
         return tuple(dict.fromkeys([*_CALLS.findall(self.attributes), *filter(None, several)]))
 
     @property
     def trips(self) -> int | None:
-        """How often a loop runs; None: XLA does not know."""
+        """Trip count of a loop; None: XLA does not know it."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """Target of a custom call; "" for other instructions."""
         found = _TARGET.search(self.attributes)
         return found[1] if found else ""
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the program waits at once for what begins here."""
+        """Whether the program waits at once for the collective that begins here."""
         return '"is_sync":true' in self.attributes
 
     def number_list(self, attribute: str) -> list[int]:
-        """An attribute that is a list of numbers, in HLO's own notation or in JSON."""
+        """An attribute that is a list of numbers, in HLO's notation or in JSON; [] if it is absent."""
         found = re.search(rf'"?\b{attribute}"?[=:][\[{{]([\d,"]*)[\]}}]', self.attributes)
         return [int(n) for n in found[1].replace('"', "").split(",") if n] if found else []
 
@@ -82,8 +82,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-        entry: Name of the computation that is the program.
-        computations: The instructions of each, in order.
+        entry: Name of the entry computation.
+        computations: Name -> its instructions, in order.
     """
 
     entry: str
@@ -91,7 +91,7 @@ class Module:
 
 
 def read_module(text: str) -> Module:
-    """Read the text of a compiled program."""
+    """Parse the text of a compiled program."""
     computations: dict[str, tuple[Hlo, ...]] = {}
     entry, here = "", None
     lines: list[Hlo] = []
@@ -121,7 +121,7 @@ def _read_line(line: str) -> Hlo | None:
 
 
 def _closing(text: str) -> int:
-    """Behind the bracket that closes the one with which the text begins."""
+    """Position after the bracket that matches the first character."""
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter in "({[") - (letter in ")}]")
@@ -131,7 +131,7 @@ def _closing(text: str) -> int:
 
 
 def type_bytes(text: str) -> int:
-    """Bytes of a type, all of its parts together."""
+    """Bytes of a type, all of its arrays together."""
     return sum(
         math.ceil(math.prod(int(n) for n in dims.split(",") if n) * _bits(name) / 8)
         for name, dims in _ARRAY.findall(text)
@@ -156,7 +156,7 @@ def dtype_of(text: str) -> str:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """The parts of a type in parentheses."""
+    """The elements of a tuple type."""
     depth, begin = 0, 1
     for at, letter in enumerate(text):
         depth += (letter in "({[") - (letter in ")}]")
@@ -166,7 +166,7 @@ def parts_of(text: str) -> Iterator[str]:
 
 
 def groups_of(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Which devices take part together, in either notation of `replica_groups`; all of them where nothing is said."""
+    """The groups of devices in either notation of `replica_groups`; one of all devices if there is none."""
     listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
     if listed:
         return tuple(tuple(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed[1]))

@@ -1,9 +1,9 @@
-"""Bytes that go between the memories of a device and of its host, as planned and as compiled.
+"""Counts bytes copied between device and host memory, as planned and as compiled.
 
-In:     what each device does; the compiled program.
-Out:    bytes in one run, loops counted, by direction.
-Method: the plan copies where an operation says so. XLA marks what lies in the host's memory in its layout, `S(5)`, and makes
-        a slice that is copied, or is written into a stack there, one instruction, which may be wrapped to run beside others.
+In:     the sharded program; the compiled program.
+Out:    bytes in one run, loop trips counted, by direction.
+Method: in the plan, copies are operations. XLA marks arrays in host memory in their layout, `S(5)`, and makes a copied slice,
+        or one written into a stack there, one instruction, which may be wrapped to run asynchronously.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from autopar.mesh import LogicalMesh
 from autopar.verify.hlo import Hlo, Module, parts_of, type_bytes
 
 DIRECTIONS = ("to host", "from host")
-_THERE = ":S(5)"
+_ON_HOST = ":S(5)"
 _NAMES = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "custom-call", "copy-done", "async-done"}
-"""What shows an array that is there, or makes room for it, and copies nothing."""
+"""Opcodes that refer to an array in host memory, or allocate it, and copy nothing."""
 
 
 def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
-    """Bytes that a program copies, as planned; a loop of unknown length copies nothing."""
+    """Planned bytes that a program copies; a loop of unknown length copies nothing."""
     found: Counter[str] = Counter()
     for instruction in body.instructions:
         match instruction:
@@ -39,7 +39,7 @@ def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
 
 
 def executed_copies(module: Module) -> Counter[str]:
-    """Bytes that a compiled program copies; a loop whose length XLA does not know copies nothing."""
+    """Bytes that a compiled program copies; loops whose trip count XLA does not know count as 0."""
     types = {hlo.name: hlo.type for lines in module.computations.values() for hlo in lines}
     return _copies_in(module, module.entry, types)
 
@@ -62,15 +62,15 @@ def _copies_in(module: Module, computation: str, types: Mapping[str, str]) -> Co
 
 
 def _copied(hlo: Hlo, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """The direction and the bytes of one instruction."""
+    """The direction and the bytes of an instruction, if it copies."""
     made = next(parts_of(hlo.type)) if hlo.type.startswith("(") else hlo.type
     read = [types.get(name, "") for name in hlo.operands]
-    is_there, was_there = _THERE in made, any(_THERE in kind for kind in read)
-    if hlo.opcode == "dynamic-update-slice" and is_there:
-        if _THERE not in read[1]:
+    makes_on_host, reads_on_host = _ON_HOST in made, any(_ON_HOST in kind for kind in read)
+    if hlo.opcode == "dynamic-update-slice" and makes_on_host:
+        if _ON_HOST not in read[1]:
             yield DIRECTIONS[0], type_bytes(read[1])
-    elif is_there != was_there and read:
-        yield DIRECTIONS[was_there], type_bytes(made)
+    elif makes_on_host != reads_on_host and read:
+        yield DIRECTIONS[reads_on_host], type_bytes(made)
 
 
 def _times(found: Counter[str], times: int) -> dict[str, int]:

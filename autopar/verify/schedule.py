@@ -1,11 +1,11 @@
-"""A compiled program in the order in which it runs: what it communicates, and what it computes meanwhile.
+"""Simulates a compiled program in the order in which it runs: its collectives, and the kernels that overlap with them.
 
 In:     `Module`, the mesh, the device.
-Out:    `Followed`: every collective with its executions, seconds of kernels, collectives and waiting.
-Method: two clocks, of the kernels and of the network. A kernel moves the first on, a collective the second; what waits for
-        a collective's end moves the first to it. A loop is followed once, and counts as often as it runs. Kernels take the
-        longer of their products at the device's rate and their bytes at its memory's: XLA compiles here without trying
-        which is best, so this tells what stands between a collective's begin and its end, and not how long a step takes.
+Out:    `Followed`: every collective with its executions, and seconds of kernels, collectives and waiting.
+Method: two clocks, of kernels and of the network. A kernel advances the first, a collective the second; waiting for a
+        collective advances the first to its end. A loop is simulated once, and counts by its trips. Kernels take the longer
+        of their products at the device's rate and their bytes at its memory's. XLA compiles here without tuning kernels, so
+        this shows what overlaps with a collective, and not how long a step takes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Emitted:
     """A collective of a compiled program.
 
     Attributes:
-        kind: As the plan spells it.
-        axes: Of the mesh, whose devices take part.
-        bytes: Operand bytes on one device; of an all-gather, result bytes.
+        kind: Kind of collective.
+        axes: Mesh axes that it runs over.
+        bytes: Operand bytes on one device; for an all-gather, result bytes.
         times: Executions in one run of the program.
-        is_async: Whether the program goes on meanwhile.
-        seconds: Of one execution, by the cost model.
-        hidden_seconds: Of one execution, kernels that stand between its begin and its end.
+        is_async: Whether it is asynchronous.
+        seconds: Seconds of one execution, by the cost model.
+        hidden_seconds: Seconds of kernels between its begin and its end, in one execution.
     """
 
     kind: CollectiveKind
@@ -62,14 +62,14 @@ class Emitted:
 
 @dataclass(slots=True)
 class Followed:
-    """What was seen of a program.
+    """The record of a simulated program.
 
     Attributes:
-        collectives: In order, with their executions.
-        kernels: Executions of each kernel that is no code of XLA's own, by the name it is called by and its first result, of
-            which it tells how much of it one device computes: `__cudnn$fmhaSoftmax bf16[4,256,8,64]`.
-        compute_seconds: Of all kernels.
-        exposed_seconds: In which kernels wait for collectives.
+        collectives: Its collectives, in order.
+        kernels: Executions of custom calls, by target and first result, whose shape is local:
+            `__cudnn$fmhaSoftmax bf16[4,256,8,64]`.
+        compute_seconds: Seconds of all kernels.
+        exposed_seconds: Seconds in which kernels wait for collectives.
     """
 
     collectives: list[Emitted] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Followed:
 
     @property
     def bytes_of(self) -> dict[str, int]:
-        """Executed bytes of each kind."""
+        """Kind of collective -> executed bytes."""
         found: dict[str, int] = {}
         for c in self.collectives:
             found[c.kind] = found.get(c.kind, 0) + c.times * c.bytes
@@ -87,14 +87,14 @@ class Followed:
 
 
 def follow_program(module: Module, mesh: LogicalMesh, device: Device) -> Followed:
-    """Follow a compiled program from its begin to its end."""
+    """Simulate a compiled program."""
     follower = _Follower(module, mesh, device)
     follower.run(module.entry, 1)
     return follower.seen
 
 
 class _Follower:
-    """On the way through a program; `run` returns the seconds of one execution of a computation."""
+    """The state of a simulation; `run` returns the seconds of one execution of a computation."""
 
     def __init__(self, module: Module, mesh: LogicalMesh, device: Device):
         self.module, self.mesh, self.device = module, mesh, device
@@ -126,9 +126,9 @@ class _Follower:
         return now
 
     def _kernels(self, hlo: Hlo, times: int) -> float:
-        """Seconds of what is no collective."""
+        """Seconds of an instruction that is no collective."""
         if hlo.opcode == "while":
-            trips = hlo.trips or 0  # where XLA does not know how often it runs, it counts as if never
+            trips = hlo.trips or 0  # loops whose trip count XLA does not know count as 0
             return trips * sum(self.run(name, times * trips) for name in hlo.called)
         if hlo.opcode in ("call", "conditional"):
             return max((self.run(name, times) for name in hlo.called), default=0.0)
@@ -142,7 +142,7 @@ class _Follower:
         return seconds
 
     def _collective_in(self, hlo: Hlo) -> Hlo | None:
-        """The collective that an instruction is, or wraps: asynchronous ones are called, or joined with a slice."""
+        """The collective that an instruction is or contains; asynchronous ones are wrapped, or fused with a slice."""
         if kind_of(hlo.opcode) is not None:
             return hlo
         if hlo.opcode in ("async-start", "fusion"):
@@ -163,9 +163,7 @@ class _Follower:
         if hlo.opcode == "all-gather-start":
             *_, result = parts_of(hlo.type)
             return type_bytes(result)
-        if (
-            kind_of(hlo.opcode) == "ragged-all-to-all"
-        ):  # on one side is room for what may come; the other has a device's own
+        if kind_of(hlo.opcode) == "ragged-all-to-all":  # the larger side is a buffer for the worst case
             result = [*parts_of(hlo.type)][-1] if _begins(hlo) else hlo.type
             return min(type_bytes(self.type_of[hlo.operands[0]]), type_bytes(result))
         return sum(type_bytes(self.type_of[name]) for name in hlo.operands)
@@ -181,7 +179,7 @@ class _Follower:
 
 
 def _array_text(kind: str) -> str:
-    """The first array of a type; "" where it has none."""
+    """The first array of a type; "" if it has none."""
     name = dtype_of(kind)
     return f"{name}[{','.join(map(str, dims_of(kind)))}]" if name else ""
 
@@ -191,13 +189,13 @@ def _begins(hlo: Hlo) -> bool:
 
 
 def kind_of(opcode: str) -> CollectiveKind | None:
-    """The kind of collective that an opcode is; None: it is none."""
+    """The kind of collective of an opcode; None: it is no collective."""
     kind = opcode.removesuffix("-start")
     return next((known for known in COLLECTIVE_KINDS if known == kind), None)
 
 
 def _groups_of_axes(mesh: LogicalMesh) -> Iterator[tuple[frozenset[frozenset[int]], tuple[str, ...]]]:
-    """Which devices take part together in a collective over each choice of axes; of equal ones the fewest axes."""
+    """Groups of devices -> axes of a collective over them; choices with fewer axes come later, and replace equal ones."""
     numbers, names = np.arange(mesh.num_devices).reshape(mesh.shape), tuple(mesh.axis_sizes)
     choices = [c for count in range(len(names), 0, -1) for c in itertools.combinations(range(len(names)), count)]
     for choice in choices:
@@ -208,7 +206,7 @@ def _groups_of_axes(mesh: LogicalMesh) -> Iterator[tuple[frozenset[frozenset[int
 
 
 def kernel_seconds(hlo: Hlo, operands: list[str], device: Device) -> float:
-    """Seconds of one kernel: its products at the rate that they reach, its bytes at that of the memory."""
+    """Seconds of one kernel: launch, and the longer of its products and its bytes at the rates that the device reaches."""
     reached = device.achieved
     num_bytes = hlo.num_bytes + sum(map(type_bytes, operands))
     moving = num_bytes / (device.memory_bytes_per_second * reached.memory)
@@ -219,7 +217,7 @@ def kernel_seconds(hlo: Hlo, operands: list[str], device: Device) -> float:
 
 
 def product_flops(hlo: Hlo, operands: list[str]) -> float:
-    """FLOPs of a product of matrices or a convolution; 0 of what is neither."""
+    """FLOPs of a matrix product or a convolution; 0 for other kernels."""
     if hlo.opcode == "dot" or "gemm_backend_config" in hlo.attributes:
         lhs = dims_of(operands[0])
         depth = math.prod(lhs[k] for k in hlo.number_list("lhs_contracting_dim(?:ension)?s"))
@@ -235,6 +233,6 @@ def product_flops(hlo: Hlo, operands: list[str]) -> float:
 
 
 def program_kernels(kernels: Mapping[str, int]) -> dict[str, int]:
-    """Kernels that are neither XLA's nor those of the libraries that it calls for products."""
+    """Custom kernels that are neither XLA's nor those of libraries that it calls for products and convolutions."""
     own = ("__cublas", "__cudnn$conv", "Sharding", "AllocateBuffer")
     return {name: n for name, n in kernels.items() if not name.startswith(own)}

@@ -1,10 +1,11 @@
-"""Devices that XLA can compile for without having them.
+"""Describes devices that XLA can compile for without their being present.
 
-In:     a name of the catalog, how many hosts and devices.
-Out:    JAX's devices, which nothing can run on.
-Method: XLA takes a description of the GPU as text (its `GpuTargetConfigProto`), and of TPUs the name of their topology.
+In:     a name in the catalog, numbers of hosts and devices.
+Out:    JAX devices that one can compile for, but not run on.
+Method: XLA takes a description of a GPU as text (its `GpuTargetConfigProto`), and for TPUs the name of their topology.
         The figures are those of the CUDA C++ Programming Guide (technical specifications per compute capability) and of
-        the datasheets. The compilers come as wheels: for GPUs JAX's CUDA plugin, without NVIDIA's libraries, for TPUs libtpu.
+        the datasheets. The compilers come as wheels: for GPUs JAX's CUDA plugin, without NVIDIA's libraries, for TPUs
+        libtpu.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from autopar.mesh import Cluster
 from autopar.mesh.find_device import compute_capability, find_device
 
 GPU_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-"""Without a device to try kernels on, XLA would split products in ways, and with buffers, that are not what runs."""
+"""Without a device to tune kernels on, XLA would split products differently, with other buffers, than what runs."""
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What XLA asks of a GPU.
+    """What XLA needs to know about a GPU.
 
     Attributes:
-        name: As the driver says it.
-        cores: Streaming multiprocessors.
-        units: Of float32 in each.
-        shared_bytes: Shared memory of each; a block can have 1 KiB less.
-        cache_bytes: Of the second level.
-        clock_ghz: At most.
-        memory_bytes: Of the device.
-        memory_bytes_per_second: Its rate.
+        name: Its name by the driver.
+        cores: Number of streaming multiprocessors.
+        units: float32 units per multiprocessor.
+        shared_bytes: Shared memory per multiprocessor; a block can have 1 KiB less.
+        cache_bytes: Size of the L2 cache.
+        clock_ghz: Maximum clock rate.
+        memory_bytes: Size of device memory.
+        memory_bytes_per_second: Rate of device memory.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Gpu:
     memory_bytes_per_second: float
 
     def text(self, capability: tuple[int, int]) -> str:
-        """As XLA reads it."""
+        """The description as XLA reads it."""
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_bytes}
@@ -87,9 +88,9 @@ class Target:
     """Devices to compile for.
 
     Attributes:
-        name: Of the device.
-        devices: JAX's.
-        options: Of XLA's compiler.
+        name: Name of the device.
+        devices: JAX devices.
+        options: Options of XLA's compiler.
     """
 
     name: str
@@ -101,12 +102,12 @@ def find_target(name: str | None, cluster: Cluster) -> Target:
     """The devices that a plan is compiled for.
 
     Args:
-        name: Of the catalog; None: the devices of this process, if the plan is for them, else what its cluster consists of.
-        cluster: For which the plan was made: as many hosts and devices.
+        name: A name in the catalog; None: the devices of this process, if the plan is for them, else its cluster's device.
+        cluster: The plan's cluster, which gives the numbers of hosts and devices.
 
     Raises:
-        ClusterError: XLA cannot compile for such a device without it.
-        AutoparError: The compiler is not installed; says which wheels to install.
+        ClusterError: XLA cannot compile for such a device without one.
+        AutoparError: The compiler is not installed; says which wheel to install.
     """
     if name is None and cluster.devices is not None:
         devices = tuple(cluster.devices)
@@ -128,7 +129,7 @@ def find_target(name: str | None, cluster: Cluster) -> Target:
         return Target(device.name, tuple(found.devices), GPU_OPTIONS)
     if key in TPUS:
         _check_there(("libtpu",), device.name, "TPUs", "libtpu", "TPU", "libtpu")
-        # libtpu asks the host what it is unless it is told that there is nothing to ask for.
+        # Keeps libtpu from querying the host's metadata server.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         found = topologies.get_topology_desc(_tpu_topology(TPUS[key], cluster.num_devices), "tpu")
         return Target(device.name, tuple(found.devices), {})
@@ -141,7 +142,7 @@ def find_target(name: str | None, cluster: Cluster) -> Target:
 
 
 def _tpu_topology(generation: str, count: int) -> str:
-    """The most even slice of so many chips: on two axes, of v4 and v5p on three."""
+    """The most even topology of so many chips: of two axes, for v4 and v5p of three."""
     num_axes = 3 if generation in ("v4", "v5p") else 2
     shape: list[int] = []
     for left in range(num_axes, 0, -1):

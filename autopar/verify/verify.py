@@ -1,9 +1,9 @@
-"""A plan held against the compiler: bytes of memory and of collectives, predicted and as compiled.
+"""Verifies a plan with the compiler: bytes of memory and of collectives, predicted and as compiled.
 
 In:     a plan in memory, the name of a device.
 Out:    `Verification`.
-Method: memory is what XLA's programs take; of a pipeline the walk of its streams, in which each run takes what XLA says
-        instead of what the plan does. What must agree, `findings.py` says.
+Method: memory is that of XLA's programs; a pipeline's streams are simulated with XLA's working memory of each run in place
+        of the predicted one. `findings.py` defines what must agree.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from autopar.verify.targets import Target, find_target
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A program that was compiled.
+    """A compiled program.
 
     Attributes:
-        name: As in the plan's streams.
-        stage: On whose mesh.
+        name: Name in the plan's streams.
+        stage: The stage whose mesh it runs on.
         mesh: The mesh.
-        runs: In one step.
-        compiled: XLA's.
-        predicted_bytes: At its peak on one device, operands included.
-        collectives: Of one run, as planned.
-        host_copies: Bytes of one run that go to the host's memory and come from there, as planned.
+        runs: Runs per step.
+        compiled: XLA's executable.
+        predicted_bytes: Predicted peak of one device, operands included.
+        collectives: Planned collectives of one run.
+        host_copies: Planned bytes copied to and from host memory in one run.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Program:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes on one device that XLA takes besides operands, and what is written over them."""
+        """Bytes that XLA takes on one device besides operands and results that overwrite them."""
         found = self.compiled.memory_analysis()
         return found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """What XLA takes on one device."""
+        """Peak bytes of one device by XLA."""
         return self.compiled.memory_analysis().argument_size_in_bytes + self.working_bytes
 
 
@@ -75,12 +75,12 @@ def compile_programs(plan: Decision, target: Target) -> list[Program]:
     planned = plan.attached.pipeline
     made = compile_step(planned, target.devices, target.options)
     runs = Counter(i.program for stream in plan.streams.values() for i in stream if isinstance(i, Run))
-    told, found = iter(plan.cost.collectives), []  # those of each program, in the order of stages and their tasks
+    listed, found = iter(plan.cost.collectives), []  # listed in the order of stages and their tasks
     for number, stage in enumerate(planned.stages):
         for task in stage.tasks:
             name = task.task.name
             peak = _peak_bytes(task, made.functions[name].donated)
-            own = itertools.islice(told, len(task.collectives))
+            own = itertools.islice(listed, len(task.collectives))
             once = tuple(dataclasses.replace(c, times=c.times // runs[name]) for c in own)
             copied = planned_copies(task.body, stage.mesh)
             found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, once, copied))
@@ -88,7 +88,7 @@ def compile_programs(plan: Decision, target: Target) -> list[Program]:
 
 
 def _peak_bytes(task: TaskPlan, donated: Sequence[bool]) -> int:
-    """Predicted bytes of one run by itself, as the simulator walks it: results take the memory of what is overwritten."""
+    """Predicted peak of one run by itself, as in the simulator: results reuse the memory of donated operands."""
     operands = [b.num_bytes for b in (*task.inputs, *task.written_rows)]
     gone = sum(size for size, is_gone in zip(operands, donated, strict=False) if is_gone)
     return sum(operands) + max(task.working_bytes, sum(b.num_bytes for b in task.outputs) - gone)
@@ -98,13 +98,12 @@ def verify_plan(plan: Decision, target: str | None = None) -> Verification:
     """Compile every program of a plan, and compare.
 
     Args:
-        plan: Made in this process, or attached to its step.
-        target: A device of the catalog, which need not be there: `"h100"`, `"a100"`, `"b200"`, `"tpu-v5e"`. None: the
+        plan: A plan made in this process, or attached to its step.
+        target: A device of the catalog, which need not be present: `"h100"`, `"a100"`, `"b200"`, `"tpu-v5e"`. None: the
             devices that the plan is for.
 
     Raises:
-        AutoparError: The compiler for the target is not installed.
-        AutoparError: XLA compiles for it, and cannot print what comes of that.
+        AutoparError: The compiler for the target is not installed, or cannot print the compiled program.
         ClusterError: There is no description of such a device.
     """
     found = find_target(target, plan.attached.cluster)
