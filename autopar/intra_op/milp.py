@@ -86,7 +86,7 @@ def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
     lp.a_matrix_.value_ = model.matrix.data
     kinds = [highspy.HighsVarType.kInteger] * model.num_binary
     lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (count - model.num_binary)
-    highs = highspy.Highs()
+    highs = highspy._Highs()  # `Highs` of release 1.16 prints its name before it can be told not to
     options = {
         "output_flag": False,
         "mip_rel_gap": gap,

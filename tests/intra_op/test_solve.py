@@ -1,6 +1,8 @@
 """Solvers against brute force, on small problems drawn at random."""
 
 import itertools
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,6 +18,7 @@ from autopar.intra_op.solve import solve
 from autopar.intra_op.trws import Ascent
 from autopar.tuning import TUNING
 from tests.brute_force import brute_force
+from tests.patience import PATIENCE_SECONDS
 from tests.tuned import tune
 
 
@@ -63,6 +66,18 @@ def test_solve_equals_brute_force(solver, rows):
             assert problem.fits(found.choices)
             assert problem.cost(found.choices) == pytest.approx(found.objective)
             assert found.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_solvers_print_nothing():
+    """In a process of its own: HiGHS 1.16 prints its name once in each."""
+    script = """
+from autopar.intra_op.ilp import solve_ilp
+from tests.intra_op.test_solve import frustrated
+for solver in ("highs", "cbc"):
+    solve_ilp(frustrated(0), solver)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_a_gap_that_may_be_left_is_kept():
