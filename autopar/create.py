@@ -95,7 +95,7 @@ class Unborn:
         return leaves
 
     def _is_several(self, value: Any) -> bool:
-        """Whether a tuple is several arguments of the step, and not one."""
+        """Whether the initializer's result is a tuple of several arguments of the step, and not one argument."""
         if type(value) is not tuple or len(value) < 2:
             return False
         least = len(self._parameters.names) - len(self._parameters.optional)

@@ -39,7 +39,7 @@ class DirectCalls:
         self._known: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's result."""
+        """Call the step; its result."""
         known = self._known
         if known is None or looks_at_numbers():
             returned, direct = self._checked(*args, **kwargs)

@@ -153,7 +153,7 @@ class Entry:
         return value
 
     def below(self, end: int, wanted: str) -> int:
-        """A whole number less than `end`."""
+        """A whole number from 0 to `end` - 1; `wanted`: its description in the error."""
         if self.count() >= end:
             raise self.wrong(wanted)
         return self.value
@@ -186,13 +186,13 @@ class Entry:
         return first(one), second(other)
 
     def mapping(self, read: Callable[[Entry], _T]) -> dict[str, _T]:
-        """An object, each entry of it read."""
+        """An object, whose values are read by `read`."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object")
         return {name: read(self[name]) for name in self.value}
 
     def items(self, read: Callable[[Entry], _T], length: int | None = None) -> tuple[_T, ...]:
-        """A list, each item of it read."""
+        """A list, whose items are read by `read`."""
         if not isinstance(self.value, list) or length not in (None, len(self.value)):
             raise self.wrong("a list" if length is None else f"a list of {length}")
         return tuple([read(Entry(value, f"{self.where}[{k}]")) for k, value in enumerate(self.value)])

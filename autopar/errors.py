@@ -83,7 +83,7 @@ class MicrobatchError(AutoparError):
 
 
 class PipelineError(AutoparError):
-    """The step cannot be cut into the stages asked for. Facts: `num_stages`."""
+    """The step cannot be cut into the requested stages. Facts: `num_stages`."""
 
 
 class ClusterError(AutoparError):
@@ -220,7 +220,7 @@ def check_choice(
     do: str = "name one of them, or leave it out.",
     **facts: Any,
 ) -> None:
-    """Raise an error of this kind unless a parameter is one of the words that are known; as of `check_number`."""
+    """Check that a parameter is one of the `known` words; other arguments as in `check_number`."""
     if value not in tuple(known):
         near = difflib.get_close_matches(str(value).lower(), known, n=1)
         raise kind(

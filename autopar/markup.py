@@ -17,7 +17,7 @@ FONT = 12
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:
-    """An element; `class_` is `class`, other underscores are dashes, None is left out. Children are markup already."""
+    """An element. `class_` becomes `class`, other underscores dashes, and None is left out; children are markup."""
     words = [name]
     for key, value in attributes.items():
         if value is not None:

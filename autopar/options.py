@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Prover = Literal["highs", "cbc"]
 """Solvers that prove what they find."""
 Searcher = Literal["random", "greedy", "beam", "bfs", "halving", "mcmc", "mcts"]
-"""Those that do not: for comparison."""
+"""Searches that prove nothing, for comparison."""
 Solver = Prover | Searcher
 MicrobatchSemantics = Literal["exact", "per_microbatch"]
 RecomputeLevel = Literal["cheap", "all"] | float

@@ -193,7 +193,7 @@ class ParallelStep(Generic[P, R]):
         return leaves if is_same and not last.compiled.has_ended else None
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments, which may be `jax.ShapeDtypeStruct`s; touches no device."""
+        """Plan for these arguments, which may be `jax.ShapeDtypeStruct`s; touches no device."""
         key, _, _ = self._key(args, kwargs)
         planned = self._made.planned
         if key not in planned:
@@ -205,7 +205,7 @@ class ParallelStep(Generic[P, R]):
 
         Args:
             *args: As the step takes them, or their types.
-            plan: A plan for this step and cluster, such as `Plan.load` returns; calls of the step itself keep to its own.
+            plan: A plan for this step and cluster, such as `Plan.load` returns; calls of the step itself use its own plan.
             **kwargs: The same, by name.
 
         Raises:
@@ -219,7 +219,7 @@ class ParallelStep(Generic[P, R]):
             plan = self.plan(*args, **kwargs)
             program = plan.attached.program
         else:
-            program, roles = self._roles(args, kwargs)  # its own constants, whoever made the plan
+            program, roles = self._roles(args, kwargs)  # this step's own constants, wherever the plan comes from
             plan = self._attach(program, roles, given)
         key, _, apart = self._key(args, kwargs)
         objects = (None, None) if apart is None else (apart.adapter, apart.static)

@@ -18,7 +18,7 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 
 def inputs_of(eqn: JaxprEqn) -> list[Var]:
-    """The variables that an equation reads."""
+    """The operands of an equation that are variables."""
     return [a for a in eqn.invars if not isinstance(a, Literal)]
 
 

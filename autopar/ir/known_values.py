@@ -121,7 +121,7 @@ class KnownValues:
             return dim not in eqn.params["broadcast_dimensions"] or eqn.invars[0].aval.ndim == 0
         return self.constant(atom) is not None
 
-    # Counting.
+    # Values that count.
 
     def counts(self, atom: Atom, column: Position | None = None) -> int | None:
         """The dim along which an array, or one column of it, is 0, 1, 2, ...; None: it is not known to count."""
@@ -233,7 +233,7 @@ def _counts_along(value: np.ndarray, column: Position | None) -> int | None:
 
 
 def _kept_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[int | None]:
-    """Where a reshape that only adds or drops dims of length 1 puts each dim; None: nowhere."""
+    """For each dim, where a reshape that only adds or drops dims of length 1 moves it; None: it is dropped, or not known."""
     kept = [d for d, size in enumerate(target) if size != 1]
     if [target[d] for d in kept] != [size for size in source if size != 1]:
         return [None] * len(source)

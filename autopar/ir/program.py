@@ -68,7 +68,7 @@ class Program:
         return print_program(self)
 
     def flatten_inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """Values of the jaxpr's invars: argument leaves with keys as integers, then the constants."""
+        """Argument leaves to values of the jaxpr's invars: typed keys become integers, constants are appended."""
         assert len(leaves) == self.num_args, f"{len(leaves)} leaves for {self.num_args} arguments"
         physical = [key_data(x) if impl else x for x, impl in zip(leaves, self.key_inputs, strict=True)]
         return [*physical, *self.consts]
@@ -82,7 +82,7 @@ class Program:
         return in_containers(self.in_tree, values, self.in_keys)
 
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
-        """The user's result from values of the jaxpr's outvars."""
+        """Values of the jaxpr's outvars to the user's result."""
         leaves = [as_key(value, impl) if impl else value for value, impl in zip(values, self.key_outputs, strict=True)]
         return jax.tree.unflatten(self.out_tree, leaves)
 

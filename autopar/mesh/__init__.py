@@ -1,4 +1,4 @@
-"""The machine: devices, links, clusters, logical meshes, and how a tensor is sharded over one."""
+"""The machine: devices, links, clusters, logical meshes, and shardings of tensors over them."""
 
 from autopar.mesh.array_type import ArrayType, Box, boxes
 from autopar.mesh.cluster import Cluster, more_devices_text

@@ -66,7 +66,7 @@ class Link:
         return dataclasses.replace(self, bytes_per_second=self.bytes_per_second * part)
 
     def axes(self, num_devices: int) -> float:
-        """How many axes of a torus a group of so many neighbours fills: the rate that it has over that of one of them."""
+        """The number of torus axes that `num_devices` neighbours fill, as their rate over that of a single axis."""
         closes = self.torus[-1][1] >= 2 * CLOSED
         return max(1.0, _part_of(self.torus, num_devices) / (CLOSED if closes else OPEN))
 
@@ -79,7 +79,7 @@ def _part_of(groups: tuple[tuple[int, float], ...], num_devices: int) -> float:
 
 
 OPEN, CLOSED = 0.5, 1.0
-"""Fractions of a ring's rate: of a chain, through which data goes one way, and of a ring."""
+"""Fractions of a ring's rate: that of a chain, through which data goes one way, and that of a ring."""
 
 
 def slice_sides(num_chips: int, num_axes: int) -> tuple[int, ...]:

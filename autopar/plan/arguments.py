@@ -76,7 +76,7 @@ def _in_lines(found: Sequence[tuple[str, str]]) -> str:
 
 
 def _has_type(leaf: Any, aval: Any) -> bool:
-    # A Python number takes any dtype, and 64 bits of NumPy become 32 where JAX has no 64, as in `jax.jit`.
+    # As in `jax.jit`, a Python number fits any dtype, and NumPy's 64 bits become 32 if JAX has no 64.
     dtype = getattr(leaf, "dtype", aval.dtype)
     if dtype != aval.dtype and isinstance(leaf, np.ndarray | np.generic):
         dtype = jax.dtypes.canonicalize_dtype(dtype)

@@ -329,7 +329,7 @@ class Decision:
     padded: tuple[tuple[int, int], ...] = ()
     offloaded: tuple[str, ...] = ()
     origin: Origin | None = field(default=None, compare=False, repr=False, hash=False)
-    """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
+    """The planning problem, for `explain`; None in a plan read from a file, until it is compiled."""
 
     @property
     def is_one_program(self) -> bool:

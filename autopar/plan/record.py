@@ -58,7 +58,7 @@ def record_of(plan: Decision) -> dict[str, Any]:
 
 
 def _fields(thing: Any, names: str) -> dict[str, Any]:
-    """Some of an object's attributes."""
+    """The attributes of an object with these names, separated by spaces."""
     return {name: plain(getattr(thing, name)) for name in names.split()}
 
 
@@ -73,7 +73,7 @@ def _stage_record(stage: Stage) -> dict[str, Any]:
 
 
 def record_text(plan: Decision) -> str:
-    """A plan as JSON with one entry per line, so that two files can be compared."""
+    """A plan as JSON with one entry per line, so that files can be compared by `diff`."""
     lines = []
     for key, value in record_of(plan).items():
         text = json.dumps(value, default=int)

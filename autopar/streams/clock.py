@@ -181,7 +181,7 @@ def recorded(
 def level_between(
     first_device: Sequence[int], stages: Sequence[StagePlan], source: int, target: int, cluster: Cluster
 ) -> int:
-    """The level of the machine at which two stages' meshes are connected."""
+    """The level of the machine that connects the meshes of two stages."""
     firsts = [first_device[stage] for stage in (source, target)]
     lasts = [first_device[stage] + stages[stage].mesh.num_devices - 1 for stage in (source, target)]
     return cluster.level_between(min(firsts), max(lasts))

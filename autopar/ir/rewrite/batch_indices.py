@@ -70,7 +70,7 @@ class _Walk:
         if len(columns) == len(searched):
             return [eqn]
         eqns, rest = self.columns(indices, list(columns), eqn.source_info)
-        pairs = sorted(batch.items())  # as JAX wants them
+        pairs = sorted(batch.items())  # JAX wants them ascending
         found = (
             tuple(columns.values()),
             tuple(d for d in single if d not in batch),

@@ -28,7 +28,7 @@ _PLACED = ("sharding_constraint", "layout_constraint", "device_put", "dynamic_up
 """Primitives of those files that do not, or that refer to the user's own shape."""
 _Kind = Choice["longer", "as it is", "either"]
 _Node = tuple[int, Factor]
-"""A factor of an equation, by its number."""
+"""(number of an equation, one of its factors)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

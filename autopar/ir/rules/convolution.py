@@ -96,12 +96,12 @@ def _spatial(eqn: JaxprEqn, fresh: Iterator[Factor]) -> list[WindowFactors]:
 
 
 def _place(spec: Sequence[int], dims: Sequence[Dim]) -> Term:
-    """`dims` in the order (batch or output, feature or input, spatial...), each put where `spec` says."""
+    """The term of an array from its `dims` in the order (batch or output, feature or input, spatial...), by `spec`."""
     return tuple(dims[spec.index(d)] for d in range(len(spec)))
 
 
 def _local_convolution(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-    """Each device convolves its whole groups."""
+    """The per-device program: a convolution with the device's groups."""
     params = dict(eqn.params)
     for count in ("feature_group_count", "batch_group_count"):
         if params[count] > 1:

@@ -57,7 +57,7 @@ def _read(eqn: JaxprEqn, flops: float) -> ShardingRule:
     if len(mappings) != len(variables):
         raise _CannotReadError(f"its `sharding_rule` is for {len(mappings)} arrays, and it has {len(variables)}")
     written = [_term(each, var.aval.ndim) for each, var in zip(mappings, variables, strict=True)]
-    leading = {dim[0] for term in written for dim in term if dim}  # of these, a part may be all that there is here
+    leading = {dim[0] for term in written for dim in term if dim}  # the arrays may hold only a shard of these
     known_sizes = {factor: size for factor, size in rule.factor_sizes.items() if factor not in leading}
     try:
         sizes = infer_sizes(written, [var.aval.shape for var in variables], "its `sharding_rule`", known_sizes)

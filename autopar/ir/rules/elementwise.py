@@ -47,7 +47,7 @@ def elementwise(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*_LINEAR_IN_ALL_TOGETHER)
 def sum_like(eqn: JaxprEqn) -> ShardingRule:
-    """f(x, y) + f(u, v) = f(x + u, y + v): partial sums in all operands give partial sums."""
+    """Linear in all operands together: f(x, y) + f(u, v) = f(x + u, y + v)."""
     return _elementwise(eqn, [tuple(range(len(eqn.invars)))])
 
 

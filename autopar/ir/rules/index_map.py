@@ -75,7 +75,7 @@ def _step(eqn: JaxprEqn, operands: Sequence[BlockNumbers], ndim: int) -> list[Bl
         body, consts = open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
         return _run(body, [_known(value, ndim) for value in consts], operands, ndim)
     if not operands:
-        dims = frozenset(range(ndim))  # `program_id`, say
+        dims = frozenset(range(ndim))  # such as `program_id`
     return [BlockNumbers(dims, numbers_of(eqn, [each.numbers for each in operands], ndim))] * len(eqn.outvars)
 
 

@@ -54,7 +54,7 @@ def _fill_adds_up(eqn: JaxprEqn) -> bool:
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return True
     fill = eqn.params["fill_value"]
-    if fill is None:  # NaN; of integers, the extreme one
+    if fill is None:  # NaN; for integers the extreme one
         return bool(jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact))
     return bool(np.isnan(fill)) or bool(fill == 0)
 
@@ -88,7 +88,7 @@ def _gather_here(
 
 
 def _joint(columns: Mapping[int, jax.Array], like: jax.Array) -> jax.Array:
-    """The array of indices with these columns; there may be none."""
+    """The array of indices with these columns; `like` if there are none."""
     return jnp.stack(list(columns.values()), axis=-1) if columns else like
 
 

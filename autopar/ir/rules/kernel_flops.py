@@ -28,7 +28,7 @@ def kernel_flops(eqn: JaxprEqn) -> float:
 
 
 def body_flops(body: Jaxpr) -> float:
-    """FLOPs of a program, as far as the operations in it have rules."""
+    """FLOPs of a program, without operations that have no rule."""
     total = 0.0
     for eqn in body.eqns:
         inside = [body_flops(inner) for inner in bodies_in(eqn)]

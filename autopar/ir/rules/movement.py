@@ -214,5 +214,5 @@ def _local_shape(term: Term, shard: Shard) -> tuple[int, ...]:
 
 
 def _offset(shard: Shard, dim: Dim) -> jax.Array:
-    """First global position of a dim of one factor on this device."""
+    """The first global position that this device holds along a dim of one factor."""
     return jnp.asarray(shard.offset(dim[0]), jnp.int32)

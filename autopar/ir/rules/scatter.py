@@ -84,7 +84,7 @@ def _scatter(eqn: JaxprEqn, *linear: tuple[int, ...], adds: bool = False, flops_
 
 
 def _window_lengths(eqn: JaxprEqn) -> list[int]:
-    """What one update covers of each dim of the operand."""
+    """The length of an update's window along each dim of the operand."""
     numbers, updates = eqn.params["dimension_numbers"], eqn.invars[2].aval
     single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     lengths = iter([updates.shape[d] for d in numbers.update_window_dims])
@@ -92,7 +92,7 @@ def _window_lengths(eqn: JaxprEqn) -> list[int]:
 
 
 def _mirrored(numbers: lax.ScatterDimensionNumbers) -> lax.GatherDimensionNumbers:
-    """Of the gather that reads from the places which are written."""
+    """The dimension numbers of the gather that reads what a scatter writes."""
     return lax.GatherDimensionNumbers(
         offset_dims=tuple(numbers.update_window_dims),
         collapsed_slice_dims=tuple(numbers.inserted_window_dims),

@@ -24,7 +24,7 @@ from autopar.ir.rules.window import Window, WindowFactors
 
 @register(*find_primitives("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"))
 def reduce_window(eqn: JaxprEqn) -> ShardingRule:
-    """A dim that one window covers is reduced as in `reductions.py`; n arrays and n initial scalars by any computation."""
+    """A dim that one window covers is reduced as in `reductions.py`; operands: n arrays and n initial scalars."""
     dims = _window_factors(eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
     operand, result, sizes = _terms(dims)
     rule = reduction(eqn, [operand] * len(eqn.outvars), result, [f for dim in dims for f in dim.reduced], sizes)
@@ -82,7 +82,7 @@ def select_and_move(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*find_primitives("select_and_scatter"))
 def select_and_scatter(eqn: JaxprEqn) -> ShardingRule:
-    """(operand, source, initial scalar), by any selection and any scatter."""
+    """Operands: (operand, source, initial scalar); any selection and scatter functions."""
     shape, places = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     return _selection(eqn, _window_factors(eqn, shape, places), moved=1, operand=0)
 

@@ -19,10 +19,10 @@ from autopar._jax import outermost_node
 
 
 def in_containers(tree: PyTreeDef, values: Sequence[object], keys: Sequence[KeyPath]) -> Any:
-    """Values in the containers of `tree`.
+    """Put values into the containers of `tree`.
 
     `values`: one per leaf, no pytrees themselves.
-    `keys`: path of each leaf, empty where it is not known; then children are numbered.
+    `keys`: path of each leaf, for the names in dicts; empty where unknown: then children are numbered.
     """
     return _filled(tree, list(values), list(keys) or [()] * len(values), 0)
 
@@ -75,6 +75,6 @@ def _unflattened(tree: PyTreeDef, values: Sequence[object]) -> tuple[object] | N
     try:
         made = jax.tree.unflatten(tree, values)
         held = tree.flatten_up_to(made)
-    except Exception:  # whatever a class of the user's raises when it is given no arrays
+    except Exception:  # whatever the user's class raises for leaves that are no arrays
         return None
     return (made,) if all(a is b for a, b in zip(held, values, strict=True)) else None

@@ -40,7 +40,7 @@ class Traced:
 
 
 def flatten(jaxpr: Jaxpr, consts: Sequence[Constant] = ()) -> tuple[Jaxpr, tuple[Constant, ...]]:
-    """The flat program of a jaxpr.
+    """Flatten a jaxpr.
 
     `jaxpr`: any jaxpr; its invars stay the first invars, keys as integers.
 

@@ -58,7 +58,7 @@ def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
         return None
     is_float, values = np.issubdtype(out.dtype, np.floating), [_value(operand) for operand in operands]
     with np.errstate(all="ignore"):
-        if name == "div" and is_float:  # NumPy rounds integers another way than XLA
+        if name == "div" and is_float:  # integers: NumPy and XLA round differently
             return _literal(np.divide(*values), out)
         if name in _EXACT or (name in _EXACT_ON_INTEGERS and not is_float):
             return _literal(OPERATIONS[name](eqn.params, *values), out)

@@ -107,7 +107,7 @@ def _structure_of(avals: Sequence[Aval], **params: Any) -> tuple[str, ...]:
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     try:
         traced = jax.make_jaxpr(functools.partial(multiply, **params))(*structs)
-    except (TypeError, ValueError):  # a release in which these functions are called in another way
+    except (TypeError, ValueError):  # a release of JAX with another signature
         return ()
     calls = [eqn for eqn in open_jaxpr(traced)[0].eqns if eqn.params.get("name") in _NAMES]
     return structure(calls[0].params["jaxpr"], _operands(calls[0], {})) if len(calls) == 1 else ()

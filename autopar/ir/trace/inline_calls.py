@@ -237,7 +237,7 @@ _REDUCTIONS: dict[str, Function] = {"psum": lax.reduce_sum, "pmax": lax.reduce_m
 
 
 def _linear_solve(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    """`custom_linear_solve` only differs from its solve function when it is differentiated."""
+    """Inline the solve function of a `custom_linear_solve`, which is the same once differentiation is done."""
     lengths = eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     solve_operands = operands[first : first + lengths.solve] + operands[sum(lengths) :]

@@ -41,11 +41,11 @@ class Parameters:
         return self.names.index(name) if name in self.names else None
 
     def numbers(self, argnums: object) -> tuple[int, ...]:
-        """Numbers as the user gives them, counted from the first parameter.
+        """The user's numbers as a tuple, negative ones counted from the end unless there is a `*rest`.
 
         Raises:
-            TypeError: They are no numbers.
-            IndexError: There are not so many parameters.
+            TypeError: They are no integers.
+            IndexError: There are fewer parameters.
         """
         counted = integers(argnums)
         if self.rest is not None:
@@ -60,7 +60,7 @@ class Parameters:
 
 
 def integers(argnums: object) -> tuple[int, ...]:
-    """Numbers as the user gives them: one, several, or none.
+    """The user's integers, one, several or None, as a tuple.
 
     Raises:
         TypeError: They are no integers.

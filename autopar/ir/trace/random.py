@@ -79,7 +79,7 @@ def physical_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
 
 
 def cache_key(eqn: JaxprEqn) -> Hashable | None:
-    """Equal for equations that have the same `physical_jaxpr`; None where parameters cannot be compared."""
+    """A key, equal for equations with the same `physical_jaxpr`; None: the parameters cannot be hashed."""
     key = (
         eqn.primitive,
         tuple(eqn.params.items()),

@@ -270,14 +270,14 @@ def _cast_type(aval: Aval) -> tuple[object, ...]:
 
 
 def alike(tree: PyTreeDef, avals: Sequence[Aval], type_of: Callable[[Aval], object] = _type) -> tuple[object, ...]:
-    """Equal for trees of the same structure whose leaves are of the same types."""
+    """A key, equal for trees of the same structure and leaf types."""
     return tree, *map(type_of, avals)
 
 
 def subtrees(
     tree: PyTreeDef, avals: Sequence[Aval], type_of: Callable[[Aval], object] = _type
 ) -> list[tuple[tuple[object, ...], int, int]]:
-    """For every subtree of a tree what it is `alike` to, and its range of leaves: outermost first, then in order."""
+    """Every subtree of a tree, as its `alike` key and its range of leaves: outermost first, then in order."""
     found, level = list[tuple[tuple[object, ...], int, int]](), [(tree, 0, tree.num_leaves)]
     while level:
         found += [(alike(tree, avals[first:last], type_of), first, last) for tree, first, last in level]

@@ -30,10 +30,10 @@ AUTOMATIC = "auto"
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:
-    """A schedule by name, or the user's own as it is.
+    """The schedule of a name; the user's own schedule is returned as it is.
 
     Raises:
-        AutoparError: There is none of this name, or it is no schedule.
+        AutoparError: There is none of this name, or the object is no schedule.
     """
     if isinstance(schedule, str):
         own = "an object with `name` and `order(num_stages, num_microbatches)`"

@@ -19,7 +19,7 @@ class GPipe:
     name = "gpipe"
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
-        """The same for every stage."""
+        """The steps of each stage, the same for all."""
         forward = [Step("F", k) for k in range(num_microbatches)]
         backward = [Step("B", k) for k in range(num_microbatches)]
         return [[*forward, *backward] for _ in range(num_stages)]

@@ -17,5 +17,5 @@ class Inference:
     name = "inference"
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
-        """The same for every stage."""
+        """The steps of each stage, the same for all."""
         return [[Step("F", k) for k in range(num_microbatches)] for _ in range(num_stages)]

@@ -18,7 +18,7 @@ class OneFOneB:
     name = "1f1b"
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
-        """Stage i begins with s - i - 1 forwards more than backwards."""
+        """Stage i of s does s - i - 1 forwards before it alternates."""
         found = []
         for stage in range(num_stages):
             ahead = min(num_stages - stage - 1, num_microbatches)

@@ -31,7 +31,7 @@ class Step:
 
 
 class Schedule(Protocol):
-    """An order of work. A user's own schedule is a class with these two members."""
+    """An order of steps for each mesh. A user's own schedule is a class with these two members."""
 
     name: str
 
