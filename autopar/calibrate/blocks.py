@@ -1,9 +1,9 @@
-"""Layers of models with their gradients, and updates, as the cost model sees them: what compilers make of their work.
+"""Cases of whole layers with their gradients, and of updates, to measure how well compilers fuse.
 
 In:     whether the devices are CPU devices.
 Out:    `Case`s whose kernels are those that a plan would count (`intra_op/traffic.py`).
-Method: thin layers, whose products take little: what is left of the time is passes over memory and launches, of which the
-        cost model counts as many as with perfect fusion.
+Method: thin layers, whose products take little time: most of it is passes over memory and launches, which the cost model
+        counts as with perfect fusion.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ONE = LogicalMesh((1,))
 
 
 def blocks(is_cpu: bool) -> Iterator[Case]:
-    """A layer of a transformer and its gradient, alone and in a loop; and updates of parameters, which are other work."""
+    """A transformer layer and its gradient, alone and in a loop; and the update of a parameter, which fuses differently."""
     width, heads = (128, 4) if is_cpu else (512, 8)
     length = 128 if is_cpu else 1024
     yield _layer(8, length, width, heads, 1)
-    yield _update(2**20 if is_cpu else 2**24)  # more than caches hold: a step is far from the one before
+    yield _update(2**20 if is_cpu else 2**24)  # exceeds caches, as parameters do between two steps
     yield _layer(2, length, width, heads, 2)
 
 
@@ -63,7 +63,7 @@ def _layer(batch: int, length: int, width: int, heads: int, layers: int) -> Case
 
 
 def _update(size: int) -> Case:
-    """Adam's, of one parameter."""
+    """Adam's update of one parameter."""
 
     def turn(
         value: jax.Array, mean: jax.Array, square: jax.Array, gradient: jax.Array
@@ -87,7 +87,7 @@ def kernels_of(
     dtype: str,
     batch: Mapping[int, frozenset[int]],
 ) -> tuple[Kernel, ...]:
-    """What a function is to the cost model on one device; `batch` as of `build_graph`."""
+    """The kernels of a function on one device by the cost model; `batch` as in `build_graph`."""
     given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     graph = build_graph(trace_step(function, given).jaxpr, _ONE, {}, batch)
     traffic = find_traffic(graph)

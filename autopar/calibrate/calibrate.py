@@ -1,9 +1,9 @@
-"""Measure the machine at hand within a time, and make a profile of it.
+"""Measures the present machine within a time budget, and makes a profile of it.
 
 In:     devices of this process, seconds to spend.
 Out:    `MachineProfile`.
-Method: cases are measured one after the other in a fixed order, of every kind the most telling first; when the time is up,
-        the rest is left out, and the profile says what it was made from.
+Method: cases are measured in a fixed order, the most informative of every kind first, until the time is up; the profile
+        lists what was measured.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from autopar.mesh import Achieved, Device, Link, MachineProfile
 from autopar.mesh.find_device import known_device
 
 SECONDS = 120.0
-"""To spend, by default."""
+"""Default time budget."""
 LONG_SECONDS = 10.0
-"""With less time than this, memory is taken to be kept: to see that it is not takes seconds."""
+"""With less time left than this, the cost of fresh memory is not measured, which takes seconds."""
 FRESH_BYTES = 4 * 2**20, 12 * 2**20, 24 * 2**20, 40 * 2**20, 64 * 2**20
-"""On a device, to see how fast memory is got, and which pieces the C library keeps: glibc none over 32 MiB."""
+"""Sizes per device for measuring how fast the system gives memory, and which blocks the C library keeps: glibc keeps none
+over 32 MiB."""
 _CPU = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
-"""A product is cut for the caches of one core; its rates are fitted whole."""
+"""Starting point for CPUs: tiles for the caches of one core, without peak rates."""
 _CPU_LINK = Link(1e-5, 1e9, shared_memory=True)
 _GPU_LINK = Link(3.4e-6, 1e11, has_short_messages=True)
 
 Tell = Callable[[str, float], None]
-"""Called with what is measured now, and which part of all is done."""
+"""Called with what is measured now, and the fraction done."""
 
 
 def calibrate(
@@ -57,22 +58,22 @@ def calibrate(
 ) -> MachineProfile:
     """Measure devices of this process, and fit the cost model's parameters to them.
 
-    Products by shape and dtype, passes over memory, convolutions, attention where there is a kernel for it, rows picked and
-    placed, every collective by size and group, and what starting a program takes: on all devices at once. Nothing else
+    Measured are products by shape and dtype, passes over memory, convolutions, attention if there is a kernel for it,
+    gathers and scatters, every collective by size and group, and program dispatch, on all devices at once. Nothing else
     should run on the machine meanwhile.
 
     Args:
-        devices: All of one host, of one kind; `jax.devices()` by default.
-        seconds: About how long it may take; what does not fit is left out.
-        save: Where to write the profile, too.
-        show_progress: Whether to draw a bar on stderr.
+        devices: Devices of one host, of one kind; `jax.devices()` by default.
+        seconds: Approximate time budget; cases that do not fit are left out.
+        save: File to write the profile to.
+        show_progress: Whether to draw a progress bar on stderr.
 
     Returns:
         The profile: pass it, or its file, as `Cluster.local(profile=...)`.
 
     Raises:
         ClusterError: The devices are on several hosts.
-        ProfileError: No time, or nothing can be measured; or the file cannot be written.
+        ProfileError: There is no time, or nothing can be measured; or the file cannot be written.
     """
     devices = tuple(jax.devices() if devices is None else devices)
     hosts = {getattr(device, "process_index", 0) for device in devices}
@@ -101,12 +102,12 @@ def calibrate(
 
 
 def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[Sample], dict[str, Any]]:
-    """Seconds of cases; and what programs as such take."""
+    """Measure the cases, and the overhead of programs: fields of `Achieved`."""
     tell("starting programs", 0.0)
     is_cpu = devices[0].platform == "cpu"
     cases = all_cases(len(devices), is_cpu, blocks(is_cpu))
     own: dict[str, Any] = {"dispatch_seconds": dispatch_seconds(devices)}
-    if is_cpu:  # others keep the memory of a program that has ended
+    if is_cpu:  # other backends pool memory
         own["host_cores"] = shared_cores(devices)
         if deadline - time.monotonic() > LONG_SECONDS:
             own |= fresh_memory(devices, FRESH_BYTES)
@@ -119,7 +120,7 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
         try:
             found = turn_times(case, devices, deadline)
         except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError, ValueError):
-            continue  # no kernel of this kind here, or no memory for it: the profile lists what there is
+            continue  # there is no such kernel, or not enough memory
         if found is not None:
             samples.append(Sample(case, undisturbed(case, *found, stretched)))
     if not samples:
@@ -163,13 +164,13 @@ def _profile(devices: Sequence[Any], samples: Sequence[Sample], own: dict[str, A
 
 
 def _by_dtype(device: Device) -> Device:
-    """With a rate by dtype, also where no product was measured."""
+    """The device with its peak rate by dtype, also if no product was measured."""
     peak = device.peak_flops
     return device if isinstance(peak, Mapping) else dataclasses.replace(device, peak_flops={"float32": peak})
 
 
 def _known(device: Any) -> tuple[Device, Link]:
-    """What to begin with: the catalog's, or for a GPU that it does not have what it says of itself."""
+    """Starting values: the catalog's, or for a GPU that is not in it, those that it reports."""
     if device.platform == "cpu":
         return _CPU, _CPU_LINK
     model = known_device(device.device_kind)
@@ -182,7 +183,7 @@ def _known(device: Any) -> tuple[Device, Link]:
 
 
 def host_memory_bytes(num_devices: int) -> float:
-    """A device's share of this host's memory; inf where the system does not tell."""
+    """A device's share of this host's memory; inf if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_devices
     except (AttributeError, ValueError, OSError):
@@ -190,7 +191,7 @@ def host_memory_bytes(num_devices: int) -> float:
 
 
 def _processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """The processor's name, by /proc/cpuinfo if there is one."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

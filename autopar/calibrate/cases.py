@@ -1,10 +1,10 @@
-"""What is measured: loops of one kernel or collective each, with what the cost model takes them for.
+"""Defines the cases that are measured: loops of one kernel or collective each, with their kernels in the cost model.
 
-In:     the devices, whether they are CPU devices.
-Out:    `Case`s in the order in which they are measured: what matters most first, for the time may run out.
-Method: every device does the same at the same time, as in a step. A turn of a loop works on what the turn before has made,
-        so that none can be left out, and its numbers stay of one size: a product is `x -> x0 / 2 + small * (x w) v`, whose
-        addition is a pass of its own in the model, too.
+In:     the number of devices, whether they are CPU devices.
+Out:    `Case`s in the order in which they are measured, the most important first, since the time may run out.
+Method: all devices do the same at the same time, as in a step. Each turn of a loop depends on the one before, so that none
+        can be optimized away, and magnitudes stay constant: a product is `x -> x0 / 2 + small * (x w) v`, whose addition is
+        a pass of its own in the model, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
 from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 
 SMALL = 1e-6
-"""Keeps numbers of one size however long a loop runs."""
+"""Factor that keeps magnitudes constant however long a loop runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Case:
 
     Attributes:
         kind: `"product"`, `"pass"`, `"all-reduce"`, ...
-        text: Shapes and dtypes, for people.
-        shapes: Of one device: first of what a turn makes anew, then of what it only reads.
-        dtype: Of all of them.
-        turn: From these arrays on one device to the first of them, anew; the axis of a group is `"x"`.
-        num_made: How many a turn makes anew; if several, it returns a tuple.
-        kernels: What a turn is to the cost model.
-        collectives: The same: (kind, bytes on one device as the model counts them).
-        group: Devices of a group that communicate; 1: nothing is sent.
-        is_fitted: Whether parameters are fitted to it; else it only says how far they carry.
+        text: Description: shapes and dtypes.
+        shapes: Local shapes of the arrays: first of those carried from turn to turn, then of those only read.
+        dtype: Their dtype.
+        turn: One turn on one device, from these arrays to the carried ones; the axis of a group is `"x"`.
+        num_made: Number of carried arrays; if several, `turn` returns a tuple.
+        kernels: The kernels of a turn in the cost model.
+        collectives: The collectives of a turn in the cost model: (kind, bytes on one device).
+        group: Number of devices in a group that communicates; 1: no communication.
+        is_fitted: Whether parameters are fitted to it; else it only tests them.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Case:
 
 
 def all_cases(num_devices: int, is_cpu: bool, blocks: Iterable[Case] = ()) -> list[Case]:
-    """Everything that is measured on a host: of each kind one case, then of each the next; `blocks` are one more kind."""
+    """All cases for a host: the first of each kind, then the second of each, and so on; `blocks` are another kind."""
     groups = [size for size in range(num_devices, 1, -1) if num_devices % size == 0 and (size & (size - 1)) == 0]
     groups = list(dict.fromkeys([num_devices, *groups])) if num_devices > 1 else []
     kinds = [
@@ -91,7 +91,7 @@ def _passes(is_cpu: bool) -> Iterator[Case]:
 
 
 def _rows(is_cpu: bool) -> Iterator[Case]:
-    """What stands between products in models: norms, softmax, an activation, a transpose; passes with more to do."""
+    """Work between products in models: norms, softmax, an activation, a transpose."""
     rows, width = (2**11, 256) if is_cpu else (2**15, 2**11)
     size = 4.0 * rows * width
 
@@ -119,7 +119,7 @@ def _rows(is_cpu: bool) -> Iterator[Case]:
 
 
 def _products(is_cpu: bool) -> Iterator[Case]:
-    """(count, rows, columns, depth): large, small, tall, many at once."""
+    """Products of (count, rows, columns, depth): large, small, tall, batched."""
     if is_cpu:
         shapes = [(1, 256, 256, 256), (1, 64, 1024, 1024), (1, 512, 512, 64), (1, 64, 64, 64), (1, 32, 1024, 1024)]
         shapes += [(16, 64, 64, 64), (1, 1024, 64, 256), (1, 64, 1024, 256), (1, 128, 128, 128), (1, 1024, 1024, 64)]
@@ -139,7 +139,7 @@ def _products(is_cpu: bool) -> Iterator[Case]:
 
 
 def product(count: int, rows: int, columns: int, depth: int, dtype: str, kind: str = "product") -> Case:
-    """There and back: `[rows, depth] x [depth, columns]`, and its result times `[columns, depth]`."""
+    """Two products per turn: `[rows, depth] x [depth, columns]`, and the result times `[columns, depth]`."""
     there = Product(count, rows, columns, depth, _bytes(dtype, count, rows, columns, depth), (dtype, dtype))
     back = Product(count, rows, depth, columns, there.num_bytes, (dtype, dtype))
     size = count * rows * depth
@@ -155,7 +155,7 @@ def product(count: int, rows: int, columns: int, depth: int, dtype: str, kind: s
 
 
 def _turned(is_cpu: bool) -> Iterator[Case]:
-    """Products whose first operands lie with their depth before their rows, as those of gradients of weights."""
+    """Products that contract the leading dim of the first operand, as those of weight gradients do."""
     sides = ((256, 1024, 64), (256, 256, 256), (256, 256, 1024)) if is_cpu else ((4096, 4096, 4096), (1024, 8192, 2048))
     dtype = "float32" if is_cpu else "bfloat16"
     for rows, columns, depth in sides:
@@ -209,7 +209,7 @@ def _convolutions(is_cpu: bool) -> Iterator[Case]:
 
 
 def _attention(is_cpu: bool) -> Iterator[Case]:
-    """cuDNN's kernel where there is one; XLA's own CPU backend has none."""
+    """cuDNN's attention kernel; XLA's CPU backend has none."""
     if is_cpu:
         return
     for batch, length, heads, depth in ((4, 4096, 16, 128), (8, 2048, 16, 64)):
@@ -231,7 +231,7 @@ def _attention(is_cpu: bool) -> Iterator[Case]:
 
 
 def _indexing(is_cpu: bool) -> Iterator[Case]:
-    """Rows that are picked, and rows that are added where an index says."""
+    """Gathers and scatters of rows."""
     rows, width = (2**12, 64) if is_cpu else (2**17, 512)
     moved = 4.0 * rows * width
 
@@ -254,7 +254,7 @@ def _indexing(is_cpu: bool) -> Iterator[Case]:
 
 
 def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
-    """(bytes on one device, devices of a group)."""
+    """(bytes on one device, devices in a group)."""
     sizes = (2**20, 2**12, 2**17, 2**22) if is_cpu else (2**26, 2**14, 2**20, 2**23, 2**28)
     for size in sizes:
         yield from ((size, group) for group in groups)
@@ -265,7 +265,7 @@ _COLLECTIVES = tuple(kind for kind in COLLECTIVE_KINDS if kind != "ragged-all-to
 
 
 def collective(kind: CollectiveKind, num_bytes: int, group: int) -> Case:
-    """One collective in groups of neighbours; what a turn does besides is a pass in the model, too."""
+    """One collective in groups of neighbours; the rest of a turn is a pass in the model, too."""
     count = max(1, num_bytes // 4 // group) * group
     part = count // group
     neighbours = [(k, (k + 1) % group) for k in range(group)]
@@ -299,5 +299,5 @@ def collective(kind: CollectiveKind, num_bytes: int, group: int) -> Case:
 
 
 def dispatched() -> Any:
-    """A program that does next to nothing, to see what starting one takes."""
+    """A program that does next to nothing, to measure dispatch."""
     return lambda *arrays: [x + 1 for x in arrays]

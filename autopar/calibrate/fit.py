@@ -1,11 +1,10 @@
-"""From measurements to the parameters of the cost model.
+"""Fits the parameters of the cost model to measurements.
 
-In:     seconds of cases, the catalog's device and link of this kind where it has them.
-Out:    `Device` and `Link` that come closest, and what they say of each case.
-Method: one thing after the other: launch and memory from passes, products by their dtype, then convolutions, fused
-        kernels, what compilers make of whole layers and updates, and links. Each parameter is the one with the least mean
-        error, as a part of what was measured (medians are not smooth), found on a grid that closes in on it, over the
-        formulas that plans are priced with.
+In:     seconds of cases, starting values of the device and the link.
+Out:    the `Device` and `Link` that fit best, and their prediction for each case.
+Method: one kind of case after the other: launch and memory from passes, products by dtype, then convolutions, fused kernels,
+        whole layers and updates, and links. Each parameter minimizes the mean relative error (medians are not smooth) of
+        the formulas that plans are priced with, by a search on successively finer grids.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.mesh.machine_profile import Measured
 
 GRID, ROUNDS = 9, 5
-"""Values of each parameter that are tried at once, and how often the grid closes in."""
+"""Points per parameter on a grid, and number of grids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A case, and the seconds of one turn of it."""
+    """A case, and the measured seconds of one turn."""
 
     case: Case
     seconds: float
@@ -37,17 +36,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What was fitted: the device, and the link between its like."""
+    """The fitted device, and the link between such devices."""
 
     device: Device
     link: Link | None
 
     def seconds(self, case: Case) -> float:
-        """Of a turn, what the cost model says that it takes."""
+        """Predicted seconds of a turn."""
         return sum(kernel_seconds(kernel, self.device) for kernel in case.kernels) + self.sending_seconds(case)
 
     def sending_seconds(self, case: Case) -> float:
-        """What it says of the collectives of a turn."""
+        """Predicted seconds of the collectives of a turn."""
         if not case.collectives or self.link is None:
             return 0.0
         mesh = LogicalMesh((case.group,), links=(self.link.within(case.group),))
@@ -55,10 +54,9 @@ class Fitted:
 
 
 def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
-    """Fit everything that was measured; what was not keeps the value it starts from.
+    """Fit all parameters that were measured; others keep their starting values.
 
-    It starts from the catalog's device and link, or a guess: peak rates and the number of cores are kept if the catalog
-    has them.
+    `start` and `link`: the catalog's, or guesses. Peak rates and the number of cores are kept if the catalog has them.
     """
     device, messages = start, [s for s in samples if s.case.collectives]
     for kind, fitted in _FITS:
@@ -68,19 +66,19 @@ def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
 
 
 def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ...]:
-    """Each measurement beside what was fitted."""
+    """The measurements with fitted predictions."""
     return tuple(Measured(s.case.kind, s.case.text, s.seconds, fitted.seconds(s.case)) for s in samples)
 
 
 def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
-    """How long a kernel takes that does next to nothing, besides what it takes without a launch."""
+    """Fit the launch time, by kernels that do next to nothing."""
     known = Fitted(_with(device, launch_seconds=0.0), None)
     each = [max(0.0, s.seconds - known.seconds(s.case)) / len(s.case.kernels) for s in samples]
     return _with(device, launch_seconds=min(each))
 
 
 def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
-    """How fast memory is read and written."""
+    """Fit the rate of memory."""
 
     def made(rate: float) -> Device:
         achieved = dataclasses.replace(device.achieved, memory=1.0)
@@ -92,7 +90,7 @@ def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
 
 
 def _as_share(device: Device, found: Device) -> Device:
-    """The memory's rate as a part of the datasheet's, where there is one and it is not exceeded."""
+    """Express the memory's rate as a fraction of the datasheet's, if there is one that is not exceeded."""
     rate, stated = found.memory_bytes_per_second, device.memory_bytes_per_second
     if not rate < stated < math.inf:
         return found
@@ -101,7 +99,7 @@ def _as_share(device: Device, found: Device) -> Device:
 
 
 def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
-    """Rates of products: of a device of the catalog as one part of its peaks, of others by dtype; and what a tile takes."""
+    """Fit rates of products (for the catalog's devices one fraction of all peaks, else by dtype), and tile parameters."""
     has_peak = isinstance(device.peak_flops, Mapping)
     main = samples[0].case.dtype
     own = samples if has_peak else [s for s in samples if s.case.dtype == main]
@@ -133,7 +131,7 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
 
 
 def _fit_share(device: Device, samples: Sequence[Sample], name: str, least: float, most: float) -> Device:
-    """One of the numbers of `Achieved` that a kind of kernels depends on."""
+    """Fit the field of `Achieved` that a kind of kernels depends on."""
 
     def made(share: float) -> Device:
         return _with(device, **{name: min(most, share)})
@@ -146,7 +144,7 @@ def _with(device: Device, **achieved: Any) -> Device:
 
 
 def _fit_link(device: Device, samples: Sequence[Sample], link: Link) -> Link:
-    """Latency and rate, for all collectives together."""
+    """Fit latency and rate of the link, to all collectives together."""
 
     def made(latency: float, rate: float) -> Link:
         return dataclasses.replace(link, latency_seconds=latency, bytes_per_second=rate)
@@ -173,7 +171,7 @@ def _error(device: Device, samples: Sequence[Sample]) -> float:
 
 
 def _ratio(one: float, other: float) -> float:
-    """How far apart two times are: 0 where equal, the same for twice and for half."""
+    """Distance of two times, |log ratio|: 0 if equal, the same for twice and for half."""
     return abs(math.log(one / other))
 
 
@@ -183,7 +181,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _closest(error: Callable[..., float], spans: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """The parameters of least error: a grid, even in their logarithms, that closes in on the best of its points."""
+    """Minimize the error on logarithmic grids, each finer and around the best point of the one before."""
     logs = [(math.log(low), math.log(max(high, low * (1 + 1e-9)))) for low, high in spans]
     best: tuple[float, tuple[float, ...]] = (math.inf, ())
     for _ in range(ROUNDS):
@@ -200,7 +198,7 @@ _FITS: tuple[tuple[str, Callable[[Device, Sequence[Sample]], Device]], ...] = (
     ("launch", _fit_launch),
     ("pass", _fit_passes),
     ("product", _fit_products),
-    ("launch", _fit_launch),  # again: now it is known what else these kernels take
+    ("launch", _fit_launch),  # again, now that the other time of these kernels is known
     ("product", _fit_products),
     ("launch", _fit_launch),
     ("turned", functools.partial(_fit_share, name="turned", least=0.1, most=4.0)),
@@ -210,4 +208,4 @@ _FITS: tuple[tuple[str, Callable[[Device, Sequence[Sample]], Device]], ...] = (
     ("layer", functools.partial(_fit_share, name="passes", least=0.5, most=20.0)),
     ("update", functools.partial(_fit_share, name="update_passes", least=0.5, most=20.0)),
 )
-"""What is fitted to which kind of case, one after the other."""
+"""(kind of case, fit), in order."""

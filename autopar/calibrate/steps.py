@@ -1,11 +1,11 @@
-"""Times a step as it takes place, beside its prediction.
+"""Measures a step, for comparison with its prediction.
 
-In:     the plan, what carries it out, the flat arguments.
-Out:    results of one step, and a `MeasuredStep`.
-Method: whole steps are timed on copies of what a step takes over, so that the user's state goes through one step, no more.
-        Of one program, each kind of collective is then timed by itself on the same devices, and what is left of the step is
-        that of its kernels: where collectives run behind kernels, at least that. Of a pipeline, every program and message of
-        one more step is timed by itself.
+In:     the plan, the function that runs it, the flat arguments.
+Out:    a `MeasuredStep`.
+Method: whole steps are timed on copies of donated arguments, so that the user's state is advanced by one step only. For one
+        program, collectives are then timed in isolation on the same devices, and the rest of the step is attributed to
+        kernels, a lower bound where collectives overlap with kernels. For a pipeline, every program and message of another
+        step is timed in isolation.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from autopar.runtime.placing import copied
 from autopar.streams.timeline import Event, Timeline
 
 COLLECTIVES = 12
-"""So many sizes of collectives are timed by themselves, those that take longest; others are taken to differ as these do."""
+"""Number of sizes of collectives that are timed in isolation, the longest ones; others are scaled by the same ratio."""
 COLLECTIVE_SECONDS = 5.0
-"""To spend on each at most."""
+"""Time limit for each of them."""
 
 
 def whole_steps(run: Callable[[list[Any]], Any], leaves: Sequence[Any], donated: Sequence[bool], steps: int) -> float:
-    """Median seconds of so many steps, each on copies of what it takes over; one before them is not counted."""
+    """Median seconds of `steps` steps, each on copies of donated arguments, after one warm-up step."""
     taken = []
     for _ in range(steps + 1):
         own = [copied(leaf) if d else leaf for leaf, d in zip(leaves, donated, strict=True)]
@@ -48,7 +48,7 @@ def whole_steps(run: Callable[[list[Any]], Any], leaves: Sequence[Any], donated:
 
 
 def one_program(plan: Decision, devices: Sequence[jax.Device], step_seconds: float, steps: int) -> MeasuredStep:
-    """The lanes of a step that is one program."""
+    """The measured lanes of a step that is one program."""
     cost, mesh = plan.cost, plan.mesh
     predicted: dict[tuple[CollectiveKind, tuple[str, ...], int], tuple[float, int]] = {}
     for c in cost.collectives:
@@ -87,7 +87,7 @@ def one_program(plan: Decision, devices: Sequence[jax.Device], step_seconds: flo
 
 
 def _groups(devices: Sequence[jax.Device], shape: tuple[int, ...], axes: Sequence[int]) -> list[jax.Device]:
-    """The devices, those of a group beside each other."""
+    """The devices in an order in which those of a group are adjacent."""
     others = [axis for axis in range(len(shape)) if axis not in axes]
     return list(np.array(devices, dtype=object).reshape(shape).transpose([*others, *axes]).flat)
 
@@ -95,10 +95,10 @@ def _groups(devices: Sequence[jax.Device], shape: tuple[int, ...], axes: Sequenc
 def pipeline(
     plan: Decision, cluster: Cluster, timeline: Timeline, step_seconds: float | None, steps: int
 ) -> MeasuredStep:
-    """The lanes of a pipeline whose plan was compiled, by its programs and messages as they were measured.
+    """The measured lanes of a pipeline, from the measured timeline of its programs and messages.
 
-    `step_seconds` is of whole steps, so many; None: the timeline is that of the step as it was, programs of several
-    meshes at once.
+    `step_seconds`: median of `steps` whole steps, if the timeline is of programs in isolation; None: it is that of a real
+    step, in which meshes run concurrently.
     """
     is_alone = step_seconds is not None
     predicted, measured = _sums(plan.events.events), _sums(timeline.events)
@@ -118,7 +118,7 @@ def pipeline(
 
 
 def _sums(events: Sequence[Event]) -> dict[str, tuple[int, float]]:
-    """Of each program, and of the messages of each mesh, how often and how long."""
+    """Program, or messages of a mesh -> (times, seconds)."""
     found: dict[str, tuple[int, float]] = {}
     for event in sorted(events, key=lambda e: (e.kind == "transfer", e.stage, e.name)):
         name = f"mesh {event.mesh} {event.name}" if event.kind == "transfer" else event.name
@@ -128,7 +128,7 @@ def _sums(events: Sequence[Event]) -> dict[str, tuple[int, float]]:
 
 
 def _tasks_alone(plan: Decision, cluster: Cluster) -> dict[str, tuple[int, float]]:
-    """Of each program, its predicted seconds while all other meshes rest."""
+    """Program -> (times, predicted seconds while all other meshes are idle)."""
     found = {}
     count = plan.num_microbatches
     for stage in plan.attached.pipeline.stages:

@@ -1,11 +1,10 @@
-"""How long a turn of a loop takes, on all devices at once.
+"""Measures the seconds of a turn of a loop, on all devices at once.
 
 In:     a `Case`, the devices, a deadline.
-Out:    seconds of one turn, by the clock and by what it keeps the cores busy; of starting a program.
-Method: one compiled loop, called with few and with many turns: the difference has no dispatch in it. The shortest of
-        alternating calls, after one of each that is not counted: whatever else the machine does only adds to a call.
-        Where devices share the cores of the host, other programs may be on these all the time; how long this process
-        had them does not depend on that.
+Out:    seconds of one turn, by wall clock and by processor time; of dispatching a program.
+Method: one compiled loop, called with few and with many turns: their difference contains no dispatch. The shortest of
+        alternating calls after a warm-up counts, since other load only adds to a call. Where devices share the host's
+        cores, other programs may occupy these all the time; this process's processor time does not depend on that.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from autopar.calibrate.cases import Case, dispatched
 
 try:
     import resource
-except ImportError:  # Windows does not tell: memory is taken to be kept
+except ImportError:  # not on Windows: memory is taken as kept
     resource = None  # type: ignore[assignment]
 
 CALL_SECONDS = 0.02
-"""A call has so many turns that these take about so long."""
+"""Approximate length of a call, which determines its number of turns."""
 MOST_TURNS = 1 << 14
 REPEATS = 5
 NUM_ARGUMENTS = 8
-"""Arrays that the empty program takes and returns."""
+"""Number of arrays that the empty program takes and returns."""
 _Call = Callable[[int], tuple[float, float]]
-"""Runs so many turns; seconds by the clock, and those in which each core is busy."""
+"""Runs so many turns; returns wall-clock seconds, and busy seconds per core."""
 
 
 def turn_seconds(case: Case, devices: Sequence[jax.Device], deadline: float) -> float | None:
-    """Seconds of one turn by the clock; None: the deadline came before it could be told."""
+    """Wall-clock seconds of one turn; None: the deadline came too early to tell."""
     found = turn_times(case, devices, deadline)
     return None if found is None else found[0]
 
 
 def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tuple[float, float] | None:
-    """Seconds of one turn by the clock, and for how long it keeps the cores busy that the devices share.
+    """Wall-clock seconds of one turn, and busy seconds per core if devices share cores (else wall-clock seconds again).
 
-    The latter are those of the clock where devices have cores of their own.
+    None: the deadline came too early to tell.
     """
     call = _timed(case, devices)
     call(1)
@@ -70,23 +69,22 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
 
 
 def _enough_turns(call: _Call, deadline: float) -> int:
-    """How many turns take about as long as a call should, or more; at least 2."""
+    """The number of turns that take about `CALL_SECONDS`, or more; at least 2."""
     once, _ = call(1)
     turns, taken = 1, 0.0
     while taken < CALL_SECONDS / 4 and turns < MOST_TURNS and time.monotonic() < deadline:
         turns *= 2 if turns == 1 else 4
         call(turns)
-        taken = call(turns)[0] - once  # arrays that each call makes take long, too
+        taken = call(turns)[0] - once  # without what each call takes to allocate arrays
     many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / max(taken, CALL_SECONDS / 100))
     return max(2, many)
 
 
 def _timed(case: Case, devices: Sequence[jax.Device]) -> _Call:
-    """The loop of a case, on arrays of its own."""
+    """Compile the loop of a case, and bind it to arrays."""
     places = jax.sharding.Mesh(np.array(devices).reshape(-1, case.group), ("g", "x"))
     sharding = NamedSharding(places, PartitionSpec(("g", "x")))
-    # A loop whose length is known only when it runs asks the host after each turn, on a GPU; on a CPU it need not be compiled
-    # for each length.
+    # On GPUs a loop of dynamic length synchronizes with the host in each turn; on CPUs it saves compiling for each length.
     is_static = devices[0].platform != "cpu"
     run = jax.jit(_loop(case, sharding, is_static), static_argnums=(0,) if is_static else ())
     arrays = [_filled(shape, case.dtype, sharding) for shape in case.shapes]
@@ -102,7 +100,7 @@ def _timed(case: Case, devices: Sequence[jax.Device]) -> _Call:
 
 
 def _loop(case: Case, sharding: NamedSharding, is_static: bool) -> Callable[..., jax.Array]:
-    """(turns, arrays) to what the last turn made, on each device."""
+    """A function from (turns, arrays) to the first carried array, on each device."""
 
     def on_device(turns: Any, *arrays: jax.Array) -> jax.Array:
         made, others = (tuple(a[0] for a in part) for part in (arrays[: case.num_made], arrays[case.num_made :]))
@@ -125,11 +123,11 @@ def _loop(case: Case, sharding: NamedSharding, is_static: bool) -> Callable[...,
 
 
 def undisturbed(case: Case, clock: float, work: float, stretched: list[float]) -> float:
-    """Seconds of a turn on a machine that does nothing else, of those by the clock and those of busy cores.
+    """Estimate the seconds of a turn on an otherwise idle machine, from wall-clock and busy seconds.
 
-    Kernels of all devices keep their cores busy, and other programs only stretch the clock. Where devices meet, cores
-    also rest, so that the clock counts, less what kernels beside were stretched by: `stretched` says for each kernel so
-    far by which factor its clock was ahead of the cores; this one's is added.
+    Kernels keep their cores busy, so that busy seconds count, and other programs only stretch the wall clock. In collectives
+    cores also wait, so that wall-clock seconds count, divided by the median stretch of kernels. `stretched`: the stretch
+    (wall clock / busy) of each kernel so far; extended.
     """
     if case.collectives:
         return max(work, clock / statistics.median(stretched or [1.0]))
@@ -138,12 +136,12 @@ def undisturbed(case: Case, clock: float, work: float, stretched: list[float]) -
 
 
 def shared_cores(devices: Sequence[jax.Device]) -> int:
-    """Cores of the host that devices share, of which none uses more than one; 0: they have their own."""
+    """Number of host cores that devices share, at most one per device; 0: devices have their own cores."""
     return min(os.cpu_count() or 1, len(devices)) if devices[0].platform == "cpu" else 0
 
 
 def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
-    """The same numbers, of the order of 1, on every device."""
+    """An array of the same numbers, of the order of 1, on every device."""
     count = sharding.mesh.size
 
     def fill() -> jax.Array:
@@ -154,7 +152,7 @@ def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.
 
 
 def dispatch_seconds(devices: Sequence[jax.Device]) -> float:
-    """Seconds of a program that does next to nothing, from its call to its end."""
+    """Seconds of an empty program, from its call to its end."""
     places = jax.sharding.Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(places, PartitionSpec("x"))
     arrays = [jax.device_put(np.zeros(len(devices), np.float32), sharding) for _ in range(NUM_ARGUMENTS)]
@@ -168,10 +166,10 @@ def dispatch_seconds(devices: Sequence[jax.Device]) -> float:
 
 
 def fresh_memory(devices: Sequence[jax.Device], sizes: Sequence[int]) -> dict[str, float]:
-    """Up to which size programs are given memory that is there, and the rate at which they get more than that.
+    """Measure up to which size the C library reuses freed memory, and the rate at which the system gives fresh memory.
 
-    Seen on programs that write elsewhere than where they read, beside ones that do not, on all devices at once; sizes
-    in bytes on each, ascending.
+    Compares programs that write to fresh memory with ones that write in place, on all devices at once; `sizes` are bytes
+    per device, ascending.
     """
     kept, rate = 0.0, math.inf
     for size in sizes:
@@ -184,7 +182,7 @@ def fresh_memory(devices: Sequence[jax.Device], sizes: Sequence[int]) -> dict[st
 
 
 def _of_fresh(devices: Sequence[jax.Device], num_bytes: int) -> tuple[float, float]:
-    """Seconds that new memory of so many bytes on each device takes, and how many of these the system gave anew."""
+    """Seconds to get fresh memory of so many bytes per device, and how many bytes the system really gave."""
     places = jax.sharding.Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(places, PartitionSpec("x"))
     x = _filled((num_bytes // 4,), "float32", sharding)
@@ -204,5 +202,5 @@ def _of_fresh(devices: Sequence[jax.Device], num_bytes: int) -> tuple[float, flo
 
 
 def _new_pages() -> int:
-    """Pages of memory that the system has given this process so far."""
+    """Number of pages that the system has given this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0

@@ -1,7 +1,7 @@
-"""A machine's profile as text.
+"""Shows a machine's profile as text.
 
 In:     `MachineProfile`.
-Out:    one page: what was fitted, and how well it agrees with what was measured.
+Out:    one page: the fitted parameters, and how well they agree with the measurements.
 """
 
 from __future__ import annotations
