@@ -1,1 +1,1 @@
-"""Carry a plan out on a Ray cluster: one actor per host and stage mesh."""
+"""Executes a plan on a Ray cluster: one actor per host and stage mesh."""

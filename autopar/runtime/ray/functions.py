@@ -1,9 +1,9 @@
-"""The user's functions on their way to workers.
+"""Pickles the user's functions for workers.
 
-In:     callbacks of the programs of a mesh (`partition/host_calls.py`).
+In:     callbacks of the programs of a mesh (`partition/host_calls.py`); functions that read batches.
 Out:    `HostCalls` as bytes, for `Share`, and back; or an error that says which function cannot be sent, and why.
-Method: Ray's own pickler, which sends functions that cannot be imported by what they are made of. A mesh's callbacks go in
-        one piece: what two of them share stays one object there, and so does the watch that they leave exceptions in.
+Method: Ray's own pickler, which sends functions that cannot be imported by value. The callbacks of a mesh are pickled
+        together: objects that two of them share stay shared on the worker, and so does the watch for their exceptions.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.partition.host_calls import Watch
 
 SENT = ("debug_callback", "debug_print", "io_callback", "pure_callback")
-"""Calls into the host that workers can make."""
+"""The host callbacks that workers support."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCalls:
-    """The callbacks of a worker's programs, by number in each; and where they leave what they raise."""
+    """The callbacks of a worker's programs, by index in each, and the watch that collects what they raise."""
 
     watch: Watch
     of: Mapping[str, tuple[Callable[..., Any], ...]]
 
 
 def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Callable[..., Any]]]]) -> bytes:
-    """Callbacks of programs as bytes, each with its operation and line; b"": there are none. `watch` takes what they raise.
+    """The callbacks of programs as bytes; b"": there are none.
+
+    `callbacks`: of each program, (operation and line, function). `watch`: collects what they raise.
 
     Raises:
         NotBuiltYetError: One cannot be sent.
@@ -46,21 +48,21 @@ def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Calla
 
 
 def packed(reader: Any, name: str) -> bytes:
-    """What workers read their parts of batches with, as bytes.
+    """The function with which workers read their portions of batches, as bytes; `name`: for errors.
 
     Raises:
-        NotBuiltYetError: It cannot be sent.
+        NotBuiltYetError: It cannot be pickled.
     """
     return _sendable(reader, "a function of batches", f"`{name}(host, hosts)`", "when it is called", "batches")
 
 
 def unpacked_calls(data: bytes) -> HostCalls:
-    """The callbacks on the worker."""
+    """The callbacks, unpickled on the worker."""
     return pickle.loads(data) if data else HostCalls(Watch(), {})
 
 
 def portable(error: BaseException) -> BaseException:
-    """An exception that another process can read: itself, or what it says."""
+    """An exception that another process can unpickle: itself, or a `RuntimeError` with its text."""
     try:
         pickle.loads(_dumped(error))
     except Exception:
@@ -75,7 +77,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _sendable(value: Any, what: str, given: str, when: str, feature: str) -> bytes:
-    """What runs on the workers, as bytes; an error says what it is, and when it may make what cannot be sent."""
+    """A function as bytes; the other arguments are texts for the error: what it is, and when to open what cannot be sent."""
     try:
         return _dumped(value)
     except Exception as error:
@@ -89,10 +91,10 @@ def _sendable(value: Any, what: str, given: str, when: str, feature: str) -> byt
 
 
 def check_calls(bodies: Sequence[Body]) -> None:
-    """Workers must be able to make all calls into the host that these programs make.
+    """Check that workers support all host callbacks of these programs.
 
     Raises:
-        NotBuiltYetError: They cannot make one of them.
+        NotBuiltYetError: They do not support one.
     """
     for eqn in (eqn for body in bodies for eqn, _ in computed(body)):
         name = eqn.primitive.name
@@ -114,10 +116,10 @@ def check_calls(bodies: Sequence[Body]) -> None:
 
 
 def check_no_calls(program: Any) -> None:
-    """A program that makes state, which workers run without callbacks, must have none.
+    """Check that a program that creates state has no host callbacks, which workers do not support there.
 
     Raises:
-        NotBuiltYetError: It has.
+        NotBuiltYetError: It has one.
     """
     name = next(
         (eqn.primitive.name for eqn in all_equations(open_jaxpr(program)[0]) if eqn.primitive.name in SIDE_EFFECTS),

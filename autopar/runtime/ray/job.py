@@ -1,9 +1,9 @@
-"""A plan for workers to carry out: what they compile needs no equations, no devices, nothing that cannot be sent.
+"""Turns a plan into a job for workers, whose programs can be sent to other processes.
 
 In:     a `StepPlan`.
-Out:    `Job`: the plan with its programs as serialized StableHLO, of which workers get their shares.
-Method: each program is traced over a mesh that has no devices yet and exported by `jax.export`; workers compile it for
-        theirs.
+Out:    `Job`: the plan with its programs as serialized StableHLO; each worker gets its share.
+Method: each program is traced over an abstract mesh, without devices, and exported by `jax.export`; workers compile it for
+        their devices.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from autopar.streams.instructions import MeshId, Recv, Run, Send, Streams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A step as its workers carry it out.
+    """A step, for its workers to execute.
 
     Attributes:
         planned: The step.
         layout: The devices of each mesh.
-        programs: Of each mesh.
-        types: Of each buffer, as programs hold it.
-        home: For each argument the mesh at which it lives.
-        callbacks: Of the programs of each mesh, packed (`functions.py`).
-        pauses: Where each mesh's stream waits to hear that no callback has raised; empty: nowhere.
+        programs: The programs of each mesh.
+        types: The array type of each buffer.
+        home: The mesh that holds each argument.
+        callbacks: The callbacks of the programs of each mesh, pickled (`functions.py`).
+        pauses: The position at which each mesh's stream waits for word that no callback has raised; empty: nowhere.
     """
 
     planned: StepPlan
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def streams(self) -> Streams:
-        """What the meshes do."""
+        """The instruction streams of the meshes."""
         return self.planned.streams
 
 
@@ -84,10 +84,10 @@ def make_job(planned: StepPlan, platform: str) -> Job:
 
 
 def find_pauses(streams: Streams) -> dict[MeshId, int]:
-    """Where each mesh waits for the others, so that a callback that raises costs no state: before its first update.
+    """The position in each stream, before its first update, at which meshes wait for each other; empty: they cannot.
 
-    What lies before the first updates must need nothing of what lies behind them, and overwrite no argument. Then a step can
-    be left there, and the next one takes the same arguments. Otherwise it is carried out to its end: empty.
+    If a callback has raised by then, the step is abandoned, and its arguments can be used again. This requires that nothing
+    before the first updates needs a message from behind them, or overwrites an argument.
     """
     updates = {name for name, plan in streams.programs.items() if plan.task.kind in ("U", "step")}
     pauses = {
@@ -103,8 +103,8 @@ def find_pauses(streams: Streams) -> dict[MeshId, int]:
 
 
 def exported(function: Callable[..., Any], arguments: Sequence[Any], platform: str) -> bytes:
-    """A jitted function as bytes that a worker can compile."""
-    # Driver and workers have one version of JAX, so that calls of its own libraries mean the same to both.
+    """A jitted function as serialized StableHLO."""
+    # Driver and workers have the same version of JAX, so custom calls mean the same to both.
     every = jax.export.DisabledSafetyCheck.custom_call("ALL")
     made = jax.export.export(function, platforms=(platform,), disabled_checks=(every,))(*arguments)
     return bytes(made.serialize())

@@ -1,10 +1,10 @@
-"""Which rows of a batch each worker holds, and in how many portions it is cut so that no worker reads rows of others.
+"""Divides batches into portions, so that each worker reads only portions of which it holds all rows.
 
-In:     how the arrays of a batch lie on the devices of each worker.
-Out:    the number of portions; the portions that a worker needs; a device's piece of an array, out of portions.
-Method: portions are equal and lie one below the other. There are as few as can be such that what a worker holds is made of
-        whole ones: one for all where the batch is not split over hosts, one per host where each holds one run of rows. In
-        microbatches a host holds a run of each, so there are more.
+In:     the shardings of a batch's arrays on the devices of each worker.
+Out:    the number of portions; the portions that a worker needs; a device's piece of an array, cut from portions.
+Method: portions are equal runs of rows, as few as possible such that what each worker holds is made of whole portions: one if
+        the batch is not split over hosts, one per host if each holds one run of rows, more with microbatches, of each of
+        which a host holds a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.runtime.ray.transport.parcels import own_boxes, slices
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An array of the batch (`leaf`) as a worker wants it; `is_piece`: with a leading dim of microbatches."""
+    """A type in which a worker wants array `leaf` of the batch; `is_piece`: it has a leading dim of microbatches."""
 
     leaf: int
     kind: ArrayType
@@ -30,18 +30,18 @@ class Wanted:
 
     @property
     def num_leading(self) -> int:
-        """Dims that count rows: of microbatches, and in each; of a number none."""
+        """Number of leading dims that count rows: of microbatches, and within each; 0 for a scalar."""
         return min(1 + self.is_piece, len(self.kind.shape))
 
     def rows_in(self, box: Box) -> np.ndarray:
-        """Numbers of the rows of the batch that are in a portion of this array, in order."""
+        """Numbers of the batch's rows in a box of this array, in order."""
         leading = self.kind.shape[: self.num_leading]
         whole = tuple((0, length) for length in leading)
         return np.arange(math.prod(leading)).reshape(leading)[slices(box[: self.num_leading], whole)].ravel()
 
 
 def count_portions(rows: int, held: Iterable[tuple[Sequence[Wanted], Seat]]) -> int:
-    """In how many portions a batch of so many rows is cut, of which workers hold some of these arrays."""
+    """The number of portions of a batch of `rows` rows; `held`: the arrays that each worker holds."""
     length = rows
     for wanted, seat in held:
         for start, stop in _runs(_own_rows(wanted, seat)):
@@ -50,13 +50,13 @@ def count_portions(rows: int, held: Iterable[tuple[Sequence[Wanted], Seat]]) -> 
 
 
 def portions_for(rows: int, count: int, wanted: Sequence[Wanted], seat: Seat) -> tuple[int, ...]:
-    """Of `count` portions of a batch those that hold all rows of a worker; numbers, which have no rows, are in each."""
+    """Which of `count` portions a worker needs; scalars, which have no rows, are in every portion."""
     length = rows // count
     return tuple(dict.fromkeys(int(row) // length for row in _own_rows(wanted, seat))) or (0,)
 
 
 def cut_out(wanted: Wanted, box: Box, portions: Mapping[int, np.ndarray]) -> np.ndarray:
-    """A device's piece (`box`) of an array, out of its portions by number; those that have rows of the piece must be there."""
+    """A device's piece (`box`) of an array, cut from portions by number, which must include all rows of the piece."""
     dtype, leading = wanted.kind.dtype, wanted.num_leading
     if not leading:
         return np.asarray(next(iter(portions.values())), dtype)
@@ -72,12 +72,12 @@ def cut_out(wanted: Wanted, box: Box, portions: Mapping[int, np.ndarray]) -> np.
 
 
 def _own_rows(wanted: Sequence[Wanted], seat: Seat) -> np.ndarray:
-    """Numbers of the rows that a worker holds of any array, in order."""
+    """Numbers of the rows of which a worker holds some array, in order."""
     rows = [each.rows_in(box) for each in wanted if each.num_leading for box in own_boxes(each.kind, seat)]
     return np.unique(np.concatenate(rows)) if rows else np.arange(0)
 
 
 def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers: the first, and the one behind the last."""
+    """Runs of consecutive numbers, as (first, last + 1)."""
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks) if len(run)]

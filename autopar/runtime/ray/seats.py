@@ -1,8 +1,8 @@
-"""Which worker has which devices.
+"""Assigns devices to workers.
 
-In:     for each mesh its range of the cluster's devices; the devices of one host.
-Out:    `Seat`s, one for each host and mesh, numbered through; a worker is the process in a seat.
-Method: a mesh takes consecutive devices. Where they lie on several hosts, their workers form one group of processes.
+In:     the range of the cluster's devices of each mesh; the number of devices per host.
+Out:    `Seat`s, one for each host and mesh, numbered; a worker is the process of a seat.
+Method: a mesh has consecutive devices. If they are on several hosts, its workers form one `jax.distributed` group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.streams.instructions import MeshId
 
 Layout = tuple[tuple[int, int], ...]
-"""For each mesh its first device and how many there are."""
+"""The first device and the number of devices of each mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Seat:
     """The devices of one mesh on one host.
 
     Attributes:
-        number: Of the worker, among all.
-        mesh: Which mesh.
-        host: Which host.
-        rank: Among the workers of the mesh.
-        first: The first of its devices, as the mesh counts them.
-        count: How many.
+        number: The worker's number, among all workers.
+        mesh: The mesh.
+        host: The host.
+        rank: The worker's number among the workers of the mesh.
+        first: The first of its devices, by its number in the mesh.
+        count: Number of its devices.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Seat:
 
     @property
     def devices(self) -> range:
-        """Its devices, as the mesh counts them."""
+        """Its devices, by their numbers in the mesh."""
         return range(self.first, self.first + self.count)
 
     def __str__(self) -> str:
@@ -67,22 +67,21 @@ def by_mesh(seats: Sequence[Seat]) -> dict[MeshId, list[Seat]]:
 
 
 def environment(seat: Seat, on_gpu: bool, flags: str, x64: bool) -> Mapping[str, str]:
-    """What must be set before JAX starts in a worker, whose devices are GPUs or virtual CPU devices.
+    """The environment variables of a worker, whose devices are GPUs or virtual CPU devices.
 
-    `flags` are the driver's `XLA_FLAGS`, for programs are to be compiled as they would be there; `x64`: its JAX has 64
-    bits.
+    `flags`: the driver's `XLA_FLAGS`, with which workers compile too. `x64`: whether the driver's JAX has 64-bit types.
     """
     kept = [flag for flag in flags.split() if "host_platform_device_count" not in flag]
     found = {"JAX_ENABLE_X64": str(int(x64)), "TF_CPP_MIN_LOG_LEVEL": "2"}
     if on_gpu:
-        # Ray sets CUDA_VISIBLE_DEVICES. The driver may keep to its CPU. Messages need memory that XLA does not take.
+        # Ray sets CUDA_VISIBLE_DEVICES. The driver may have JAX_PLATFORMS=cpu. Messages need memory that XLA leaves free.
         return found | {
             "XLA_FLAGS": " ".join(kept),
             "JAX_PLATFORMS": "cuda,cpu",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85",
-            # Code that is loaded at a kernel's first run waits for the GPU, which may wait for a message of this worker.
+            # Loading code at a kernel's first run waits for the GPU, which may be waiting for a message of this worker.
             "CUDA_MODULE_LOADING": "EAGER",
         }
-    # Collectives of several programs starve in as few threads as a small machine has cores.
+    # With only as many threads as a small machine has cores, collectives of several programs starve.
     kept.append(f"--xla_force_host_platform_device_count={seat.count}")
     return found | {"XLA_FLAGS": " ".join(kept), "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32"}

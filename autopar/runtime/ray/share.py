@@ -1,6 +1,6 @@
-"""What passes between driver and workers: a worker's share of a job, the call of one step, where a worker stands.
+"""Types that driver and workers exchange: a worker's share of a job, the call of one step, reports, positions.
 
-In:     (types only; `driver.py` makes them, `worker.py` takes them.)
+In:     (types only; exchanged by `driver/` and `worker/`.)
 Out:    `Share`, `StepCall`, `Report`, `Position`.
 """
 
@@ -18,27 +18,27 @@ from autopar.runtime.ray.transport.parcels import Message
 from autopar.streams.instructions import BufferId, Instruction
 
 Key = int
-"""Under which a worker holds an array."""
+"""The key of an array that a worker holds."""
 Tiles = Sequence[np.ndarray]
-"""Parts of arrays, packed."""
+"""Parts of arrays, as bytes (`parcels.pack`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker does of a job.
+    """One worker's share of a job.
 
     Attributes:
-        programs: Of its mesh.
-        stream: Of its mesh.
-        messages: Those of the stream, by number.
-        types: Of the buffers of its mesh.
-        microbatches: Of each instruction; -1: none.
-        numbers: Buffers that hold a microbatch's number, and which.
-        entries: Buffers that hold arguments when a step begins, and whether a program takes their memory.
-        kept: Buffers of results that stay here.
-        fetched: Results of which this worker hands out parts: buffer, devices.
-        callbacks: Of its programs, packed (`functions.py`).
-        pause: Position in the stream at which a step waits for the driver's word; None: nowhere.
+        programs: The programs of its mesh.
+        stream: The instructions of its mesh.
+        messages: The messages of the stream, by number.
+        types: The types of its mesh's buffers.
+        microbatches: The microbatch of each instruction; -1: none.
+        numbers: Buffers that hold the number of a microbatch -> that number.
+        entries: Buffers that hold arguments when a step begins, and whether these are donated.
+        kept: Buffers of results that stay on the worker.
+        fetched: Results of which this worker returns parts: (buffer, devices).
+        callbacks: The callbacks of its programs, pickled (`functions.py`).
+        pause: Position in the stream at which a step waits for the driver to continue; None: nowhere.
     """
 
     programs: tuple[DeviceProgram[bytes], ...]
@@ -56,16 +56,16 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """One step for one worker.
+    """The call of one step on one worker.
 
     Attributes:
-        job: Which.
-        step: Its number, never used twice.
-        given: For each entry the key of the array that is here; None: it comes along.
-        values: Those that come along, in order: the different parts that this worker's devices hold, packed.
-        keep: Keys of the results that stay here.
-        dropped: Keys of arrays that no one wants any more; first of all those whose memory the step takes.
-        is_measured: Whether each instruction is waited for, and its time taken.
+        job: The job's number.
+        step: The step's number, never used twice.
+        given: For each entry, the key of the array that the worker holds; None: it is in `values`.
+        values: The other entries, in order: the distinct parts that this worker's devices hold, packed.
+        keep: Keys for the results that stay on the worker.
+        dropped: Keys of arrays to free: those that are donated, and those that nobody uses any more.
+        is_measured: Whether to wait for each instruction, and time it.
     """
 
     job: int
@@ -79,12 +79,12 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker tells of a step beside its results.
+    """What a worker reports of a step besides its results.
 
     Attributes:
-        raised: What callbacks have raised.
-        spans: When instructions began and ended, by position in the stream; by the clock of the worker's host.
-        arrivals: When messages had come.
+        raised: The exceptions of callbacks.
+        spans: When instructions began and ended, by position in the stream, on the clock of the worker's host.
+        arrivals: When messages had arrived, by number.
     """
 
     raised: tuple[Raised, ...]
@@ -94,7 +94,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in its stream a worker stands, for how many seconds, and which message it waits for, if for any."""
+    """A worker's position in its stream, for how many seconds it has been there, and the message that it waits for, if any."""
 
     at: int
     awaited: int | None

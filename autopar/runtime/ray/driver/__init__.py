@@ -1,1 +1,1 @@
-"""The user's process: starts the workers, hands them the streams, and waits with a limit."""
+"""The user's process: starts the workers, sends them the streams, and waits for them, with a time limit."""

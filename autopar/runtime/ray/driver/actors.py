@@ -1,9 +1,9 @@
-"""The actors of a job, started and ended.
+"""Starts and ends the actors of a job.
 
 In:     a `RayMachine`, seats.
 Out:    actors by worker; `end_all`.
-Method: one placement group per host, one bundle and one actor per mesh there. Removing the placement groups also ends
-        processes that do not listen.
+Method: one placement group per host, with one bundle and one actor per mesh there. Removing a placement group also ends
+        processes that do not respond.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from autopar.runtime.ray.seats import Seat, environment
 from autopar.runtime.ray.worker.worker import Worker
 
 GROUPS = {"mail": 2, "control": 1, "disk": 1, "readings": 1}
-"""Threads of an actor beside its one dispatching thread: for parcels that come in, for answering at any time, for writing
-checkpoints, and for reading batches."""
+"""Threads of an actor besides its dispatching thread: to receive parcels, to answer at any time, to write checkpoints, and to
+read batches."""
 
 
 def start_all(machine: RayMachine, seats: Sequence[Seat], actors: dict[int, Any], groups: list[Any]) -> None:
-    """Start the actors of all seats: `actors` takes them, by worker, and `groups` their placement groups.
+    """Start the actors of all seats, and add them to `actors`, by worker, and their placement groups to `groups`.
 
     Raises:
-        ClusterError: Ray has no room for them; NodeLostError: a node has gone. What was started is in the last two.
+        ClusterError: Ray has no room for them. `actors` and `groups` have those that were started.
+        NodeLostError: A node is lost; likewise.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -59,12 +60,12 @@ def start_all(machine: RayMachine, seats: Sequence[Seat], actors: dict[int, Any]
 
 
 def end_all(actors: dict[int, Any], groups: list[Any]) -> None:
-    """End actors, and remove their placement groups; both maps are empty after."""
+    """End actors, remove their placement groups, and clear both."""
     import ray
     from ray.util.placement_group import remove_placement_group
 
     if not ray.is_initialized():
-        return  # Ray has gone, and with it all that ran there
+        return  # Ray has ended, and all actors with it
     for actor in actors.values():
         ray.kill(actor)
     for group in groups:
@@ -74,7 +75,7 @@ def end_all(actors: dict[int, Any], groups: list[Any]) -> None:
 
 
 def _bundle(seat: Seat, on_gpu: bool) -> dict[str, float]:
-    # Virtual CPU devices share the cores there are; a bundle must ask for something.
+    # Virtual CPU devices share the cores; a bundle must ask for something.
     return {"CPU": 1, "GPU": seat.count} if on_gpu else {"CPU": 0.01}
 
 

@@ -1,9 +1,9 @@
-"""Waiting for calls of actors, which are watched meanwhile.
+"""Waits for calls of actors, and watches the actors meanwhile.
 
-In:     calls that are on their way.
-Out:    their results, or one `FailedError`: which actor, and how.
-Method: actors that have not answered are asked where they stand; one that is dead, silent for too long, too long at one
-        place, or has raised ends the waiting.
+In:     calls in progress.
+Out:    their results, or one `FailedError`: which actor failed, and how.
+Method: actors that have not answered are asked for their position. Waiting ends if one has died, has raised, does not answer
+        for too long, or stays at one position for too long.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.runtime.ray.driver.faults import Failure
 from autopar.runtime.ray.share import Position
 
 POLL_SECONDS = 1.0
-"""How often workers that are busy are asked where they stand."""
+"""Seconds between two questions for the position of a busy worker."""
 GRACE_SECONDS = 2.0
-"""Who waits too long for a message says so itself, and has this long to, before one that stands too long is ended."""
+"""Time beyond the limit for a worker that waits for a message to report that itself."""
 
 
 class FailedError(Exception):
-    """A call that did not end well."""
+    """A call failed."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure)
@@ -31,17 +31,17 @@ class FailedError(Exception):
 
 
 def where(actor: Any) -> Any:
-    """Begin to ask an actor where it stands."""
+    """Start to ask an actor for its position."""
     return actor.where.options(concurrency_group="control").remote()
 
 
 def wait_for(
     refs: Mapping[int, Any], ask: Callable[[int], Any], silence_seconds: float, standing_seconds: float
 ) -> dict[int, Any]:
-    """Wait for one call of each of several actors, by worker; `ask` begins to ask one where it stands.
+    """Wait for one call of each of several actors, by worker; `ask` starts to ask one for its position.
 
     Raises:
-        FailedError: One failed, has not answered to anything for `silence_seconds`, or stands at one place for too long.
+        FailedError: One failed, has not answered for `silence_seconds`, or stays at one position for `standing_seconds`.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError
@@ -64,7 +64,7 @@ def wait_for(
                 asked[number] = ask(number)
             elif ray.wait([asked[number]], timeout=0)[0]:
                 heard[number] = time.monotonic()
-                with contextlib.suppress(RayError):  # it ended, and its own call tells so
+                with contextlib.suppress(RayError):  # it ended, and its own call will raise
                     standing[number] = ray.get(asked[number])
                 del asked[number]
             elif time.monotonic() - heard[number] > silence_seconds:
@@ -75,27 +75,27 @@ def wait_for(
 
 
 def settle(refs: Mapping[int, Any], seconds: float) -> None:
-    """Wait until calls have ended, however, but not longer than this."""
+    """Wait until calls have ended, successfully or not, for at most so many seconds."""
     import ray
 
     ray.wait(list(refs.values()), num_returns=len(refs), timeout=seconds)
 
 
 def positions(actors: Mapping[int, Any]) -> dict[int, Position]:
-    """Where those of them stand that can say so."""
+    """The positions of the actors that answer."""
     import ray
 
     asked = {where(actor): number for number, actor in actors.items()}
     done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=POLL_SECONDS) if asked else ([], [])
     found = {}
     for ref in done:
-        with contextlib.suppress(ray.exceptions.RayError):  # it ended too; the first failure is the one that is told
+        with contextlib.suppress(ray.exceptions.RayError):  # it ended too; the first failure is reported
             found[asked[ref]] = ray.get(ref)
     return found
 
 
 def _first_failed(refs: Mapping[int, Any], error: BaseException) -> Failure:
-    """Which of these calls ended in an error of Ray's, and how; `error` is what waiting for all of them raised."""
+    """The first of these calls that failed, and how; `error`: raised when waiting for all of them."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -105,6 +105,6 @@ def _first_failed(refs: Mapping[int, Any], error: BaseException) -> Failure:
                 ray.get(ref)
             except RayTaskError as raised:
                 return Failure(number, "raised", raised.cause or raised)
-            except RayError as died:  # of the actor, or of the node that had its answer
+            except RayError as died:  # the actor died, or the node that held its answer
                 return Failure(number, "died", died)
     return Failure(next(iter(refs)), "died", error)

@@ -1,10 +1,10 @@
-"""Puts the times that workers measured of one step on one clock.
+"""Converts the times that workers measured in one step to one clock.
 
-In:     when instructions began and ended by the clocks of their hosts; what a host's clock showed, asked when.
-Out:    when programs ran and messages were under way, by the driver's clock.
-Method: Cristian's: a clock that is asked shows the middle of question and answer, give or take half of the time between
-        them; of several tries the quickest counts. Workers of one host share its clock, and so one offset: between them
-        nothing is lost.
+In:     when instructions began and ended, on the clocks of their hosts; a function that reads a host's clock.
+Out:    when programs ran and messages were in flight, on the driver's clock.
+Method: Cristian's algorithm: a remote clock's reading is assumed to be from the middle between question and answer, with an
+        error of at most half the time between them; of several tries the quickest counts. Workers of one host share its
+        clock and one offset, so times between them are exact.
 
 F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989.
 """
@@ -23,7 +23,7 @@ Span = tuple[float, float]
 
 
 def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> tuple[float, float]:
-    """How much a clock (`ask`) is ahead of this one (`now`), and how far off that may be."""
+    """Seconds that a clock (`ask`) is ahead of this one (`now`), and the error bound."""
     best = 0.0, float("inf")
     for _ in range(TRIES):
         before, there, after = now(), ask(), now()
@@ -35,10 +35,17 @@ def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> tuple[fl
 def spans_of(
     job: Job, seats: Sequence[Seat], reports: Mapping[int, Report], offsets: Mapping[int, tuple[float, float]]
 ) -> tuple[dict[tuple[MeshId, int], Span], dict[int, Span]]:
-    """What workers report, on one clock; of several workers of a mesh, the first to begin and the last to end.
+    """The workers' reports on one clock; of several workers of a mesh, the earliest begin and the latest end count.
 
-    Reports are by worker, offsets by host. Returns when each program began and ended, by (mesh, position in its
-    stream), and when each message was sent and had come, by number, in seconds.
+    Args:
+        job: The job.
+        seats: The workers.
+        reports: By worker.
+        offsets: By host, as of `clock_offset`.
+
+    Returns:
+        Begin and end of each program, by (mesh, position in its stream), and of each message, from sending to arrival, by
+        number; in seconds.
     """
     runs: dict[tuple[MeshId, int], Span] = {}
     sent: dict[int, float] = {}
@@ -54,7 +61,7 @@ def spans_of(
                 case Send(message=message):
                     sent[message] = min(begin, sent.get(message, begin))
                 case Recv(message=message):
-                    # Between GPUs nothing tells when it came but that the receiver has it.
+                    # With NCCL the time of arrival is only known as the end of the receive.
                     when = report.arrivals.get(message, end + ahead) - ahead
                     come[message] = max(when, come.get(message, when))
     return runs, {m: (begin, max(begin, come[m])) for m, begin in sent.items() if m in come}

@@ -1,10 +1,10 @@
-"""A step on a Ray cluster, as the driver sees it.
+"""The driver's side of a step on a Ray cluster.
 
 In:     a `StepPlan`, a `RayMachine`.
 Out:    `RayStep`, called with flat arrays like `runtime/pipeline.py`'s `Pipeline`.
-Method: each worker gets its share of the job once. A step is one call of each worker: arguments that are there already
-        go as keys, others in the parts that the worker's devices want. New state stays there, save random keys, which are
-        small and which only this process knows as keys; other results come back.
+Method: each worker gets its share of the job once. A step is one call of each worker: arguments that the worker holds are
+        passed as keys, others as the parts that its devices want. New state stays on the workers, except random keys, which
+        are small, and which only this process knows as keys; other results come back.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from autopar.streams.order import merged
 from autopar.streams.timeline import Timeline
 
 _Entry = tuple[int, BufferId]
-"""The position of an argument, or a result, and the buffer that holds it."""
+"""The number of an argument or result, and its buffer."""
 
 
 class RayStep:
-    """A step on the workers of a cluster; attributes as of `Runtime`."""
+    """A step on the workers of a cluster; attributes as in `Runtime`."""
 
     def __init__(self, machine: RayMachine, planned: StepPlan):
-        """Start workers, unless there are some, and let them compile.
+        """Start workers, unless the machine has some for this layout, and let them compile.
 
         Raises:
             ClusterError: Ray has no room for the workers.
             WorkerError: A worker failed.
-            NotBuiltYetError: The step calls Python in a way that workers cannot.
+            NotBuiltYetError: Workers do not support a host callback of the step.
         """
         check_calls([task.body for stage in planned.stages for task in stage.tasks])
         self._platform = "cpu" if machine.accelerator is None else "cuda"
@@ -85,7 +85,7 @@ class RayStep:
             remote_sharding([self._kinds[at] for at in parts], dim)
             for parts, dim in zip(self._stacks.inputs, self._stacks.input_dims, strict=True)
         ]
-        # Between GPUs a step cannot be left: what was begun to be sent would wait for ever.
+        # With NCCL a step cannot be abandoned: sends in flight would wait for ever.
         self._pauses = {} if self.workers.direct else job.pauses
         self._load()
 
@@ -98,11 +98,11 @@ class RayStep:
         return self.workers.closed
 
     def _stays(self, result: int) -> bool:
-        """Whether a result stays on the workers: new state, which is no random key."""
+        """Whether a result stays on the workers: new state, except random keys."""
         return result in self._planned.roles.aliases and not self._planned.program.key_outputs[result]
 
     def _is_whole(self, at: BufferId) -> bool:
-        """Whether an argument is put there as it is, and not with a leading dim of microbatches."""
+        """Whether an argument is placed as it is, without a leading dim of microbatches."""
         return self._buffers[at].value.kind != "piece"
 
     def _load(self) -> None:
@@ -139,13 +139,13 @@ class RayStep:
 
         Raises:
             WorkerError: It failed; the workers have ended.
-            StepError: A callback raised; the workers go on.
+            StepError: A callback raised; the workers keep running.
             DonatedError: An argument was donated before.
         """
         return self._carry_out(arrays, False)[0]
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
-        """Run one step of a pipeline, in which each program and message is waited for; as of a call, and when they were."""
+        """Run one step and wait for each program; as in a call, and the timeline of programs and messages as they ran."""
         if self.workers.closed:
             raise ended()
         offsets = self.workers.clocks()
@@ -159,7 +159,7 @@ class RayStep:
         parts, donated = self._parts(arrays)
         given = {mesh: [self._key(entry, parts) for entry in own] for mesh, own in self._entries.items()}
         values = self._all_values(given, parts)
-        released = self.workers.take_released()  # from here on nothing fails but the step itself
+        released = self.workers.take_released()  # from here on only the step itself can fail
         taken = {copy: None for copy in donated if copy.owner is self.workers}
         for copy in taken:
             released.setdefault(copy.mesh, []).append(copy.key)
@@ -187,13 +187,13 @@ class RayStep:
         return results, {number: report for number, (_, report) in made.items()}
 
     def _leave(self, calls: Iterable[int], taken: Iterable[Copy]) -> None:
-        """Do not carry on with a step: what it was to take is there again."""
+        """Abandon a step at the pause: its donated arguments are available again."""
         self.workers.call("leave", dict.fromkeys(calls, ()), job=self._number)
         for copy in taken:
             copy.is_deleted = False
 
     def _parts(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Copy]]:
-        """The job's arguments out of the user's, and what of them is donated."""
+        """The job's arguments, made of the user's, and the donated copies among them."""
         parts: list[Any] = []
         donated: list[Copy] = []
         stacks = self._stacks
@@ -212,14 +212,14 @@ class RayStep:
         return parts, donated
 
     def _lies_so(self, array: RemoteArray, argument: int) -> bool:
-        """Whether an array is in the parts that the job wants."""
+        """Whether an array has the parts that the job wants."""
         dim, wanted = self._stacks.input_dims[argument], self._stacks.sizes(argument)
         if len(array.parts) != len(wanted) or array.dim != dim:
             return False
         return len(wanted) == 1 or [part.copies[0].kind.shape[dim] for part in array.parts] == wanted
 
     def _key(self, entry: _Entry, parts: list[Any]) -> int | None:
-        """Under which key an argument is where it is wanted; None: it must be sent, and is then in this process."""
+        """The key of an argument on the mesh, and in the sharding, that wants it; None: it must be sent from this process."""
         argument, at = entry
         part = parts[argument]
         if isinstance(part, Part):
@@ -233,7 +233,7 @@ class RayStep:
     def _all_values(
         self, given: Mapping[MeshId, Sequence[int | None]], parts: Sequence[Any]
     ) -> dict[int, tuple[list[np.ndarray], ...]]:
-        """For each worker the arguments that it must be sent; what is elsewhere is fetched once for all."""
+        """The arguments to send to each worker; those on other meshes are fetched once for all workers."""
         wanted = {
             seat.number: [
                 entry for entry, key in zip(self._entries[seat.mesh], given[seat.mesh], strict=True) if key is None
@@ -248,7 +248,7 @@ class RayStep:
         }
 
     def _values(self, at: BufferId, array: np.ndarray, seat: Seat) -> list[np.ndarray]:
-        """An argument as a worker wants it: only what its devices hold."""
+        """The packed parts of an argument that a worker's devices hold."""
         kind = self.job.types[at]
         whole = np.asarray(array, kind.dtype).reshape(kind.shape)
         return [pack(whole[cut]) for cut in self._cuts[at, seat.number]]
@@ -283,11 +283,11 @@ class RayStep:
     # State.
 
     def stack(self, argument: int) -> Stack | None:
-        """How an argument of the user's comes apart in this process: it is not here."""
+        """None: arguments are held by other processes."""
         return None
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[RemoteArray | Any]:
-        """Put arguments that are the same in every step where they are read; as of `Runtime`."""
+        """Place arguments that stay the same in all steps; as in `Runtime`."""
         found: list[Any] = []
         for array, positions in zip(arrays, self._stacks.inputs[first:], strict=True):
             entries = [at for at in self._read.get(positions[0], []) if self._is_whole(at)]
@@ -304,17 +304,17 @@ class RayStep:
         return found
 
     def wanted(self, argument: int) -> list[tuple[MeshId, ArrayType, bool]]:
-        """Where one of the user's arguments, which is in one part, is read: on which mesh, how, whether in microbatches."""
+        """Where an argument of one part is read: (mesh, type, whether with a leading dim of microbatches)."""
         (own,) = self._stacks.inputs[argument]
         return [(self._buffers[at].mesh, self.job.types[at], not self._is_whole(at)) for at in self._read.get(own, [])]
 
     def homes(self, argument: int) -> tuple[list[tuple[MeshId, ArrayType]], int]:
-        """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""
+        """The (mesh, type) of each part of an argument between steps, and the dim along which it is split into parts."""
         stacks = self._stacks
         return [(self.job.home[at], self._kinds[at]) for at in stacks.inputs[argument]], stacks.input_dims[argument]
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place: `init` is run on each mesh, which keeps what is its own; as of `Runtime`."""
+        """Create state in its shardings: `init` runs on each mesh, which keeps its own part; as in `Runtime`."""
         made: dict[int, Part] = {}
         for mesh, ats, own in births(self._stacks, init, first, count, lambda at: self.job.home[at]):
             kinds = [self._kinds[at] for at in ats]
@@ -331,14 +331,14 @@ class RayStep:
 
 
 def _raised(made: Mapping[int, tuple[Any, Report | None]]) -> list[Raised]:
-    """What callbacks raised in a step, of what all workers tell of it."""
+    """The exceptions of callbacks in the reports of all workers."""
     return [r for _, report in made.values() if report is not None for r in report.raised]
 
 
 def callback_error(
     step: str, streams: Streams, raised: Sequence[Raised], state_lost: bool, results: Any = None
 ) -> StepError:
-    """The error of a step whose callbacks raised on workers; its cause is set, the rest as of `step_error`."""
+    """The error of a step whose callbacks raised on workers, with its cause; arguments as in `step_error`."""
     updates = {name for name, plan in streams.programs.items() if plan.task.kind == "U"}
     order = (instruction for _, instruction in merged(streams.instructions, updates))
     place, cause = first_raised(raised, order, streams.programs)

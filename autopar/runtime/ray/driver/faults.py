@@ -1,9 +1,9 @@
-"""What went wrong, in one message.
+"""Makes the error of a failed worker.
 
-In:     which worker failed and how, where the others stand, the job's streams.
-Out:    `WorkerError`: who, at which instruction and microbatch, who waits for it.
-Method: a worker that raised says by itself where, and one that stands still is asked. Of one that died or fell silent it
-        is told from the first message that the others wait for: it came before the instruction that sends it.
+In:     which worker failed and how, the positions of the others, the job's streams.
+Out:    `WorkerError`: the worker, its instruction and microbatch, and the workers that wait for it.
+Method: a worker that raised reports its instruction itself, and one that makes no progress is asked. For one that died or does
+        not answer, the first message that others wait for tells: the worker has not reached the instruction that sends it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ GOES_ON = "the workers go on: call the step, or fetch another array."
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a worker failed, as far as was seen.
+    """How a worker failed.
 
     Attributes:
-        worker: Of which worker.
-        how: Its process ended; it raised; it did not answer; it answered, and did not come on.
-        cause: What Ray or the worker raised.
-        seconds: How long it did not answer, or come on.
-        method: What it was called for.
-        position: Where it stands, if it could be asked.
-        subject: What it was called about, in words.
-        option: Which setting of the cluster limits how long it may stand.
+        worker: The worker.
+        how: Its process ended; it raised; it did not answer; or it answered, but made no progress.
+        cause: The exception of Ray or of the worker.
+        seconds: How long it did not answer, or made no progress.
+        method: The method that was called.
+        position: Its position, if it answered.
+        subject: What the call was about, as text.
+        option: The option of the cluster that limits this time.
     """
 
     worker: int
@@ -54,7 +54,7 @@ class Failure:
 def worker_error(
     failure: Failure, seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None, goes_on: bool = False
 ) -> WorkerError:
-    """The one error that the user sees: of a failure at a job (None: nothing with instructions), the others standing there."""
+    """The error for the user. `positions`: of the other workers. `job`: the job; None: the call was about no stream."""
     seat = seats[failure.worker]
     waiting = _waiting(seats, positions, job)
     if isinstance(failure.cause, WorkerError):
@@ -84,10 +84,10 @@ def worker_error(
 
 
 def write_error(failure: Failure, seats: Sequence[Seat]) -> Exception:
-    """Why a checkpoint was not written: `WorkerError`, or an `OSError` or `RuntimeError` for what the worker raised."""
+    """The error for a checkpoint that was not written; `OSError` or `RuntimeError` if the worker raised, else `WorkerError`."""
     seat, cause = seats[failure.worker], failure.cause
     if failure.how == "raised":
-        # TensorStore raises ValueError where the system refuses something.
+        # TensorStore raises ValueError if the operating system refuses a call.
         kind = OSError if isinstance(cause, OSError | ValueError) else RuntimeError
         return kind(f"{seat}: {type(cause).__name__}: {cause}")
     return WorkerError(
@@ -113,7 +113,7 @@ def _how(failure: Failure) -> str:
 
 
 def microbatch_of(instruction: Instruction, job: Job) -> int:
-    """Of an instruction; -1: it belongs to none."""
+    """The microbatch of an instruction; -1: it has none."""
     match instruction:
         case Run(microbatch=microbatch):
             return microbatch
@@ -123,14 +123,14 @@ def microbatch_of(instruction: Instruction, job: Job) -> int:
 
 
 def _at(seat: Seat, position: Position, job: Job) -> tuple[Instruction, int]:
-    """Where a worker stands; behind the last instruction it waits for what was begun."""
+    """The instruction and microbatch at a worker's position; after the last instruction, that one, whose work is waited for."""
     stream = job.streams.instructions[seat.mesh]
     instruction = stream[min(position.at, len(stream) - 1)]
     return instruction, microbatch_of(instruction, job)
 
 
 def _place(seat: Seat, positions: Mapping[int, Position], job: Job | None) -> tuple[Instruction, int] | None:
-    """The instruction that a worker has not come behind, because others wait for what it sends."""
+    """An instruction that a worker has not passed, since others wait for what it sends; None: unknown."""
     awaited = {p.awaited for p in positions.values() if p.awaited is not None}
     if job is not None:
         for instruction in job.streams.instructions[seat.mesh]:

@@ -1,9 +1,9 @@
-"""Arrays that live on workers, as the user holds them.
+"""The user's handles of arrays on workers.
 
-In:     where the parts of an array are and under which keys.
-Out:    `RemoteArray`: shape, dtype and sharding to look at, `np.asarray` to fetch; passed to the next step as it is.
-Method: an array is one part, or, stacked over several stages, one part behind the other along a dim. A part may lie on
-        several meshes. What no one holds any more is let go of with the next step.
+In:     the meshes and keys of the parts of an array.
+Out:    `RemoteArray`: has shape, dtype and sharding; `np.asarray` fetches it; it can be passed to the next step.
+Method: an array has one part, or, stacked over several stages, several parts along a dim. A part may have copies on several
+        meshes. Arrays without a handle are freed with the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.streams.instructions import MeshId
 
 
 class Copy:
-    """An array of its owner's on one mesh, by its key there; let go of when this is gone, unless it is deleted."""
+    """A copy of a part on one mesh, by its key there; freed when this object is garbage-collected, unless it was donated."""
 
     __slots__ = ("owner", "mesh", "kind", "key", "is_deleted")
 
@@ -40,20 +40,20 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an array, in one or more copies."""
+    """A part of an array, with one or more copies."""
 
     copies: tuple[Copy, ...]
 
 
 class RemoteArray(Shaped):
-    """An array on the workers of a cluster, in one part or several along `dim`; shape, dtype and sharding are of the whole.
+    """An array on the workers of a cluster, in one or several parts along `dim`; shape, dtype and sharding are of the whole.
 
-    `np.asarray(x)` and `x.fetch()` bring it here; there is no arithmetic on it before that. Passed to a step it stays
-    where it is.
+    `np.asarray(x)` and `x.fetch()` copy it to this process; nothing can be computed with it before that. Passing it to a
+    step moves no data.
     """
 
     def __init__(self, parts: Sequence[Part], dim: int = 0, shape: tuple[int, ...] | None = None):
-        """As of the attributes; `shape` where the one part that it has lies there in another, in microbatches."""
+        """`shape`: of the whole, if its single part has another shape on the workers, with a dim of microbatches."""
         self.parts, self.dim = tuple(parts), dim
         kinds = [part.copies[0].kind for part in parts]
         self.shape = joined_shape([kind.shape for kind in kinds], dim) if shape is None else shape
@@ -62,23 +62,23 @@ class RemoteArray(Shaped):
 
     @property
     def sharding(self) -> NamedSharding:
-        """How it lies on the devices, which are not this process's: its mesh has none."""
+        """Its sharding, over an abstract mesh: the devices belong to other processes."""
         return remote_sharding([part.copies[0].kind for part in self.parts], self.dim)
 
     def is_deleted(self) -> bool:
-        """Whether a step has taken its memory over."""
+        """Whether it was donated to a step."""
         return any(copy.is_deleted for part in self.parts for copy in part.copies)
 
     def block_until_ready(self) -> RemoteArray:
-        """Itself: a step returns when its results are there."""
+        """The array itself: a step returns when its results are computed."""
         self.check()
         return self
 
     def check(self) -> None:
-        """Raise if the array is no more.
+        """Check that the array was not donated.
 
         Raises:
-            DonatedError: It was donated to a step.
+            DonatedError: It was.
         """
         if self.is_deleted():
             raise DonatedError(
@@ -92,13 +92,13 @@ class RemoteArray(Shaped):
             )
 
     def fetch(self) -> np.ndarray:
-        """The whole array in this process."""
+        """The whole array, copied to this process."""
         self.check()
         found = [copy.owner.fetch(copy.mesh, copy.key, copy.kind) for copy in (part.copies[0] for part in self.parts)]
         return found[0].reshape(self.shape) if len(found) == 1 else np.concatenate(found, axis=self.dim)
 
     def item(self) -> Any:
-        """The one element as a Python number."""
+        """The only element, as a Python number."""
         return self.fetch().item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -106,7 +106,7 @@ class RemoteArray(Shaped):
             raise ValueError(f"{self!r} cannot be had without a copy: it is on workers. Use np.asarray(x).")
         whole = self.fetch()
         whole = whole if dtype is None else whole.astype(dtype, copy=False)
-        # What may not be written to is memory of Ray's, which others may look at too.
+        # Memory that is not writeable is shared memory of Ray.
         return whole.copy() if copy and not whole.flags.writeable else whole
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class RemoteArray(Shaped):
 
 
 def remote_sharding(kinds: Sequence[ArrayType], dim: int) -> NamedSharding:
-    """The sharding of an array of one part, or several alike along a dim; of parts that are not alike, that of the first."""
+    """The sharding of an array of one part, or of several equal parts along a dim; if they differ, that of the first."""
     first = kinds[0]
     if len(kinds) == 1 or any(
         (k.shape, k.sharding, k.mesh) != (first.shape, first.sharding, first.mesh) for k in kinds
@@ -142,7 +142,7 @@ def remote_sharding(kinds: Sequence[ArrayType], dim: int) -> NamedSharding:
 
 
 def host_array(array: Any) -> np.ndarray:
-    """Any array in this process's memory; arrays of JAX on CPU without a copy."""
+    """Any array as a NumPy array in this process; without a copy for JAX arrays on CPU."""
     if isinstance(array, jax.Array):
         return np.asarray(array)
     return array.fetch() if isinstance(array, RemoteArray) else np.asarray(array)

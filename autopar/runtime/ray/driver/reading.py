@@ -1,10 +1,10 @@
-"""Batches that the workers of a step read by themselves, as the driver sees them.
+"""The driver's side of batches that workers read themselves.
 
-In:     a step on a Ray cluster, which of its arguments are the batch, a reader (`worker/reading.py`).
-Out:    for each batch what its portions are like; then its arrays, which are on the workers and never were here.
-Method: `rows.py` says which portions a worker needs. It is asked for a batch ahead of time, and reads it while it goes on with
-        its steps; what becomes of it are `RemoteArray`s like others. A batch that is unlike the others is put where another
-        plan wants it, or, where that wants other portions, brought here.
+In:     a step on a Ray cluster, the arguments that are the batch, a reader (`worker/reading.py`).
+Out:    the kinds of each batch's portions; then its arrays, which are on the workers and were never in this process.
+Method: `rows.py` determines the portions that a worker needs. A worker is asked for a batch ahead of time, and reads it beside
+        its steps; the arrays are ordinary `RemoteArray`s. A batch of an unusual kind is placed as another plan wants it, or,
+        if that plan wants other portions, brought to this process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from autopar.streams.instructions import MeshId
 
 
 class Layout:
-    """Where a batch goes: in how many portions it is cut, and of each worker that holds some of it its arrays and portions."""
+    """How a batch is distributed: the number of portions, and for each worker its portions and the arrays that it wants."""
 
     def __init__(self, step: RayStep, first: int, types: Sequence[jax.ShapeDtypeStruct], rows: int):
-        """Find it out for a batch of such arrays and rows, whose first is argument `first` of the step."""
+        """For a batch of arrays of these types with `rows` rows; the first is argument `first` of the step."""
         self.types = tuple(types)
         self.wanted: dict[int, tuple[Wanted, ...]] = {}
         self.meshes: dict[int, MeshId] = {}
@@ -41,24 +41,24 @@ class Layout:
         self.portions = {n: portions_for(rows, self.hosts, self.wanted[n], seat) for n, seat in seats.items()}
 
     def fits(self, other: Layout) -> bool:
-        """Whether each worker has read the portions that it needs, if it has read those of another."""
+        """Whether each worker needs the same portions as in `other`."""
         return self.hosts == other.hosts and self.portions == other.portions
 
 
 class Reading:
-    """Batches being read by the workers of a step; tells them when no one wants more.
+    """Batches that the workers of a step read, until `close`.
 
     Attributes:
-        layout: Where they go, as they usually are.
+        layout: How batches of the usual kind are distributed.
     """
 
     def __init__(self, step: RayStep, layout: Layout, kind: PortionKind):
-        """Opens nothing; `kind` is of a portion."""
+        """Opens nothing yet; `kind`: the usual kind of a portion."""
         self._workers, self.layout, self._kind = step.workers, layout, kind
         self._source = self._workers.number()[0]
         self._begun: dict[int, tuple[dict[int, Any], dict[MeshId, range]]] = {}
         self._keys: dict[int, dict[MeshId, range]] = {}
-        self._of_portion: dict[int, int] = {}  # the worker that answers for a portion
+        self._of_portion: dict[int, int] = {}  # one worker of each portion, to ask about it
         for worker, portions in layout.portions.items():
             for portion in portions:
                 self._of_portion.setdefault(portion, worker)
@@ -69,7 +69,7 @@ class Reading:
         return self._workers.closed
 
     def open(self, reader: bytes, number: int, positions: Sequence[Any]) -> None:
-        """Have the workers open their portions by a packed reader, from batch `number` on, each where it is at its position."""
+        """Have the workers open their portions by a pickled reader, from batch `number` on, at the position of each portion."""
         arguments = {
             worker: (
                 self._source,
@@ -85,14 +85,14 @@ class Reading:
         self._asked("open", arguments)
 
     def begin(self, number: int) -> None:
-        """Have a batch read; waits for nothing."""
+        """Have the workers read a batch; does not wait."""
         if number not in self._begun:
             keys = self._new_keys(self.layout)
             asked = {w: (self._source, number, tuple(keys[mesh])) for w, mesh in self.layout.meshes.items()}
             self._begun[number] = self._workers.begin("readings", "draw", asked), keys
 
     def drawn(self, number: int) -> dict[int, list[tuple[int, PortionKind | None]]]:
-        """A batch, once it is read: for each portion what each worker that has read it says it is like; None: it has ended."""
+        """Wait for a batch: for each portion, (worker, kind) of each worker that read it; kind None: the portion has ended."""
         self.begin(number)
         refs, self._keys[number] = self._begun.pop(number)
         found: dict[int, list[tuple[int, PortionKind | None]]] = {}
@@ -102,9 +102,9 @@ class Reading:
         return dict(sorted(found.items()))
 
     def arrays(self, number: int, layout: Layout | None = None) -> list[Any]:
-        """The arrays of a batch that was read, in their places; of one that no worker holds, its type.
+        """The arrays of a batch that was read, on the devices; for an array that no worker wants, its type.
 
-        `layout` is where it goes, if it is unlike the others.
+        `layout`: how the batch is distributed, if it is of an unusual kind.
         """
         keys = self._keys.pop(number)
         if layout is not None:
@@ -122,16 +122,16 @@ class Reading:
         ]
 
     def bring(self, number: int) -> list[list[np.ndarray]]:
-        """The portions of a batch that was read, each with its arrays, in this process."""
+        """Copy a batch that was read to this process: the arrays of each portion."""
         del self._keys[number]
         return self._answered("bring", number)
 
     def positions(self, number: int) -> list[Any]:
-        """Where each portion is when batch `number` is the next; None: it cannot tell."""
+        """The position of each portion's source before batch `number`; None: it has none."""
         return self._answered("positions", number)
 
     def close(self) -> None:
-        """Have the workers read nothing more, and drop what no step will take."""
+        """Have the workers stop reading, and free what no step will take."""
         if not self._workers.closed:
             left = [*(keys for _, keys in self._begun.values()), *self._keys.values()]
             gone = {w: tuple(k for keys in left for k in keys[mesh]) for w, mesh in self.layout.meshes.items()}
@@ -142,7 +142,7 @@ class Reading:
         return {mesh: self._workers.number(size) for mesh, size in sizes.items()}
 
     def _answered(self, method: str, number: int) -> list[Any]:
-        """What is said of each portion of a batch, in order, by the worker that answers for it."""
+        """The answer for each portion of a batch, in order, from one worker of each."""
         asked: dict[int, list[int]] = {worker: [] for worker in self.layout.portions}
         for portion, worker in self._of_portion.items():
             asked[worker].append(portion)

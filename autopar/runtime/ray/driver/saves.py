@@ -1,13 +1,12 @@
-"""Arrays on workers, as a checkpoint takes them: copied where they are, and written from there; and read by those that
-will hold them.
+"""The driver's side of checkpoints that workers write and read.
 
-In:     `RemoteArray`s; a file in the folder that the checkpoint goes to, or lies in; a step, which of its arguments are what
-        there.
-Out:    `Taken` arrays, which stay as they were when taken; `Snapshot`s, which write them. `RemoteArray`s, where the step
-        wants them.
-Method: every different part of an array is copied and written by one of the workers that hold it, the one that has least
-        to write so far. Who does not see the file cannot write beside it, or read: a part that no other worker has is left
-        to the caller, with its whole array. Each worker reads the parts that its devices hold, copies once for all of them.
+In:     to write: `RemoteArray`s, and a file in the folder of the checkpoint. To read: a step, the names of its arguments on
+        disk, and the folder.
+Out:    written: `Taken` arrays, fixed at the time of taking, and `Snapshot`s, which write them. Read: `RemoteArray`s in the
+        shardings of the step.
+Method: each distinct part of an array is copied and written by one of the workers that hold it, the one with the fewest bytes
+        to write so far. A worker that does not see the file cannot write or read beside it: if only such workers hold a
+        part, the whole array is left to the caller. Each worker reads the distinct parts that its devices hold, once.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from autopar.runtime.ray.worker.disk import OnDisk
 from autopar.runtime.stacks import Shaped
 
 _Place = tuple[Key, ArrayType, int]
-"""An array of a worker, and one of its mesh's devices that holds a part."""
+"""An array on a mesh, and the device of the mesh that holds a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of an array: who writes it, what it is there, and where in the whole array."""
+    """A part of an array: the worker that writes it, its place there, and its box in the whole array."""
 
     worker: int
     place: _Place
@@ -42,13 +41,13 @@ class Tile:
 
 
 class Snapshot:
-    """Copies of arrays in the memory of their workers' hosts: the owner's, until they are written or discarded."""
+    """Copies of arrays in the memory of the workers' hosts, until they are written or discarded."""
 
     def __init__(self, owner: Workers, arrays: Sequence[Sequence[Tile]]):
-        """Have the copies made; when this returns, the arrays may be overwritten."""
+        """Make the copies; on return, the arrays may be overwritten."""
         self._owner, self._number = owner, owner.number()[0]
         self._arrays = arrays
-        # What several arrays share is copied once: for each worker its places, in the order in which they are copied.
+        # Parts that several arrays share are copied once: for each worker, (key, device) -> number of the copy.
         self._tiles: dict[int, dict[tuple[Key, int], int]] = {}
         places: dict[int, list[_Place]] = {}
         for tile in (tile for own in arrays for tile in own):
@@ -60,17 +59,17 @@ class Snapshot:
         try:
             owner.take(self._number, {worker: (own,) for worker, own in places.items()})
         except BaseException:
-            self.discard()  # some may have copied theirs
+            self.discard()  # some workers may have made theirs
             raise
 
     def write(self, folder: Path, prefix: str, arrays: Sequence[tuple[int, OnDisk]]) -> dict[str, Digest]:
-        """Have arrays written into folders whose names begin so, and wait for it; the copies are gone then.
+        """Have the workers write arrays into folders whose names begin with `prefix`, and wait; this frees the copies.
 
         Returns:
-            Digest of each file by its path in the folder.
+            The digest of each file, by its path in the folder.
 
         Raises:
-            WorkerError: A worker has ended, or does not come on.
+            WorkerError: A worker has ended, or makes no progress.
             OSError: A worker could not write.
         """
         boxes: dict[int, list[tuple[int, int, Box]]] = {}
@@ -79,19 +78,20 @@ class Snapshot:
                 key, _, device = tile.place
                 boxes.setdefault(tile.worker, []).append((k, self._tiles[tile.worker][key, device], tile.box))
         kinds = [kind for _, kind in arrays]
-        for n in boxes:  # made here: what others make, a network filesystem may show to this process only after a while
+        # Made by this process: on a network filesystem it might see folders of others only after a while.
+        for n in boxes:
             (folder / f"{prefix}{n}").mkdir()
         calls = {n: (str(folder / f"{prefix}{n}"), kinds, own) for n, own in boxes.items()}
         found = self._owner.write(self._number, calls)
         return {f"{prefix}{n}/{name}": value for n, own in found.items() for name, value in own.items()}
 
     def discard(self) -> None:
-        """Have the copies dropped: they will not be written."""
+        """Free the copies without writing them."""
         self._owner.forget(self._number)
 
 
 class Taken(Shaped):
-    """An array as it was when it was taken: the parts (`boxes`) of array `number` of a snapshot."""
+    """An array as it was when taken: array `number` of a snapshot, with its parts (`boxes`)."""
 
     def __init__(self, snapshot: Snapshot, number: int, array: RemoteArray, boxes: Sequence[Box]):
         self.snapshot, self.number, self.boxes = snapshot, number, tuple(boxes)
@@ -99,13 +99,13 @@ class Taken(Shaped):
 
 
 def take(arrays: Sequence[RemoteArray], token: Path) -> tuple[list[Taken | None], dict[str, str]]:
-    """Copy arrays where they are; `token` is a file beside which they will be written, unlike any other.
+    """Copy arrays on their workers; `token`: a file, with unique content, in the folder that they will be written to.
 
     Returns:
-        Each as it is now, None where its workers cannot write it; and which workers cannot, and why.
+        The copy of each array, None if its workers cannot write it; and the workers that cannot, with the reasons.
 
     Raises:
-        DonatedError: One is no more.
+        DonatedError: One was donated.
         WorkerError: Its workers failed.
     """
     for array in arrays:
@@ -131,12 +131,12 @@ def take(arrays: Sequence[RemoteArray], token: Path) -> tuple[list[Taken | None]
 
 
 def tiles_of(array: RemoteArray, load: dict[int, int]) -> list[Tile] | None:
-    """The different parts of an array, each with one writer.
+    """The distinct parts of an array, each with one writer.
 
-    `load` is how many bytes each worker writes so far, of those that can write; it is added to.
+    `load`: the bytes that each worker that can write has to write so far; increased.
 
     Returns:
-        The parts; None: of one, there is no writer.
+        The parts; None: no worker can write one of them.
     """
     found: list[Tile] = []
     own = dict(load)
@@ -156,7 +156,7 @@ def tiles_of(array: RemoteArray, load: dict[int, int]) -> list[Tile] | None:
 
 
 def _holders(copy: Copy, load: Mapping[int, int]) -> dict[Box, list[Tile]] | None:
-    """By part of a copy who could write it; None: someone is missing."""
+    """The workers that could write each part of a copy; None: a part has none."""
     boxes = copy.kind.boxes()
     found: dict[Box, list[Tile]] = {box: [] for box in boxes}
     for seat in copy.owner.seats_on(copy.mesh):
@@ -170,10 +170,10 @@ def _owner(array: RemoteArray) -> Workers:
 
 
 def read_arguments(step: RayStep, names: Mapping[int, str], folder: Path, token: Path) -> dict[int, RemoteArray]:
-    """Have arguments of a step, of these names on the disk, read where they live; `token` is a file unlike that of any other.
+    """Have the workers read arguments of a step; `names`: on disk, by argument; `token`: a file with unique content there.
 
     Returns:
-        The arrays by position; without those of which a worker does not see the folder.
+        The arrays by argument, except those of meshes with a worker that does not see the folder.
 
     Raises:
         WorkerError: A worker failed.

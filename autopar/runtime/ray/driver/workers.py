@@ -1,9 +1,9 @@
-"""The workers of one layout, as the driver sees them.
+"""The driver's side of the workers of one layout.
 
 In:     a `RayMachine`, the devices of each mesh.
-Out:    `Workers`: calls of all of them that return, or end in one `WorkerError`.
-Method: a call that fails ends the job: all actors are killed, and the placement groups removed; unless nothing was
-        changed by it.
+Out:    `Workers`: calls to all workers, which return or raise one `WorkerError`.
+Method: a failed call ends the job: all actors are killed, and the placement groups removed; except for calls that change
+        nothing on the workers.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ class Workers:
     """The workers of one layout.
 
     Attributes:
-        seats: One for each worker.
+        seats: The seat of each worker.
         layout: The devices of each mesh.
-        on_gpu: Whether they are GPUs.
+        on_gpu: Whether these are GPUs.
         direct: Whether messages go from GPU to GPU, by NCCL; else through Ray.
         closed: Whether the workers have ended.
     """
 
     def __init__(self, machine: RayMachine, layout: Layout):
-        """Start the workers, and let them meet.
+        """Start the workers, and connect them.
 
         Raises:
-            ClusterError: Ray has no room for them; NodeLostError: a node has gone.
+            ClusterError: Ray has no room for them.
+            NodeLostError: A node is lost.
         """
         self.layout, self.closed = layout, False
         self.on_gpu = machine.accelerator is not None
@@ -70,7 +71,7 @@ class Workers:
             raise
 
     def _meet(self) -> None:
-        """Processes of one mesh form a group; all get to know each other."""
+        """Form a `jax.distributed` group of the workers of each mesh, and connect all workers."""
         everyone = {seat.number: () for seat in self.seats}
         self.prepare("pid", everyone)
         joining = [own for own in self._of_mesh.values() if len(own) > 1]
@@ -86,7 +87,7 @@ class Workers:
         self.prepare("connect", {n: (dict(self._actors), addresses, word, owner, self.direct) for n in everyone})
 
     def _can_go_direct(self, everyone: Mapping[int, tuple[Any, ...]]) -> bool:
-        """Whether all can send from GPU to GPU; if one cannot, no one does."""
+        """Whether all workers can send from GPU to GPU; warns of those that cannot."""
         can = self.prepare("can_go_direct", everyone)
         without = dict.fromkeys(self._machine.hosts[s.host].address for s in self.seats if not can[s.number])
         if without and len(self._of_mesh) > 1:
@@ -97,7 +98,7 @@ class Workers:
         return not without
 
     def open(self, pairs: Sequence[Pair]) -> None:
-        """Open channels from mesh to mesh, where there are any and they are not open yet; one after the other."""
+        """Open the channels between these meshes that are not open yet, one after the other; nothing without NCCL."""
         for pair in pairs if self.direct else ():
             if pair in self._opened or pair[0] == pair[1]:
                 continue
@@ -108,11 +109,11 @@ class Workers:
             self._opened.append(pair)
 
     def prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """A call before the first step that ends soon, or not at all."""
+        """A call while workers start, limited by `start_seconds`."""
         return self.call(method, arguments, at_start=True)
 
     def clocks(self) -> dict[int, tuple[float, float]]:
-        """By host, how much its clock is ahead of this one's, and how far off that may be."""
+        """By host: seconds that its clock is ahead of this process's, and the error bound."""
         nodes = [host.node for host in self._machine.hosts]
         found: dict[str, tuple[float, float]] = {}
         for seat in self.seats:
@@ -124,7 +125,7 @@ class Workers:
     # Calls.
 
     def number(self, count: int = 1) -> range:
-        """Numbers that were never used before, one behind the other."""
+        """So many consecutive numbers that were never used before."""
         found = [next(self._numbers) for _ in range(count)]
         return range(found[0], found[0] + count) if found else range(0)
 
@@ -141,15 +142,15 @@ class Workers:
         """Call a method of several workers at the same time, and wait for all.
 
         Args:
-            method: Of `Worker`.
-            arguments: By worker.
-            at_start: Whether they may take as long as for starting, and not as in a step.
-            job: Which job's stream they are at, for messages of errors.
-            subject: What the call is about, for messages of errors.
-            harmless: Whether they are as they were, also if the method raises.
+            method: The method of `Worker`.
+            arguments: Its arguments, by worker.
+            at_start: Whether the limits for starting apply, instead of those for steps.
+            job: The job whose stream the workers execute, for errors; -1: none.
+            subject: What the call is about, for errors.
+            harmless: Whether workers are unchanged if the method raises.
 
         Raises:
-            WorkerError: One of them failed. All have ended, unless it was harmless.
+            WorkerError: A worker failed. All have ended, unless the call is harmless.
         """
         if self.closed:
             raise ended()
@@ -166,7 +167,7 @@ class Workers:
             raise self._told(failure, job, goes_on) from failure.cause
         except BaseException:
             if not harmless:
-                self.close()  # the streams are half done: what the workers hold is of no use any more
+                self.close()  # the streams are half executed: the arrays on the workers are useless
             raise
 
     def _told(self, failure: Failure, job: int, goes_on: bool) -> WorkerError:
@@ -178,13 +179,13 @@ class Workers:
                 self.close()
 
     def know(self, number: int, job: Job) -> None:
-        """What a job's streams are, for messages of errors."""
+        """Remember a job, whose streams errors refer to."""
         self._jobs[number] = job
 
     # Arrays.
 
     def fetch(self, mesh: MeshId, key: int, kind: ArrayType) -> np.ndarray:
-        """The whole of an array; if that fails, the workers go on."""
+        """The whole array in this process; if that fails, the workers keep running."""
         parts = holders_of(kind, self._of_mesh[mesh])
         asked = {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()}
         tiles = self.call("fetch", asked, subject=str(kind), harmless=True)
@@ -195,22 +196,22 @@ class Workers:
         return self._of_mesh[mesh]
 
     def release(self, mesh: MeshId, key: int) -> None:
-        """No one wants an array any more: told to its workers with the next step."""
+        """Free an array: its workers are told with the next step."""
         self._released.append((mesh, key))
 
     def take_released(self) -> dict[MeshId, list[int]]:
-        """What no one wants any more, by mesh; each is told once."""
+        """The keys of arrays to free, by mesh; each is returned once."""
         found: dict[MeshId, list[int]] = {}
         while self._released:
             mesh, key = self._released.pop()
             found.setdefault(mesh, []).append(key)
         return found
 
-    # Checkpoints (`saves.py`): whatever comes of them, no worker is ended here; whether it lives the next step will tell.
-    # Arguments are by worker, as of the methods of `Worker` of these names.
+    # Checkpoints (`saves.py`): their failures end no worker; the next step shows whether it is alive.
+    # Arguments are by worker, those of the methods of `Worker` of the same names.
 
     def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
-        """Why each of these workers cannot read, or write, beside a file; empty: it can."""
+        """Why each of these workers cannot read, or write, beside a file; "": it can."""
         asked = dict.fromkeys(workers, (str(token), digest(token)[1], writing))
         return self.call("unseen", asked, harmless=True)
 
@@ -219,31 +220,32 @@ class Workers:
         self.call("read", arguments, harmless=True)
 
     def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
-        """Copy parts of arrays for a save; when it returns, the arrays may be overwritten."""
+        """Copy parts of arrays for a save; on return, the arrays may be overwritten."""
         own = {number: (save, *rest) for number, rest in arguments.items()}
         self.call("take", own, harmless=True)
 
     def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
-        """Write the parts of a save; called on any thread, while steps go on.
+        """Write the parts of a save; may be called on any thread, beside the steps.
 
         Raises:
-            WorkerError: A worker has ended, or does not come on.
-            OSError: A worker could not write; RuntimeError: it failed in another way.
+            WorkerError: A worker has ended, or makes no progress.
+            OSError: A worker could not write.
+            RuntimeError: It failed in another way.
         """
         refs = self.begin("disk", "write", {number: (save, *own) for number, own in arguments.items()})
         try:
             return self._watched(refs, "disk")
         except FailedError as failed:
-            # What the others write would come up again behind whoever takes away the folder.
+            # Stop the others: they would write into the folder while the caller deletes it.
             self.forget(save)
             settle(refs, self._machine.silence_seconds)
             failure = dataclasses.replace(failed.failure, method="write")
             raise write_error(failure, self.seats) from failed.failure.cause
 
-    # Calls beside the steps, on another thread of the workers.
+    # Calls on other threads of the workers, beside the steps.
 
     def begin(self, part: str, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of a part of several workers, on its thread; waits for nothing."""
+        """Start a call of a method of `Disk` or `Readings` on several workers, on its own thread."""
         actors = self._living()
         return {
             number: actors[number].beside.options(concurrency_group=part).remote(part, method, *own)
@@ -251,10 +253,10 @@ class Workers:
         }
 
     def end_reading(self, refs: Mapping[int, Any], method: str) -> dict[int, Any]:
-        """Wait for what was begun on the thread for batches.
+        """Wait for calls that were started on the thread for batches.
 
         Raises:
-            BatchError: The user's function has raised; the workers go on.
+            BatchError: The user's function raised; the workers keep running.
             WorkerError: A worker failed. All have ended.
         """
         try:
@@ -265,7 +267,7 @@ class Workers:
             raise self._told(dataclasses.replace(failed.failure, method=method), -1, False) from failed.failure.cause
 
     def _watched(self, refs: Mapping[int, Any], part: str) -> dict[int, Any]:
-        """Wait for calls of a part of workers, which tells how long it has stood where it is."""
+        """Wait for calls of `Disk` or `Readings`, which also tell how long they have made no progress."""
         actors = self._living()
         limits = self._machine.silence_seconds, self._machine.wait_seconds
         ask = lambda n: actors[n].standing.options(concurrency_group="control").remote(part)  # noqa: E731
@@ -278,7 +280,7 @@ class Workers:
         return actors
 
     def forget(self, save: int) -> None:
-        """No one wants the copies of a save any more; waits for nothing."""
+        """Tell the workers to free the copies of a save; does not wait."""
         for actor in dict(self._actors).values():
             actor.beside.options(concurrency_group="control").remote("disk", "forget", save)
 
@@ -289,7 +291,7 @@ class Workers:
 
 
 def ended() -> WorkerError:
-    """The workers have ended, and what they held is gone."""
+    """The error for using workers that have ended."""
     return WorkerError(
         "the workers of this step have ended.",
         given="a step or an array of theirs",
@@ -301,7 +303,7 @@ def ended() -> WorkerError:
 def joined(
     kind: ArrayType, parts: Mapping[int, Sequence[tuple[int, Any]]], tiles: Mapping[int, Sequence[np.ndarray]]
 ) -> np.ndarray:
-    """A whole array of its parts, packed, by worker."""
+    """A whole array, from its packed parts by worker; `parts`: (device, box) of each."""
     whole = tuple((0, length) for length in kind.shape)
     made: np.ndarray | None = None
     for number, own in parts.items():

@@ -1,1 +1,1 @@
-"""How values get from one worker to another."""
+"""Sends values from one worker to another."""

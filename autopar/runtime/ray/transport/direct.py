@@ -1,12 +1,12 @@
-"""Messages from device to device.
+"""Sends messages from device to device, without the host.
 
 In:     values on the devices of the sender; a `Channel` for each pair of meshes.
 Out:    the same values on the devices of the receiver.
-Method: the tiles of `streams/transfers.py`: cut on the device that holds them, all tiles of a message sent as one group, put
-        together where they arrive, copied inside the target by an all-gather. A channel carries messages in the order in
-        which they are sent: one that is wanted earlier than it was sent is received with all before it. All of this but
-        the sending is done once with zeros when a job is loaded: what a program needs at its first run (compiling, memory,
-        communicators) must not be waited for while messages are under way.
+Method: the tiles of `streams/transfers.py` are cut on the devices that hold them, sent as one group per message, assembled
+        where they arrive, and copied inside the target by an all-gather. A channel carries messages in the order of sending:
+        a message that is wanted out of order is received together with all before it. When a job is loaded, all of this
+        except the sending is done once, with zeros: what a program needs at its first run (compilation, memory,
+        communicators) must not be waited for while messages are in flight.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from autopar.streams.instructions import MeshId
 from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
 Pair = tuple[MeshId, MeshId]
-"""A mesh that sends and one that receives."""
+"""The sending mesh and the receiving mesh."""
 AHEAD = 4
-"""How many messages of a channel may be on their way to a worker while it goes on: each takes memory."""
+"""The most messages of a channel in flight to a worker while it continues: each takes memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tile that is to come: from which device of the sending mesh, to which of the receiving."""
+    """A tile to receive: its source device in the sending mesh, and its target device in the receiving mesh."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -50,7 +50,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A message under way, sent or received by this worker, and the devices of the other mesh that receive or send it."""
+    """A message in flight, sent or received by this worker; `others`: the devices of the other mesh that take part."""
 
     message: int
     is_sent: bool
@@ -58,35 +58,35 @@ class Begun:
 
 
 class Channel(Protocol):
-    """From one mesh to another, as one worker has it. Devices are named as their mesh counts them."""
+    """One worker's end of a channel from one mesh to another. Devices are given by their numbers in their mesh."""
 
     def rehearse(self, tiles: Sequence[jax.Array], wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """All that sending these tiles and receiving those wanted takes, but nothing is sent; what is received is any."""
+        """Prepare to send these tiles and receive those wanted; sends nothing, and returns arrays with arbitrary content."""
         ...
 
     def reserve(self, together: Sequence[Sequence[Wanted]]) -> None:
-        """Have memory for messages that may be under way at the same time."""
+        """Reserve memory for messages that may be in flight at the same time."""
         ...
 
     def send(self, message: int, tiles: Sequence[tuple[jax.Array, int, int]]) -> None:
-        """Begin to send (tile, own device, the other's device), as one group."""
+        """Start to send tiles, as one group: (tile, source device, target device)."""
         ...
 
     def receive(self, message: int, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Begin to receive, as one group, into memory of its own; programs that use what comes wait for it."""
+        """Start to receive tiles, as one group, into new memory; programs that read them wait for their arrival."""
         ...
 
     def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
-        """Wait until all that was begun is done, save the last `behind`; each may take so long after the one before it.
+        """Wait until all messages but the last `behind` are done; each may take so many seconds after the one before it.
 
         Returns:
-            What was not done in time; None: all were.
+            The message that was not done in time; None: all were.
         """
         ...
 
 
 class Direct:
-    """A transport through channels, by which nothing is copied in the host's memory; attributes as of `Transport`."""
+    """A transport through channels, without copies in host memory; attributes as in `Transport`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Direct:
         owner: Mapping[MeshId, Mapping[int, int]],
         wait_seconds: float,
     ):
-        """Of one worker; the channels may grow, and `owner` is the worker of each device, by mesh."""
+        """Of one worker. `channels`: may get more entries later. `owner`: the worker of each device, by mesh."""
         self._seat, self._places, self._channels, self._owner = seat, places, channels, owner
         self._wait_seconds = wait_seconds
         self._rehearsed: set[Any] = set()
@@ -104,7 +104,7 @@ class Direct:
         self.sent_bytes = self.copied_bytes = 0
 
     def sender(self, message: Message) -> SendTo:
-        """As of `Transport`."""
+        """As in `Transport`."""
         channel = self._channels[message.source, message.target]
         moves = []
         for have, want, over in zip(message.sent, message.received, message.overwritten, strict=True):
@@ -133,7 +133,7 @@ class Direct:
         return send
 
     def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
-        """As of `Transport`."""
+        """As in `Transport`."""
         found: dict[int, Receive] = {}
         for pair in dict.fromkeys((m.source, m.target) for m in messages):
             own = sorted((m for m in messages if (m.source, m.target) == pair), key=lambda m: m.turn)
@@ -141,7 +141,7 @@ class Direct:
         return found
 
     def flush(self, on_progress: Callable[[], None]) -> None:
-        """As of `Transport`; waits for what is received, too."""
+        """As in `Transport`; waits for received messages too."""
         for pair in self._channels:
             self._wait(pair, on_progress)
 
@@ -153,20 +153,20 @@ class Direct:
             raise WaitError(workers, self._wait_seconds, late.message, late.is_sent)
 
     def _is_new(self, message: Message, *more: Any) -> bool:
-        """Whether none like it has been prepared: microbatches are alike."""
+        """Whether no message of the same types has been prepared yet; microbatches are alike."""
         key = message.source, message.target, message.sent, message.received, more
         is_new = key not in self._rehearsed
         self._rehearsed.add(key)
         return is_new
 
     def _zeros(self, kind: ArrayType) -> jax.Array:
-        """An array of this type, of which this worker has its part."""
+        """An array of zeros of this type; this worker has its part."""
         held, own = kind.boxes(), zip(self._seat.devices, self._places.devices(kind), strict=True)
         shards = [jax.device_put(np.zeros(box_shape(held[at]), kind.dtype), device) for at, device in own]
         return jax.make_array_from_single_device_arrays(kind.shape, self._places.sharding(kind), shards)
 
     def _lane(self, messages: Sequence[Message]) -> dict[int, Receive]:
-        """The messages of one pair, in the order in which they come."""
+        """The receive functions of the messages of one channel, given in the order of sending."""
         receivers = [self._receiver(message) for message in messages]
         begin, wanted = [begin for begin, _ in receivers], [wanted for _, wanted in receivers]
         channel = self._channels[messages[0].source, messages[0].target]
@@ -186,7 +186,7 @@ class Direct:
         return {m.number: functools.partial(receive, turn) for turn, m in enumerate(messages)}
 
     def _receiver(self, message: Message) -> tuple[Callable[[], list[jax.Array]], list[Wanted]]:
-        """How a message is begun to be received, and its tiles."""
+        """The function that starts to receive a message, and the tiles that it receives."""
         pair = message.source, message.target
         channel = self._channels[pair]
         wanted: list[Wanted] = []
@@ -211,7 +211,7 @@ class Direct:
         return begin, wanted
 
     def _tiles(self, plan: TransferPlan, message: Message) -> list[Tile]:
-        """What crosses; a copy that is handed on to a device of another process crosses too."""
+        """The tiles that cross between the meshes; a copy for a device of another process crosses as well."""
         owner = self._owner[message.target]
         more = [
             Tile(tile.source, second, tile.box)
@@ -225,7 +225,7 @@ class Direct:
     def _assembly(
         self, plan: TransferPlan, tiles: Sequence[Tile], want: ArrayType
     ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-        """How an array is made of the tiles that came to this worker's devices; without elements, of nothing."""
+        """The function that assembles an array from the tiles on this worker's devices; from none, if it has no elements."""
         if not math.prod(want.shape):
             return lambda parts: self._zeros(want)
         arriving = boxes(want.shape, plan.middle, want.mesh)
@@ -241,12 +241,12 @@ class Direct:
     def _gather(
         self, middle: jax.sharding.NamedSharding, wanted: jax.sharding.NamedSharding, dtype: np.dtype
     ) -> Callable[[jax.Array], jax.Array]:
-        """Inside the target: from parts to copies."""
+        """The function that gathers an array inside the target mesh."""
         key = middle, wanted, dtype
         if key not in self._gathers:
             gather = jax.jit(lambda x: x, in_shardings=middle, out_shardings=wanted)
             back = jax.jit(functools.partial(from_plain, dtype=dtype), out_shardings=wanted)
-            # XLA's collectives do not know all dtypes that share a byte: of two bits, its CPU client crashes.
+            # XLA's collectives do not support all dtypes below a byte: with two bits, its CPU client crashes.
             self._gathers[key] = (lambda x: back(gather(as_plain(x)))) if is_narrow(dtype) else gather
         return self._gathers[key]
 
@@ -256,5 +256,5 @@ def _planned(have: ArrayType, want: ArrayType) -> TransferPlan:
 
 
 def _own(array: jax.Array) -> jax.Array:
-    """A copy, in memory that no one else looks at: programs that take memory over may have it."""
+    """A copy in memory of its own, since a later program overwrites the original."""
     return jnp.array(array, copy=True)

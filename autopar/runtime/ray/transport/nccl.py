@@ -1,12 +1,12 @@
-"""A channel between two meshes of GPUs: NCCL, called through CuPy.
+"""A channel between two meshes of GPUs, by NCCL through CuPy.
 
-In:     tiles as JAX arrays; for each channel an id that all its processes share.
+In:     tiles as JAX arrays; an id for each channel, the same in all its processes.
 Out:    tiles as JAX arrays, on the other side.
-Method: one communicator per channel, whose ranks are the devices of the sending mesh, then those of the receiving; one
-        stream per rank. DLPack passes memory without copies and makes streams wait for each other, the host waits for
-        nothing. What arrives is copied into memory of XLA's, so that rooms for messages are few and used again. Memory is
-        held until what was begun with it is done, which each message looks after for those before it. CuPy is
-        imported after JAX has started, so that both have the same libnccl.
+Method: one communicator per channel, whose ranks are the devices of the sending mesh, then those of the receiving mesh; one
+        stream per rank. DLPack passes memory without copies and makes streams wait for each other; the host never waits.
+        Arrived tiles are copied into XLA's memory, so that few receive buffers are needed, and are reused. Memory is held
+        until the operations on it are done; each message checks that for the messages before it. CuPy is imported after JAX
+        has started, so that both use the same libnccl.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def can_use_nccl() -> bool:
 
 
 def new_id() -> tuple[int, ...]:
-    """An id for one channel; all of its workers must open it with the same."""
+    """A new id for one channel; all its workers must open it with the same id."""
     from cupy.cuda import nccl
 
     return tuple(nccl.get_unique_id())
@@ -47,7 +47,7 @@ def new_id() -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Memory of a message, until NCCL is done with it (events) and programs are (tokens)."""
+    """The memory of a message, held until NCCL (`events`) and programs (`tokens`) are done with it."""
 
     begun: Begun
     events: tuple[Any, ...]
@@ -62,9 +62,9 @@ class NcclChannel:
     """The ranks of one worker in one channel."""
 
     def __init__(self, unique_id: tuple[int, ...], num_sources: int, num_ranks: int, own: Mapping[int, jax.Device]):
-        """Join the communicator, and connect every source with every target; returns when all ranks have.
+        """Join the communicator, and connect every source with every target; returns when all ranks have done so.
 
-        The first `num_sources` ranks are the sending mesh's devices; `own` are this worker's, by rank.
+        The first `num_sources` ranks are the devices of the sending mesh. `own`: this worker's devices, by rank.
         """
         import cupy
         from cupy.cuda import nccl
@@ -83,7 +83,7 @@ class NcclChannel:
         self._connect(range(num_sources), range(num_sources, num_ranks))
 
     def _connect(self, sources: range, targets: range) -> None:
-        """One byte from every source to every target: connections made in a step could wait for kernels that spin."""
+        """Send one byte from every source to every target, since connecting during a step could wait for spinning kernels."""
         rooms = {}
         for rank in self._own:
             with self._on(rank):
@@ -100,22 +100,22 @@ class NcclChannel:
             self._streams[rank].synchronize()
 
     def rehearse(self, tiles: Sequence[jax.Array], wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """As of `Channel`."""
+        """As in `Channel`."""
         jax.block_until_ready([as_plain(tile) for tile in tiles])
         return [self._taken_in(want, room)[0] for want, room in zip(wanted, self._rooms(wanted), strict=True)]
 
     def reserve(self, together: Sequence[Sequence[Wanted]]) -> None:
-        """As of `Channel`."""
+        """As in `Channel`."""
         rooms = [self._rooms(wanted) for wanted in together]
-        rooms.clear()  # to CuPy's pool, which keeps it
+        rooms.clear()  # returns the memory to CuPy's pool, which keeps it
 
     def send(self, message: int, tiles: Sequence[tuple[jax.Array, int, int]]) -> None:
-        """As of `Channel`."""
+        """As in `Channel`."""
         self._let_go()
         views = []
         for tile, source, _ in tiles:
             with self._on(source):
-                views.append(self._cupy.from_dlpack(as_plain(tile)))  # the stream waits for the tile
+                views.append(self._cupy.from_dlpack(as_plain(tile)))  # makes the stream wait for the tile
         self._nccl.groupStart()
         for view, (_, source, target) in zip(views, tiles, strict=True):
             self._call("send", source, view.data.ptr, view.nbytes, self._num_sources + target)
@@ -125,7 +125,7 @@ class NcclChannel:
         self._begun.append(_Held(Begun(message, True, others), events, (), (views, tiles)))
 
     def receive(self, message: int, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """As of `Channel`."""
+        """As in `Channel`."""
         self._let_go()
         rooms = self._rooms(wanted)
         self._nccl.groupStart()
@@ -135,12 +135,12 @@ class NcclChannel:
         events = self._events(self._num_sources + want.target for want in wanted)
         found = [self._taken_in(want, room) for want, room in zip(wanted, rooms, strict=True)]
         others = tuple(dict.fromkeys(want.source for want in wanted))
-        # CuPy would give a room to the next message while a program still reads it: held until the program has ended.
+        # CuPy would give the buffer to the next message while a program still reads it, so it is held until the program ends.
         self._begun.append(_Held(Begun(message, False, others), events, tuple(token for _, token in found), rooms))
         return [array for array, _ in found]
 
     def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
-        """As of `Channel`."""
+        """As in `Channel`."""
         deadline = time.monotonic() + seconds
         while len(self._begun) > behind:
             if self._begun[0].is_done():
@@ -165,16 +165,16 @@ class NcclChannel:
         return found
 
     def _taken_in(self, want: Wanted, room: Any) -> tuple[jax.Array, jax.Array]:
-        """What came in a room, in memory of XLA's; the second is ready when the room is free again."""
+        """The content of a receive buffer, copied to XLA's memory, and a token that is ready when the buffer may be reused."""
         with self._on(self._num_sources + want.target):
-            array = jax.dlpack.from_dlpack(room)  # programs wait for the stream
+            array = jax.dlpack.from_dlpack(room)  # makes programs wait for the stream
         return _copied_as(want.dtype, array)
 
     def _call(self, name: str, rank: int, pointer: int, num_bytes: int, peer: int) -> None:
         getattr(self._comms[rank], name)(pointer, num_bytes, self._nccl.NCCL_UINT8, peer, self._streams[rank].ptr)
 
     def _on(self, rank: int) -> Any:
-        # CuPy's streams belong to the device that was current when they were made, and make it current again.
+        # A CuPy stream belongs to the device that was current at its creation, which must be current when it is used.
         return _Both(self._cupy.cuda.Device(self._own[rank].local_hardware_id), self._streams[rank])
 
     def _events(self, ranks: Any) -> tuple[Any, ...]:
@@ -200,5 +200,5 @@ class _Both:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _copied_as(dtype: np.dtype, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The tile in its own dtype and memory of its own; and what is ready when the program has read it."""
+    """A copy of the tile in its own dtype, and a token that is ready when the program has read the tile."""
     return jnp.array(from_plain(tile, dtype), copy=True), jnp.zeros((), jnp.int8)

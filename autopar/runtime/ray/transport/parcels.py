@@ -1,9 +1,9 @@
-"""What each worker sends to which.
+"""Plans the messages between workers: which worker sends which tiles to which.
 
 In:     types of a message's values on both meshes, the seats of both.
-Out:    `Parcel`s: the tiles that go from one worker to another; the parts of a value that a worker holds.
-Method: a worker gets every part that its devices want once, also where several of them hold copies. Holders of equal parts
-        take turns, as in `streams/transfers.py`.
+Out:    `Message`s with `Parcel`s, the tiles that one worker sends to another; the parts of a value that a worker holds.
+Method: a worker gets every part that its devices want once, even if several of them hold copies. Holders of equal parts take
+        turns at sending, as in `streams/transfers.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.streams.transfers import tiles_of
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tile of a value of a message: which device of the sending mesh holds it, and where in the whole array it is."""
+    """A tile of value number `value` of a message: the device of the sending mesh that holds it, its box in the whole array."""
 
     value: int
     device: int
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What one worker sends to another for a message."""
+    """The tiles of a message that one worker sends to another."""
 
     source: int
     target: int
@@ -40,18 +40,18 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, as sender and receiver know it.
+    """A message from one mesh to another.
 
     Attributes:
-        number: Of the message.
-        source: The mesh that sends it.
-        target: The mesh that gets it.
-        turn: Its place among the messages from this mesh to that one, as they are sent.
-        sent: Types of its values where they come from.
-        received: Types where they go.
-        parcels: What goes from worker to worker.
-        overwritten: For each value, whether the sender's memory is taken over later in the step.
-        taken: Whether the receiver's memory is taken over, in this step or the next.
+        number: The message's number.
+        source: The sending mesh.
+        target: The receiving mesh.
+        turn: Position of its `Send` in the sender's stream: the order of messages from this mesh.
+        sent: Types of its values on the sending mesh.
+        received: Types of its values on the receiving mesh.
+        parcels: The tiles sent from worker to worker.
+        overwritten: For each value, whether the sender overwrites its memory later in the step.
+        taken: For each value, whether the receiver overwrites its memory, in this step or the next.
     """
 
     number: int
@@ -66,7 +66,7 @@ class Message:
 
 
 def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
-    """All messages of a step by number."""
+    """All messages of a step, by number."""
     of_mesh = by_mesh(seats)
     sends = {
         i.message: (mesh, turn, i.buffers)
@@ -75,7 +75,7 @@ def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
         if isinstance(i, Send)
     }
     over = _taken_over(job)
-    # A result that stays is taken over by the next step.
+    # A result that stays on the worker is overwritten by the next step.
     taken = over | {at for at in job.streams.results if at is not None}
     found = {}
     for mesh, stream in job.streams.instructions.items():
@@ -99,7 +99,7 @@ def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
 
 
 def _taken_over(job: Job) -> set[BufferId]:
-    """Buffers whose memory a program takes."""
+    """Buffers that a program overwrites."""
     donated: Mapping[str, tuple[bool, ...]] = {p.name: p.donated for own in job.programs.values() for p in own}
     return {
         at
@@ -114,7 +114,7 @@ def _taken_over(job: Job) -> set[BufferId]:
 def parcels_of(
     sent: Sequence[ArrayType], received: Sequence[ArrayType], sources: Sequence[Seat], targets: Sequence[Seat]
 ) -> tuple[Parcel, ...]:
-    """The parcels of one message, whose values have these types where they are and where they go."""
+    """The parcels of one message, whose values have these types on the sending and the receiving mesh."""
     seat_of = {device: seat.number for seat in sources for device in seat.devices}
     of_first, load = {seat.first: seat.number for seat in targets}, [0] * len(seat_of)
     pieces: dict[tuple[int, int], list[Piece]] = {}
@@ -127,13 +127,13 @@ def parcels_of(
 
 
 def own_boxes(kind: ArrayType, seat: Seat) -> list[Box]:
-    """The different parts of an array that a worker's devices hold."""
+    """The boxes of the distinct parts of an array that a worker's devices hold."""
     held = kind.boxes()
     return list(dict.fromkeys(held[device] for device in seat.devices))
 
 
 def holders_of(kind: ArrayType, seats: Sequence[Seat]) -> dict[int, list[tuple[int, Box]]]:
-    """Which worker hands out which part when all of an array is asked for: (device, part) by worker."""
+    """One holder of each distinct part of an array: (device, box) by worker."""
     held, seen = kind.boxes(), dict[Box, None]()
     found: dict[int, list[tuple[int, Box]]] = {}
     for seat in seats:
@@ -145,22 +145,22 @@ def holders_of(kind: ArrayType, seats: Sequence[Seat]) -> dict[int, list[tuple[i
 
 
 def slices(box: Box, within: Box) -> tuple[slice, ...]:
-    """A part of an array as an index into another part that holds it."""
+    """A box of an array, as an index into an enclosing box."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, within, strict=True))
 
 
 def pack(array: np.ndarray) -> np.ndarray:
-    """An array as bytes, which are sent without copies whatever the dtype; no copy if it is in one piece."""
+    """An array as bytes, which Ray sends without a copy whatever the dtype; copies only arrays that are not contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def unpack(data: np.ndarray, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """The array that was packed; no copy."""
+    """The array of packed bytes, without a copy."""
     return data.view(dtype).reshape(tuple(shape))
 
 
 def moved(box: Box, by: int, dim: int) -> Box:
-    """A part of a part that begins at this place of the whole along a dim."""
+    """A box, moved along a dim: from a part that begins at `by` to the whole."""
     if not by:
         return box
     start, stop = box[dim]
@@ -168,5 +168,5 @@ def moved(box: Box, by: int, dim: int) -> Box:
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Shape of a part."""
+    """The shape of a box."""
     return tuple(stop - start for start, stop in box)

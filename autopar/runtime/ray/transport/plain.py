@@ -1,9 +1,9 @@
-"""Arrays in dtypes that every library knows.
+"""Converts arrays to dtypes that every library supports.
 
-In:     an array of any dtype of JAX's.
+In:     an array of any dtype of JAX.
 Out:    the same bits as integers, and back.
-Method: what DLPack and NumPy have stays as it is. Others become unsigned integers of their size; those of less than a byte
-        (several share one in JAX) each take a byte of their own.
+Method: dtypes of DLPack and NumPy stay. Others become unsigned integers of the same size; elements below a byte (of which JAX
+        packs several into one) become a byte each.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _INTEGER = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def plain_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which arrays of this one travel."""
+    """The dtype in which arrays of this dtype are sent."""
     return dtype if dtype.name in _PLAIN else np.dtype(_INTEGER[dtype.itemsize])
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    """Whether an element has less than a byte."""
+    """Whether an element is smaller than a byte."""
     return dtype != jnp.bool_ and _bits(dtype) < 8
 
 
 def as_plain(array: jax.Array) -> jax.Array:
-    """An array in its plain dtype."""
+    """An array converted to its plain dtype."""
     dtype = array.dtype
     if dtype.name in _PLAIN:
         return array
@@ -42,7 +42,7 @@ def as_plain(array: jax.Array) -> jax.Array:
 
 
 def from_plain(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The array that became this one."""
+    """The array of this dtype, converted back from its plain dtype."""
     if dtype.name in _PLAIN:
         return array
     if dtype == jnp.bool_:

@@ -1,11 +1,11 @@
-"""Parcels from worker to worker through sockets: a call of Ray's costs a millisecond, however small they are.
+"""Sends small parcels between workers through sockets, since a call of Ray costs a millisecond even for small ones.
 
 In:     parcels: packed tiles, of a step and message.
-Out:    the same in the other worker's mailbox.
-Method: each worker listens. Who sends to it connects once; both show that they are of the same job by what only those can make
-        who know a word that Ray brought to all: the word itself goes over no socket. A thread per connection reads, into
-        memory that XLA:CPU takes as it is. What is large goes through Ray, whose memory is shared by the processes of a
-        machine; so does all that is for a worker that cannot be reached. A stranger costs a thread for `GREET_SECONDS`.
+Out:    the same parcels in the other worker's mailbox.
+Method: each worker listens; a sender connects once. Both sides prove by HMAC that they know the job's secret word, which Ray
+        distributed; the word itself is never sent over a socket. A thread per connection reads into memory that XLA:CPU uses
+        without a copy. Large parcels go through Ray, whose memory the processes of a machine share, and so does everything
+        for a worker that cannot be reached. A connection from a stranger occupies a thread for `GREET_SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ import numpy as np
 from autopar.runtime.ray.transport.transport import aligned
 
 Post = Callable[[int, int, int, Sequence[np.ndarray]], None]
-"""Gives another worker the parcel of (step, message, source)."""
+"""Sends the parcel of (step, message, source) to another worker."""
 
 LARGE_BYTES = 8 * 2**20
-"""Parcels of more go through Ray."""
+"""Larger parcels go through Ray."""
 MOST_TILES = 2**16
-"""So do those of more tiles."""
+"""And so do parcels of more tiles."""
 GREET_SECONDS = 5.0
-"""How long the whole of a greeting may take."""
+"""Time limit for a whole handshake."""
 MOST_STRANGERS = 64
-"""How many may be greeting at the same time."""
+"""The most connections in their handshake at the same time."""
 PAUSE_SECONDS = 0.1
-"""How long to wait for others to close something, where this process can open nothing more."""
+"""Pause before the next try, when this process can open no more connections or threads."""
 MOST_PIECES = 64
-"""How many pieces of memory are handed to the system at once: it takes no more than 1024."""
+"""The most pieces of memory in one call of `sendmsg`, which takes at most 1024."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _HEAD = struct.Struct("<qqqq")
-"""Step, message, source, number of tiles; behind it their sizes, and they."""
+"""Step, message, source, number of tiles; followed by the sizes of the tiles, and the tiles."""
 
 
 class Listener:
-    """Takes in the parcels for one worker.
+    """Receives the parcels for one worker.
 
     Attributes:
-        port: Where it listens; 0: nowhere, for this host does not have the address that it is known by.
+        port: The port on which it listens; 0: none, since this host does not have the address that Ray knows it by.
     """
 
     def __init__(self, address: str, word: bytes, put: Post):
-        """Listen, to those who know the word; `put` takes what comes."""
+        """Listen for connections that know the word; parcels go to `put`."""
         self._word, self._put, self.port = word, put, 0
         self._closing = threading.Event()
         self._one_at_a_time = threading.Lock()
@@ -66,7 +66,7 @@ class Listener:
             self._thread.start()
 
     def close(self) -> None:
-        """Take in nothing more, and end its threads."""
+        """Stop listening, and end all its threads."""
         if not self.port or self._closing.is_set():
             return
         self._closing.set()
@@ -83,7 +83,7 @@ class Listener:
         while not self._closing.is_set():
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # no descriptor is left, or the like: those in line are taken when there is one again
+            except OSError:  # no file descriptor is left, say: pending connections are accepted later
                 self._closing.wait(PAUSE_SECONDS)
                 continue
             try:
@@ -114,7 +114,7 @@ class Listener:
     def _read(self, connection: socket.socket) -> None:
         is_stranger = True
         try:
-            with connection, contextlib.suppress(OSError):  # of one that has gone the driver tells
+            with connection, contextlib.suppress(OSError):  # the driver reports a worker that is gone
                 _welcome(connection, self._word)
                 with self._one_at_a_time:
                     is_stranger = False
@@ -127,7 +127,7 @@ class Listener:
 
 
 def _tiles(connection: socket.socket, count: int) -> list[np.ndarray]:
-    """What is too much is told before there is memory for it: no worker sends it."""
+    """Read so many tiles; sizes that no worker would send are refused before memory is allocated."""
     if not 0 <= count <= MOST_TILES:
         raise ConnectionError(f"{count} tiles")
     sizes = _read(connection, 8 * count).view(np.int64)
@@ -137,7 +137,7 @@ def _tiles(connection: socket.socket, count: int) -> list[np.ndarray]:
 
 
 def make_post(address: tuple[str, int], word: bytes, through_ray: Post) -> Post:
-    """How parcels get to a worker that listens there and wants to hear the word; any thread may call it."""
+    """The function that sends parcels to the worker at an address; any thread may call it."""
     ways: list[socket.socket | None] = []
     one_at_a_time = threading.Lock()
 
@@ -164,7 +164,7 @@ def make_post(address: tuple[str, int], word: bytes, through_ray: Post) -> Post:
 
 
 def _connected(address: tuple[str, int], word: bytes) -> socket.socket | None:
-    """A connection to one who has shown that it is of this job; None: there is none."""
+    """A connection to a worker that has proved to be of this job; None: there is none."""
     try:
         connection = socket.create_connection(address, GREET_SECONDS)
     except OSError:
@@ -179,10 +179,10 @@ def _connected(address: tuple[str, int], word: bytes) -> socket.socket | None:
 
 
 def _welcome(connection: socket.socket, word: bytes) -> None:
-    """The side of who listens: it asks first, so that it answers no one who does not know the word.
+    """The listener's side of the handshake; it challenges first, so it proves nothing to a stranger.
 
     Raises:
-        OSError: The other does not know the word, has gone, or takes too long.
+        OSError: The other side does not know the word, is gone, or takes too long.
     """
     deadline = time.monotonic() + GREET_SECONDS
     own = secrets.token_bytes(_NONCE_BYTES)
@@ -196,7 +196,7 @@ def _welcome(connection: socket.socket, word: bytes) -> None:
 
 
 def _greet(connection: socket.socket, word: bytes) -> None:
-    """The side of who connects; when it returns the other is ready to read. Raises as `_welcome`."""
+    """The sender's side of the handshake; on return, the listener is ready to read. Raises as `_welcome`."""
     deadline = time.monotonic() + GREET_SECONDS
     other = _read(connection, _NONCE_BYTES, deadline).tobytes()
     own = secrets.token_bytes(_NONCE_BYTES)
@@ -208,7 +208,7 @@ def _greet(connection: socket.socket, word: bytes) -> None:
 
 
 def _proof(word: bytes, side: bytes, listeners: bytes, senders: bytes) -> bytes:
-    """What only those can make who know the word, of what each side has made up for this greeting."""
+    """The proof that a side knows the word: the HMAC of its name and both nonces of this handshake."""
     return hmac.digest(word, side + listeners + senders, "sha256")
 
 
@@ -218,7 +218,7 @@ def _send_by(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _send_all(connection: socket.socket, pieces: list[memoryview]) -> None:
-    """Together as far as they go: a reader that is woken by the first finds the others there."""
+    """Send all pieces, as many as possible in one call, so that the reader is woken once."""
     while pieces:
         count = connection.sendmsg(pieces[:MOST_PIECES])
         while pieces and count >= len(pieces[0]):
@@ -228,7 +228,7 @@ def _send_all(connection: socket.socket, pieces: list[memoryview]) -> None:
 
 
 def _read(connection: socket.socket, size: int, deadline: float | None = None) -> np.ndarray:
-    """So many bytes; all of them by the deadline, where there is one."""
+    """Read so many bytes, all by the deadline, if there is one."""
     room = aligned((size,), np.dtype(np.uint8))
     view, at = room.data, 0
     while at < size:
@@ -242,6 +242,6 @@ def _read(connection: socket.socket, size: int, deadline: float | None = None) -
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wake who waits for it; it is closed by who owns it."""
+    """Wake the thread that waits on a connection; its owner closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

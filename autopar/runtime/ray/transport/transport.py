@@ -1,11 +1,11 @@
-"""How messages get from worker to worker.
+"""Sends messages from worker to worker.
 
 In:     values on the devices of the sender; a `Message` (`parcels.py`).
 Out:    the same values on the devices of the receiver.
-Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer: through a socket (`sockets.py`), or what is
-        large as arguments of a call of its actor, through Ray's shared memory. On CPU an array is seen by NumPy without
-        a copy; a tile is copied into the socket or store, and out of it only if several tiles make one part, or a program
-        takes the part's memory over.
+Method: `direct.py` sends from GPU to GPU. `ObjectStore` sends tiles to a peer through a socket (`sockets.py`), or large ones
+        as arguments of a call of its actor, through Ray's shared memory. On CPU, NumPy reads an array without a copy; a tile
+        is copied into the socket or store, and out of it only if several tiles make one part, or a program overwrites the
+        part.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from autopar.runtime.ray.transport.parcels import Message, Piece, box_shape, own
 from autopar.runtime.ray.worker.places import ALIGNMENT_BYTES, Places, aligned, on_devices
 
 SMALL_BYTES = 64 * 2**10
-"""Messages of no more, whose values are there, leave at once: a socket has room for so much."""
+"""Messages up to this size whose values are computed are sent at once, since they fit into a socket's buffer."""
 
 
 class Transport(Protocol):
-    """Sends and receives messages for one worker; all is called by its one dispatching thread.
+    """Sends and receives messages for one worker; called by its dispatching thread only.
 
     Attributes:
-        sent_bytes: How much was handed to other workers.
-        copied_bytes: How much of it was copied in memory on the way, counted each time.
+        sent_bytes: Bytes sent to other workers.
+        copied_bytes: Bytes copied in memory for that; each copy counts.
     """
 
     sent_bytes: int
     copied_bytes: int
 
     def sender(self, message: Message) -> SendTo:
-        """How this worker sends its share of a message."""
+        """The function that sends this worker's share of a message."""
         ...
 
     def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
-        """How this worker receives its share of all messages of a job, by number: `WaitError` if they do not come in time."""
+        """The functions that receive this worker's share of messages, by number; they raise `WaitError` after the limit."""
         ...
 
     def flush(self, on_progress: Callable[[], None]) -> None:
-        """Wait until all that was sent has left; `on_progress` is called after each message that has.
+        """Wait until all messages have been sent; `on_progress` is called after each.
 
         Raises:
-            Exception: What went wrong with it.
+            Exception: Sending failed.
         """
         ...
 
 
 class WaitError(Exception):
-    """A message did not come or leave in time.
+    """A message was not received or sent in time.
 
     Attributes:
-        peer: The worker that was to send it, or to receive it; the first of several.
-        message: Its number; None: the one that the worker stands at.
+        peer: The worker that should have sent or received it; the first of several.
+        message: Its number; None: the message at the worker's position.
     """
 
     def __init__(self, peers: Sequence[int], seconds: float, message: int | None = None, is_sent: bool = False):
@@ -74,7 +74,11 @@ class WaitError(Exception):
 
 
 class Mailbox:
-    """Parcels that have come and are not read yet, by (step, message, source); `came`: when those taken had come."""
+    """Parcels that have arrived and are not taken yet, by (step, message, source).
+
+    Attributes:
+        came: When the parcels taken had arrived; 0.0: not in time.
+    """
 
     def __init__(self) -> None:
         self._parcels: dict[Any, tuple[Any, float]] = {}
@@ -83,31 +87,31 @@ class Mailbox:
         self.came: dict[Any, float] = {}
 
     def put(self, key: Any, parcel: Any) -> None:
-        """A parcel has come."""
+        """Add a parcel that has arrived, unless its step was abandoned."""
         with self._changed:
             if key[0] > self._left:
                 self._parcels[key] = parcel, time.perf_counter()
                 self._changed.notify_all()
 
     def take(self, key: Any, seconds: float) -> Any:
-        """Wait for a parcel; None: it did not come in time."""
+        """Wait for a parcel, and take it; None: it did not arrive in time."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._parcels, seconds)
             parcel, self.came[key] = self._parcels.pop(key, (None, 0.0))
             return parcel
 
     def leave(self, step: int) -> None:
-        """A step is not carried on with: its parcels are for no one, those still to come too."""
+        """Drop the parcels of an abandoned step, including those that arrive later."""
         with self._changed:
             self._left = step
             self._parcels = {key: parcel for key, parcel in self._parcels.items() if key[0] > step}
 
 
 class ObjectStore:
-    """Ray's own way from actor to actor; attributes as of `Transport`."""
+    """A transport through host memory, by sockets and Ray; attributes as in `Transport`."""
 
     def __init__(self, seat: Seat, places: Places, mailbox: Mailbox, peers: Mapping[int, Any], wait_seconds: float):
-        """Of one worker; `peers` are functions (step, message, source, tiles) that put into the mailbox of another."""
+        """Of one worker; `peers`: functions (step, message, source, tiles) that put into the mailboxes of others."""
         self._seat, self._places, self._mailbox, self._peers = seat, places, mailbox, peers
         self._wait_seconds = wait_seconds
         self._outbox = ThreadPoolExecutor(1, thread_name_prefix="outbox")
@@ -116,7 +120,7 @@ class ObjectStore:
         self.sent_bytes = self.copied_bytes = 0
 
     def sender(self, message: Message) -> SendTo:
-        """As of `Transport`."""
+        """As in `Transport`."""
         devices = [self._places.devices(kind) for kind in message.sent]
         held = [kind.boxes() for kind in message.sent]
         parcels = [
@@ -131,13 +135,13 @@ class ObjectStore:
             shards, ready = [], []
             for array, own, overwritten in zip(arrays, devices, message.overwritten, strict=True):
                 data = {shard.device: shard.data for shard in array.addressable_shards}
-                # A program that takes the memory over may be dispatched before the other thread has looked at it.
+                # A program that overwrites the memory may be dispatched before the other thread has read it.
                 shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
                 ready.append([data[d] for d in own])
                 self._count(copied=sum(shard.nbytes for shard in shards[-1]) if overwritten else 0)
             is_idle = not self._leaving or self._leaving[-1][1].done()
             if is_small and is_idle and all(shard.is_ready() for own in ready for shard in own):
-                leave(step, shards)  # it takes less time than to wake the other thread
+                leave(step, shards)  # faster than waking the other thread
             else:
                 self._leaving.append((message, self._outbox.submit(leave, step, shards)))
 
@@ -154,7 +158,7 @@ class ObjectStore:
         return send
 
     def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
-        """As of `Transport`."""
+        """As in `Transport`."""
         return {message.number: self._receiver(message) for message in messages}
 
     def _receiver(self, message: Message) -> Receive:
@@ -200,18 +204,18 @@ class ObjectStore:
         return receive
 
     def _count(self, sent: int = 0, copied: int = 0) -> None:
-        """Called by both threads."""
+        """Count bytes; called by both threads."""
         with self._counting:
             self.sent_bytes, self.copied_bytes = self.sent_bytes + sent, self.copied_bytes + copied
 
     def flush(self, on_progress: Callable[[], None]) -> None:
-        """As of `Transport`."""
+        """As in `Transport`."""
         for message, future in self._leaving:
             try:
                 future.result(self._wait_seconds)
             except TimeoutError:
                 if future.done():
-                    raise  # of the system's, what went wrong
+                    raise  # an error of the system in sending, not this limit
                 targets = [parcel.target for parcel in message.parcels if parcel.source == self._seat.number]
                 raise WaitError(targets, self._wait_seconds, message.number, is_sent=True) from None
             on_progress()
@@ -219,12 +223,12 @@ class ObjectStore:
 
 
 def _cut(piece: Piece, held: Box, seat: Seat) -> tuple[int, int, tuple[slice, ...] | None]:
-    """Of which value, of which of the worker's devices, which part; None: all of it."""
+    """(value, the worker's device, the slice of its part to send; None: all of it)."""
     return piece.value, piece.device - seat.first, None if piece.box == held else slices(piece.box, held)
 
 
 def _paste(piece: Piece, wanted: Sequence[Box]) -> tuple[int, int, Box, tuple[slice, ...] | None]:
-    """To which value, to which of the worker's parts of it, what, and where in it; None: it is the whole part."""
+    """(value, the worker's part of it, the tile's box, its slice in the part; None: the whole part)."""
     at = next(
         k
         for k, box in enumerate(wanted)

@@ -1,1 +1,1 @@
-"""What one worker does: it carries out its stream, and decides nothing."""
+"""One worker: executes its stream, and decides nothing."""

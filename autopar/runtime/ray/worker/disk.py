@@ -1,10 +1,11 @@
-"""What a worker writes of a checkpoint, while it goes on with its steps; and what it reads of one.
+"""Writes a worker's part of a checkpoint beside its steps; reads parts of one.
 
-In:     copies of its tiles in host memory; later a folder, and where in which array on disk each tile is.
-Out:    a folder of its own in there, an OCDBT database of Zarr arrays as orbax's processes write theirs; digests of its files.
-        Of a whole checkpoint, tiles.
-Method: TensorStore moves so many bytes at a time; a copy is let go of when it is written. No two workers write one chunk.
-        Whoever is told that a write has failed takes the folder away, so it is told when nothing is being written any more.
+In:     copies of tiles in host memory, a folder, and the place of each tile in an array on disk.
+Out:    files in the folder: an OCDBT database of Zarr arrays, as the processes of orbax write theirs; their digests. For
+        reading: tiles.
+Method: TensorStore writes, a limited number of bytes at a time; a copy is freed when it is written. No two workers write the
+        same chunk. When a write fails, the driver deletes the folder, so the error is raised only once nothing is being
+        written any more.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from autopar.mesh import Box
 from autopar.runtime.digest import Digest, digest
 
 CONCURRENT_BYTES = 2**30
-"""So much is being written at the same time: more only costs memory."""
+"""The most bytes in flight: more only costs memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """An array on disk: the name under which orbax finds it, its shape, its dtype there, the shape of its chunks."""
+    """An array on disk: its name for orbax, its shape, its dtype there, the shape of its chunks."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +40,7 @@ class OnDisk:
 
 
 class Disk:
-    """Copies of tiles that wait to be written; they go when they are, or when no one wants them any more."""
+    """Copies of tiles to be written; freed when they are, or when the save is cancelled."""
 
     def __init__(self) -> None:
         self._tiles: dict[int, list[np.ndarray | None]] = {}
@@ -50,20 +51,20 @@ class Disk:
         self._tiles[save] = list(tiles)
 
     def forget(self, save: int) -> None:
-        """Let go of the copies of a save; if it is being written, that ends soon."""
+        """Free the copies of a save; if it is being written, that ends soon."""
         self._tiles.pop(save, None)
 
     def standing_seconds(self) -> float:
-        """How long nothing has come on, if it is writing."""
+        """Seconds since its last progress, if it is writing."""
         return time.monotonic() - self._since
 
     def write(
         self, save: int, folder: str, arrays: Sequence[OnDisk], boxes: Sequence[tuple[int, int, Box]]
     ) -> dict[str, Digest]:
-        """Write the tiles of a save to a folder of this worker's; of each box which array, which tile, and where in that.
+        """Write the tiles of a save to a folder of this worker's own; `boxes`: (array, tile, its box in the array).
 
         Returns:
-            Digest of each file by its path in the folder.
+            The digest of each file, by its path in the folder.
         """
         import tensorstore
 
@@ -80,7 +81,7 @@ class Disk:
     def _write_tiles(
         self, save: int, stores: Sequence[Any], boxes: Sequence[tuple[int, int, Box]], under_way: deque[tuple[Any, int]]
     ) -> None:
-        """Write all tiles; what is being written, and how many bytes it is, stands in `under_way`."""
+        """Write all tiles; `under_way`: the writes in flight, with their bytes."""
         last = {tile: k for k, (_, tile, _) in enumerate(boxes)}
         num_bytes = 0
         for k, (array, tile, box) in enumerate(boxes):
@@ -115,17 +116,17 @@ class Disk:
 
 
 def _settle(calls: Sequence[Any]) -> None:
-    """Wait until calls of TensorStore have ended, however."""
+    """Wait until calls of TensorStore have ended, successfully or not."""
     for call in calls:
         with contextlib.suppress(Exception):
             call.result()
 
 
 def read_tiles(folder: str, arrays: Sequence[tuple[str, Sequence[Box]]]) -> Iterator[list[np.ndarray]]:
-    """Parts of arrays of a checkpoint, array by array; of each its name on the disk, and which parts are wanted."""
+    """Read parts of a checkpoint's arrays, array by array; `arrays`: (name on disk, boxes wanted)."""
     import tensorstore
 
-    # A chunk that several parts need is read once, if they are read soon after each other.
+    # The cache: a chunk that several parts need is read once, if they are read soon after each other.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**28}})
     stores = [
         tensorstore.open({"driver": "zarr", "kvstore": _file(folder, name)}, open=True, read=True, context=context)
@@ -146,7 +147,7 @@ def read_tiles(folder: str, arrays: Sequence[tuple[str, Sequence[Box]]]) -> Iter
 
 
 def unseen(token: str, word: str, writing: bool) -> str:
-    """Why this process cannot read, or write, beside a file of which another has told the SHA-256; empty: it can."""
+    """Why this process cannot read, or write, beside a file, given by path and SHA-256; "": it can."""
     if importlib.util.find_spec("tensorstore") is None:
         return "TensorStore is not installed there (pip install 'autopar[checkpoint]')"
     try:
@@ -159,19 +160,19 @@ def unseen(token: str, word: str, writing: bool) -> str:
 
 
 def _file(folder: str, name: str) -> dict[str, Any]:
-    """Where an array lies in a checkpoint."""
+    """The key-value store of an array in a checkpoint."""
     return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "path": name}
 
 
 def _spec(array: OnDisk, folder: str) -> dict[str, Any]:
-    """As TensorStore's documentation has it; small values lie in the tree's nodes, as orbax wants."""
+    """TensorStore's spec of an array; small values are stored inline in the tree's nodes, as orbax does."""
     return {
         "driver": "zarr",
         "dtype": array.dtype,
         "metadata": {"shape": array.shape, "chunks": array.chunks, "compressor": {"id": "zstd", "level": 1}},
         "kvstore": _file(folder, array.name)
         | {"config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}},
-        # A chunk of zeros is written like any other: what is missing can then be seen.
+        # Also write chunks of zeros, so that missing chunks can be detected.
         "store_data_equal_to_fill_value": True,
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,

@@ -1,9 +1,9 @@
-"""A worker as one of several: how it meets the others, and how messages go between them.
+"""A worker's connections to the other workers.
 
-In:     its seat; where the others listen, and what they want to hear.
-Out:    for each message of a job, how it is sent or received: from GPU to GPU, or through Ray.
-Method: the workers of one mesh form one group of processes of JAX. Whoever listens does so at one address, and to those who
-        know the job's word.
+In:     its seat; the addresses of the others, and the job's secret.
+Out:    for each message of a job, the function that sends or receives it: from GPU to GPU, or through Ray.
+Method: the workers of one mesh form one `jax.distributed` group. Each worker listens at one address only, and accepts only
+        connections of workers that know the secret.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.streams.instructions import MeshId
 
 
 class Member:
-    """What a worker knows of the others, and what it hears of them."""
+    """The part of a worker that meets the others and exchanges messages with them."""
 
     def __init__(self, seat: Seat, wait_seconds: float):
         self.seat, self._wait_seconds = seat, wait_seconds
@@ -44,21 +44,22 @@ class Member:
         self._channels: dict[Pair, Channel] = {}
 
     def where(self) -> Position:
-        """Where it stands; that it answers says that it lives."""
+        """Its position in the stream; an answer also shows that the worker is alive."""
         return dataclasses.replace(self.position, seconds=time.monotonic() - self._since)
 
     def _stand(self, at: int, awaited: int | None = None) -> None:
         self.position, self._since = Position(at, awaited), time.monotonic()
 
     def deliver(self, step: int, message: int, source: int, tiles: Tiles) -> None:
-        """A parcel of another worker."""
+        """Take a parcel from another worker."""
         self._mailbox.put((step, message, source), tiles)
 
     def coordinator(self, host: str) -> str:
-        """Where the workers of its mesh can meet: its host has this address.
+        """An address, on this host, for the coordinator of the workers of its mesh.
 
         Raises:
-            ClusterError: It has not: to listen at every address instead would let in anyone, for JAX asks for no secret.
+            ClusterError: This host has no such address. Listening at every address instead would admit anyone, since JAX's
+                coordinator asks for no secret.
         """
         try:
             with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -74,15 +75,15 @@ class Member:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def join(self, coordinator: str, count: int) -> None:
-        """Form one group of processes with the other workers of its mesh."""
-        # Told all of it: under Slurm and others JAX would ask their variables, which are of another job than this one.
+        """Join the `jax.distributed` group of the workers of its mesh."""
+        # All is passed explicitly: under Slurm and the like, JAX would read their variables, which describe another job.
         jax.distributed.initialize(
             coordinator,
             count,
             self.seat.rank,
             local_device_ids=range(self.seat.count),
             cluster_detection_method="deactivate",
-            coordinator_bind_address=coordinator,  # JAX's own choice is every interface, and it asks for no secret
+            coordinator_bind_address=coordinator,  # JAX's default is every interface, and it asks for no secret
         )
 
     def can_go_direct(self) -> bool:
@@ -90,7 +91,7 @@ class Member:
         return jax.default_backend() == "gpu" and can_use_nccl()
 
     def listen(self, host: str, word: bytes) -> int:
-        """Take in parcels of others, who must know the word; its host has this address. Returns the port."""
+        """Listen for parcels of workers that know the secret `word`, at this address of its host. Returns the port."""
         self._listener = Listener(host, word, self.deliver)
         return self._listener.port
 
@@ -102,10 +103,10 @@ class Member:
         owner: Mapping[MeshId, Mapping[int, int]],
         direct: bool,
     ) -> None:
-        """Get to know the other workers: their actors, where they listen and to which word, and by mesh who has which device.
+        """Learn about the other workers: their actors, their addresses, the secret, and by mesh the worker of each device.
 
         Raises:
-            DeviceCountError: JAX found other devices than this worker was to have.
+            DeviceCountError: JAX found another number of devices than this worker should have.
         """
         if jax.local_device_count() != self.seat.count:
             raise DeviceCountError(
@@ -122,7 +123,7 @@ class Member:
             self._direct = Direct(self.seat, self.places, self._channels, owner, self._wait_seconds)
 
     def new_channel(self) -> tuple[int, ...]:
-        """An id for a channel of which it has the first rank."""
+        """A new id for a channel in which this worker has the first rank."""
         return new_id()
 
     def open(self, pair: Pair, unique_id: tuple[int, ...], num_sources: int, num_targets: int) -> None:
@@ -132,7 +133,7 @@ class Member:
         self._channels[pair] = NcclChannel(unique_id, num_sources, num_sources + num_targets, own)
 
     def _ways(self, messages: Iterable[Message]) -> tuple[dict[int, SendTo], dict[int, Receive]]:
-        """How each message is sent or received: from GPU to GPU, or through Ray; within a mesh always the latter."""
+        """The functions that send or receive each message: from GPU to GPU, or through Ray, always so within a mesh."""
         sends: dict[int, SendTo] = {}
         receives: dict[int, Receive] = {}
         for transport in self._transports():

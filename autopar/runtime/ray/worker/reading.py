@@ -1,9 +1,9 @@
-"""What a worker reads of each batch, while it goes on with its steps.
+"""Reads a worker's portions of the batches, beside its steps.
 
-In:     a reader, packed: how to open a portion of the batches; which portions this worker needs, and where their rows go.
-Out:    arrays of the host's devices, under keys; what each portion was like.
-Method: on a thread of its own, one batch after the other. Whatever is unlike the other batches is kept until it is said
-        what becomes of it.
+In:     a pickled reader, which opens portions; the portions that this worker needs, and the arrays that it wants of them.
+Out:    arrays on the worker's devices, by key; the kind of each portion.
+Method: on a thread of its own, one batch after the other. A batch of another kind than usual is kept until the driver says
+        what to do with it.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ LeafKind = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class PortionKind:
-    """What a portion of a batch is like: its containers, in words, and its arrays, by path."""
+    """The kind of a portion: its pytree structure as text, and the kinds of its arrays by path."""
 
     tree: str
     leaves: Mapping[str, LeafKind]
 
 
 class OpenPortion(Protocol):
-    """A portion of the batches, being read."""
+    """An open portion of the batches."""
 
     def at(self, number: int) -> Any | None:
-        """The portion of batch `number`; None: there are not so many."""
+        """The portion of batch `number`; None: the batches have ended."""
 
     def position(self, number: int) -> Any | None:
-        """Where the source is when batch `number` is the next, as JSON; None: it cannot tell."""
+        """The position of the source before batch `number`, as JSON; None: the source has none."""
 
 
 class Reader(Protocol):
-    """What opens portions; it is sent to the workers."""
+    """Opens portions; it is sent to the workers."""
 
     def open(self, host: int, hosts: int, number: int, position: Any | None) -> OpenPortion:
-        """Portion `host` of `hosts`, from batch `number` on, where the source is at a position."""
+        """Portion `host` of `hosts`, from batch `number` on; `position`: of the source there, if it has one."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """Batches that are being read: the worker's own portions, their usual kind and place, and what is not placed yet."""
+    """A source of batches: the worker's open portions, their usual kind, the arrays wanted, and batches not placed yet."""
 
     hosts: int
     open: dict[int, OpenPortion]
@@ -65,10 +65,10 @@ class _Source:
 
 
 class Readings:
-    """What a worker reads; owns what it has opened, and arrays that no step has taken yet.
+    """The sources that a worker reads; owns open portions, and arrays that no step has taken yet.
 
     Attributes:
-        arrays: These, by key.
+        arrays: These arrays, by key.
     """
 
     def __init__(self, places: Places):
@@ -77,7 +77,7 @@ class Readings:
         self._since = time.monotonic()
 
     def standing_seconds(self) -> float:
-        """How long nothing has come on, if it is reading."""
+        """Seconds since its last progress, if it is reading."""
         return time.monotonic() - self._since
 
     def open(
@@ -90,10 +90,16 @@ class Readings:
         kind: PortionKind,
         wanted: tuple[Wanted, ...],
     ) -> None:
-        """Open a source: its number, what opens portions (pickled), how many portions and from which batch on.
+        """Open a source.
 
-        Each portion of this worker's begins at its position, None: that is not known; usually it is of this kind, and this
-        becomes of it.
+        Args:
+            source: Its number.
+            reader: Opens portions; pickled.
+            hosts: Number of portions.
+            number: The first batch to read.
+            positions: This worker's portions -> the position of the source there; None: it is not known.
+            kind: The usual kind of a portion.
+            wanted: The arrays to make of a batch.
         """
         made: Reader = pickle.loads(reader)
         own = _Source(hosts, {}, kind, wanted, {})
@@ -103,7 +109,11 @@ class Readings:
         self._sources[source] = own
 
     def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PortionKind | None]:
-        """Read a batch, and if it is as usual place it under these keys: what each portion is like; None: it has ended."""
+        """Read a batch, and place it under these keys if it is of the usual kind.
+
+        Returns:
+            The kind of each portion; None: the portion has ended.
+        """
         own, found = self._sources[source], dict[int, PortionKind | None]()
         drawn: dict[int, list[Any]] = {}
         for host, portion in own.open.items():
@@ -117,7 +127,7 @@ class Readings:
         return found
 
     def place(self, source: int, number: int, wanted: Sequence[Wanted], keys: Sequence[Key]) -> None:
-        """Put a batch that was read on the devices."""
+        """Place a batch that was read on the devices."""
         drawn = self._sources[source].drawn.pop(number)
         for each, key in zip(wanted, keys, strict=True):
             portions = {host: np.asarray(leaves[each.leaf]) for host, leaves in drawn.items()}
@@ -127,22 +137,22 @@ class Readings:
             )
 
     def bring(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, list[np.ndarray]]:
-        """Portions of a batch that was read, as they are."""
+        """The arrays of portions of a batch that was read, in host memory."""
         drawn = self._sources[source].drawn.pop(number)
         return {host: [np.asarray(leaf) for leaf in drawn[host]] for host in hosts}
 
     def positions(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, Any]:
-        """Where these portions are when batch `number` is the next."""
+        """The positions of these portions before batch `number`."""
         return {host: self._sources[source].open[host].position(number) for host in hosts}
 
     def close(self, source: int, keys: Sequence[Key]) -> None:
-        """Read nothing more of a source, and let go of batches that no step will take."""
+        """Stop reading a source, and free the arrays under these keys, which no step will take."""
         self._sources.pop(source, None)
         for key in keys:
             self.arrays.pop(key, None)
 
     def _tried(self, own: _Source, host: int, number: int, call: Any) -> Any:
-        """What the user's function does; what it raises, with where and for what."""
+        """The result of a call of the user's function; an exception becomes a `BatchError` with its place."""
         try:
             return call()
         except Exception as error:
@@ -156,7 +166,7 @@ class Readings:
 
 
 def kind_of(batch: Any) -> PortionKind:
-    """What a batch, or a portion of one, is like. NumPy's 64 bits count as what JAX makes of them."""
+    """The kind of a batch, or of a portion; 64-bit dtypes of NumPy count as the dtypes that JAX converts them to."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     return PortionKind(str(tree), {jax.tree_util.keystr(path): _leaf_kind(leaf) for path, leaf in leaves})
 

@@ -1,9 +1,9 @@
-"""A worker: carries out the stream of one mesh on the devices of one host.
+"""A worker: executes the stream of one mesh on the devices of one host.
 
 In:     its share of a job, once; then one call per step.
-Out:    new state, which stays here under keys; small results, which go back.
-Method: the stream is turned into calls of compiled programs, as in `runtime/pipeline.py`, and of its transport. One
-        thread dispatches. Where it stands can be asked at any time.
+Out:    new state, which stays on the worker under keys; small results, which go to the driver.
+Method: the stream is turned into calls of compiled programs, as in `runtime/pipeline.py`, and of its transports. One thread
+        dispatches; other threads answer for its position at any time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Loaded:
 
 @dataclass(slots=True)
 class _Step:
-    """A step that is being carried out; `before` is what its arguments were, where it may yet be left."""
+    """A step in progress; `before`: its arguments, by key, if the step may still be abandoned."""
 
     call: StepCall
     live: Live
@@ -72,20 +72,20 @@ class Worker(Member):
         self._readings = Readings(self.places)
         self._beside: dict[str, Disk | Readings] = {"disk": self._disk, "readings": self._readings}
 
-    # Asked at any time, by other threads.
+    # Called at any time, on other threads.
 
     def pid(self) -> int:
-        """The number of its process."""
+        """The id of its process."""
         return os.getpid()
 
     def clock(self) -> float:
-        """What its host's clock shows: seconds since any time."""
+        """Seconds on its host's clock, whose zero is arbitrary."""
         return time.perf_counter()
 
     # Jobs.
 
     def compile(self, number: int, share: Share) -> None:
-        """Take a share of a job, and compile its programs."""
+        """Receive its share of a job, and compile the programs."""
         calls = unpacked_calls(share.callbacks)
         programs = {}
         for program in share.programs:
@@ -94,7 +94,7 @@ class Worker(Member):
         self._given[number] = share, programs, calls
 
     def load(self, number: int) -> None:
-        """Prepare the stream of a job that all have compiled, together with the other workers."""
+        """Prepare the stream of a job, together with the other workers, once all have compiled it."""
         self._stand(0)
         share, programs, calls = self._given.pop(number)
         sends, receives = self._ways(share.messages.values())
@@ -111,7 +111,7 @@ class Worker(Member):
     def _compiled(
         self, program: DeviceProgram[bytes], callbacks: Sequence[Callable[..., Any]] | None = None
     ) -> jax.stages.Compiled:
-        """A program for the devices of its mesh, with the host's functions that it calls."""
+        """A program compiled for the devices of its mesh, with the host functions that it calls."""
         call = jax.export.deserialize(bytearray(program.code)).call
         code = with_callbacks(call, callbacks) if callbacks else call
         made = DeviceProgram(program.name, code, program.inputs, program.outputs, program.donated)
@@ -121,13 +121,13 @@ class Worker(Member):
     # Steps.
 
     def run(self, call: StepCall) -> tuple[list[list[np.ndarray]], Report | None]:
-        """Carry out one step, or what of it lies before the pause.
+        """Execute one step, up to the pause if there is one.
 
         Returns:
-            For each result that it hands out, its parts, packed; and what else there is to tell.
+            The packed parts of each result that this worker returns (none at the pause), and a report.
 
         Raises:
-            WorkerError: Something went wrong; says at which instruction.
+            WorkerError: An instruction failed; says which.
         """
         loaded = self.loaded[call.job]
         self._stand(0)
@@ -143,7 +143,7 @@ class Worker(Member):
             raise self._failure(error, loaded.share, call.step) from error
 
     def go_on(self) -> tuple[list[list[np.ndarray]], Report | None]:
-        """Carry out the rest of a step; as of `run`."""
+        """Execute the rest of a step after the pause; as in `run`."""
         step, self._step = self._step, None
         assert step is not None, "no step is at its pause"
         loaded = self.loaded[step.call.job]
@@ -154,7 +154,7 @@ class Worker(Member):
             raise self._failure(error, loaded.share, step.call.step) from error
 
     def leave(self) -> None:
-        """Do not carry out the rest of a step: its arguments are here as they were."""
+        """Abandon a step at the pause: its arguments are available again."""
         step, self._step = self._step, None
         assert step is not None, "no step is at its pause"
         for transport in self._transports():
@@ -163,7 +163,7 @@ class Worker(Member):
         self._mailbox.leave(step.call.step)
 
     def _carry_out(self, loaded: _Loaded, step: _Step, start: int, stop: int) -> None:
-        """A part of the stream; what callbacks its programs made have ended."""
+        """Execute a part of the stream, and wait for the callbacks of its programs."""
         call, live, stream = step.call, step.live, loaded.share.stream
         for at in range(start, stop):
             instruction = stream[at]
@@ -188,7 +188,7 @@ class Worker(Member):
         return Report(tuple(raised), step.spans, arrivals)
 
     def _end(self, loaded: _Loaded, step: _Step, start: int) -> tuple[list[list[np.ndarray]], Report | None]:
-        """The rest of the stream, and what comes of it."""
+        """Execute the rest of the stream; its results and report."""
         share, call, live = loaded.share, step.call, step.live
         self._carry_out(loaded, step, start, len(share.stream))
         self._stand(len(share.stream))
@@ -220,7 +220,7 @@ class Worker(Member):
         return _Step(call, live, before, {})
 
     def _part_from_others(self, entries: Sequence[tuple[BufferId, bool]], live: Live) -> None:
-        """What programs take over must be no one else's: state that a step only passes on is one array under two keys."""
+        """Copy donated arrays that have another user: state that a step passes on unchanged is one array under two keys."""
         users = Counter(map(id, self.arrays.values())) + Counter(id(live[at]) for at, _ in entries)
         for at, taken in entries:
             if taken and users[id(live[at])] > 1:
@@ -233,7 +233,7 @@ class Worker(Member):
     def _tiles(self, array: jax.Array, kind: ArrayType, devices: Sequence[int]) -> list[np.ndarray]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
         own = self.places.devices(kind)
-        # A copy: what is handed out must outlive the array, whose memory the next step may take.
+        # A copy, since it must outlive the array, whose memory the next step may overwrite.
         return [np.array(data[own[device - self.seat.first]]) for device in devices]
 
     def _failure(self, error: Exception, share: Share, step: int) -> WorkerError:
@@ -261,13 +261,13 @@ class Worker(Member):
     # State.
 
     def put(self, key: Key, kind: ArrayType, tiles: Tiles) -> None:
-        """Hold an array; `tiles` are its different parts on this worker's devices, packed."""
+        """Store an array; `tiles`: its distinct parts on this worker's devices, packed."""
         boxes = own_boxes(kind, self.seat)
         parts = [unpack(data, box_shape(box), kind.dtype) for data, box in zip(tiles, boxes, strict=True)]
         self.arrays[key] = on_devices(kind, self.places, True)(parts)
 
     def create(self, code: bytes, keys: Sequence[Key], kinds: Sequence[ArrayType]) -> None:
-        """Run a program without operands and hold its results."""
+        """Run a program without operands and store its results."""
         program = DeviceProgram("create", code, (), tuple(kinds), ())
         self.arrays.update(zip(keys, self._compiled(program)(), strict=True))
 
@@ -280,19 +280,19 @@ class Worker(Member):
         return found
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Let go of arrays."""
+        """Free arrays."""
         for key in keys:
             self.arrays.pop(key, None)
             self._readings.arrays.pop(key, None)
 
     def _array(self, key: Key) -> jax.Array:
-        """An array by its key; of a batch that was read aside, it is this thread's from now on."""
+        """The array of a key; if it is of a batch that another thread has read, this thread owns it from now on."""
         if key not in self.arrays:
             self.arrays[key] = self._readings.arrays.pop(key)
         return self.arrays[key]
 
     def counts(self) -> dict[str, int]:
-        """What it sent so far, how much of it was copied on the way, and how many arrays it holds."""
+        """Bytes sent so far, bytes copied in memory for that, and the number of arrays held."""
         ways = self._transports()
         sent, copied = sum(w.sent_bytes for w in ways), sum(w.copied_bytes for w in ways)
         return {"sent_bytes": sent, "copied_bytes": copied, "arrays": len(self.arrays)}
@@ -300,13 +300,13 @@ class Worker(Member):
     # Checkpoints: copies on the dispatching thread, between two steps.
 
     def unseen(self, token: str, word: str, writing: bool) -> str:
-        """Why it cannot read, or write, beside a file; empty: it can."""
+        """Why it cannot read, or write, beside a file; "": it can."""
         return unseen(token, word, writing)
 
     def read(self, folder: str, arrays: Sequence[tuple[Key, ArrayType, str, tuple[int, int]]]) -> None:
-        """Hold arrays of a checkpoint, of each the parts for this worker's devices.
+        """Read the parts of a checkpoint's arrays for this worker's devices, and store them.
 
-        Of each array its key, type, name on the disk, and where in the array there it begins, along which dim.
+        `arrays`: (key, type, name on disk, (offset, dim) in the array on disk).
         """
         boxes = [own_boxes(kind, self.seat) for _, kind, _, _ in arrays]
         there = [(name, [moved(box, *at) for box in own]) for (_, _, name, at), own in zip(arrays, boxes, strict=True)]
@@ -315,21 +315,21 @@ class Worker(Member):
             self._stand(0)
 
     def take(self, save: int, places: Sequence[tuple[Key, ArrayType, int]]) -> None:
-        """Copy parts of arrays: what a device of the mesh holds of each."""
+        """Copy parts of arrays for a save; `places`: (key, type, the device of the mesh that holds the part)."""
         tiles = []
         for key, kind, device in places:
             tiles += self._tiles(self.arrays[key], kind, (device,))
             self._stand(0)
         self._disk.take(save, tiles)
 
-    # Beside the steps, on threads of their own: files of a checkpoint, batches.
+    # On threads of their own, beside the steps: files of a checkpoint, batches.
 
     def beside(self, part: Literal["disk", "readings"], method: str, *arguments: Any) -> Any:
-        """What `Disk` or `Readings` does."""
+        """Call a method of `Disk` or `Readings`."""
         return getattr(self._beside[part], method)(*arguments)
 
     def standing(self, part: Literal["disk", "readings"]) -> Position:
-        """How long that has stood where it is."""
+        """How long that part has made no progress."""
         return Position(0, None, self._beside[part].standing_seconds())
 
     def _placed(self, kind: ArrayType, value: Any) -> jax.Array:
