@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from autopar._jax import is_key, key_data, key_impl_name
 from autopar.errors import CheckpointError
 from autopar.runtime.ray.driver.saves import Taken
 
-NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
+NumberKind = Literal["bool", "int", "float", "complex"]
+NUMBERS: dict[NumberKind, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class LeafType:
         dtype: Name of the element type; of keys, the name of their generator; of a Python number "".
     """
 
-    kind: str
+    kind: Literal["array", "key"] | NumberKind
     shape: tuple[int, ...] = ()
     dtype: str = ""
 

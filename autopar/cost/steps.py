@@ -13,6 +13,7 @@ from typing import Literal, assert_never, get_args
 
 import numpy as np
 
+from autopar.ir.split.placement import Reduction
 from autopar.mesh import LogicalMesh, Sharding
 
 CollectiveKind = Literal[
@@ -83,7 +84,7 @@ class Mask:
 Step = AllReduce | AllGather | ReduceScatter | AllToAll | Permute | Slice | Mask
 
 
-def reduced_itemsize(kind: str, dtype: np.dtype) -> int:
+def reduced_itemsize(kind: Reduction, dtype: np.dtype) -> int:
     """Bytes of an element as sent in an immediate reduction: `"max"`, `"min"`, or `"sum"` of one device's value and zeros.
 
     Booleans take one byte. 16-bit integers, as which 16-bit floats are sent under "max" and "min", take four: libraries for

@@ -17,7 +17,7 @@ from typing import Any
 
 from autopar.errors import CheckpointError
 from autopar.fit.positions import as_arrays, has_position, iterator_after, iterator_at, position_of
-from autopar.fit.remainder import rows_of, whole
+from autopar.fit.remainder import Remainder, rows_of, whole
 
 Source = Iterable[Any] | Callable[[int], Iterator[Any]]
 
@@ -29,7 +29,7 @@ class EndOfBatches(Exception):
 class Batches:
     """Batches by number; owns the iterator over them."""
 
-    def __init__(self, source: Source, *, stop: int | None = None, remainder: str = "keep", every: int = 1):
+    def __init__(self, source: Source, *, stop: int | None = None, remainder: Remainder = "keep", every: int = 1):
         """Batches of a source, of which nothing is drawn yet.
 
         Of the source at most `stop` are wanted (None: all), and it is asked at multiples of `every` where it is.

@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.hosts import batches as by_host
 from autopar.fit.portions import ByHost, is_by_host
-from autopar.fit.remainder import weight_of
+from autopar.fit.remainder import Remainder, weight_of
 from autopar.fit.state import scalars_of
 from autopar.follow import Following
 
@@ -25,7 +25,7 @@ from autopar.follow import Following
 class Evaluation:
     """When the state is measured, and how."""
 
-    def __init__(self, step: Callable[..., Any], batches: Source | ByHost, every: int | None, remainder: str):
+    def __init__(self, step: Callable[..., Any], batches: Source | ByHost, every: int | None, remainder: Remainder):
         """Raises `AutoparError` if the batches can be gone through only once."""
         if not callable(batches) and iter(batches) is batches:
             raise AutoparError(

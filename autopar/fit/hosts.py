@@ -75,7 +75,13 @@ class HostBatches:
     """
 
     def __init__(
-        self, function: ByHost, *, stop: int | None = None, remainder: str = "keep", every: int = 1, ahead: int = 1
+        self,
+        function: ByHost,
+        *,
+        stop: int | None = None,
+        remainder: Remainder = "keep",
+        every: int = 1,
+        ahead: int = 1,
     ):
         """Reads nothing. `ahead` is how many batches workers read ahead; the others are as of `Batches`."""
         self._reader, self._stop, self._remainder, self._ahead = PortionReader(function, every), stop, remainder, ahead

@@ -132,7 +132,7 @@ def fit(
 
 
 def _feed(
-    batches: Source | ByHost, stop: int | None, remainder: str, every: int, prefetch: int
+    batches: Source | ByHost, stop: int | None, remainder: Remainder, every: int, prefetch: int
 ) -> Batches | HostBatches:
     if is_by_host(batches):
         return HostBatches(cast(ByHost, batches), stop=stop, remainder=remainder, every=every, ahead=prefetch)
@@ -199,7 +199,7 @@ def _check_settings(on_failure: Any, prefetch: Any, counts: Mapping[str, Any]) -
             check_number("fit", name, value, least=1, is_whole=True, do=do)
 
 
-def _evaluation(step: Any, batches: Any, every: int, remainder: str) -> Evaluation | None:
+def _evaluation(step: Any, batches: Any, every: int, remainder: Remainder) -> Evaluation | None:
     if (step is None) != (batches is None):
         missing = "eval_step" if step is None else "eval_batches"
         raise AutoparError(

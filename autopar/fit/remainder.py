@@ -40,7 +40,7 @@ def weight_of(batch: Any) -> float:
     return float(rows_of(batch) or 1)
 
 
-def whole(batch: Any, rows: int | None, remainder: str, number: int) -> Any | None:
+def whole(batch: Any, rows: int | None, remainder: Remainder, number: int) -> Any | None:
     """A batch, drawn for a step of this number, as the step is to have it; None: it is left out.
 
     Whole ones have so many rows; None: that is not known, or batches have none.

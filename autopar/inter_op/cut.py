@@ -35,6 +35,7 @@ from autopar.ir.split.rounds.stage_phases import split_at_joins, whole_batch
 from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import EqualRules
+from autopar.options import MicrobatchSemantics
 from autopar.tuning import TUNING
 
 
@@ -161,7 +162,7 @@ class Rewritten:
     program: Program
     roles: Roles
     count: int
-    semantics: str
+    semantics: MicrobatchSemantics
     num_devices: int
 
     def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Self:
@@ -243,7 +244,7 @@ def cut_step(
     roles: Roles,
     num_parts: int,
     num_microbatches: int,
-    semantics: str = "exact",
+    semantics: MicrobatchSemantics = "exact",
     layout: Layout | None = None,
     num_devices: int = 1,
 ) -> CutStep:

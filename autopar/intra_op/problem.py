@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -118,6 +119,9 @@ def planning_seconds(problem: Problem, axes: int = 1, of: int = 1) -> float:
     return len(problem.costs) / TUNING.nodes_per_second + pairs / TUNING.pairs_per_second
 
 
+Status = Literal["optimal", "feasible", "pruned", "infeasible"]
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """An assignment and what is known about it.
@@ -134,7 +138,7 @@ class Solution:
     choices: tuple[int, ...]
     objective: float
     bound: float
-    status: str
+    status: Status
     solver: str
 
     def bounded(self, bound: float) -> Solution:

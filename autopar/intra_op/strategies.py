@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.rules.rule import Factor, ShardingRule, Term
-from autopar.ir.split.placement import REPLICATED, Partial, Placement, Split
+from autopar.ir.split.placement import REPLICATED, Partial, Placement, Reduction, Split
 from autopar.ir.split.strategy import AxisStrategy, strategies, travels
 from autopar.mesh import Sharding
 
@@ -42,7 +42,7 @@ class Strategy:
     axes_of: Mapping[Factor, tuple[str, ...]] = field(hash=False)
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
-    reductions: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    reductions: tuple[tuple[Reduction, tuple[str, ...]], ...] = ()
     travels: tuple[str, ...] = ()
 
     def __str__(self) -> str:

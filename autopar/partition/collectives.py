@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.cost.steps import AllGather, AllReduce, AllToAll, Mask, Permute, ReduceScatter, Slice, Step
 from autopar.ir.dims import apart, together
+from autopar.ir.split.placement import Reduction
 from autopar.partition.owned import without_loss
 
 
@@ -74,7 +75,7 @@ def _is_list_of_integers(array: jax.Array) -> bool:
     return bool(is_wide) and max(array.shape, default=1) == array.size
 
 
-def reduce_at_once(arrays: Sequence[jax.Array], kind: str, axes: tuple[str, ...]) -> list[jax.Array]:
+def reduce_at_once(arrays: Sequence[jax.Array], kind: Reduction, axes: tuple[str, ...]) -> list[jax.Array]:
     """All-reduce results that may not stay partial, over `axes`.
 
     Booleans are sent as int8, floats under "max" and "min" as integers; 16-bit ones as int32 (`reduced_itemsize`).
@@ -122,7 +123,7 @@ def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return without_loss([array], [AllReduce(axes)], {}, lambda parts: [_in_32_bits(parts[0], add)])[0]
 
 
-_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+_REDUCTIONS: dict[Reduction, Callable[..., jax.Array]] = {
     "max": partial(_extreme, largest=True),
     "min": partial(_extreme, largest=False),
     "sum": _sum_of,

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from autopar._jax import takes_packed
+from autopar.cost.steps import CollectiveKind
 from autopar.debug import xla_flags
 from autopar.intra_op.sharded import Body, Region, collectives_of
 from autopar.mesh import LogicalMesh
@@ -26,7 +27,7 @@ Options = Mapping[str, bool | int]
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
-_KINDS = {
+_KINDS: Mapping[CollectiveKind, tuple[str, str]] = {
     "all-reduce": ("xla_gpu_all_reduce_combine_threshold_bytes", "xla_gpu_enable_pipelined_all_reduce"),
     "all-gather": ("xla_gpu_all_gather_combine_threshold_bytes", "xla_gpu_enable_pipelined_all_gather"),
     "reduce-scatter": ("xla_gpu_reduce_scatter_combine_threshold_bytes", "xla_gpu_enable_pipelined_reduce_scatter"),
@@ -80,7 +81,7 @@ def _trips(body: Body) -> Iterator[Body]:
                 yield from _trips(inner)
 
 
-def _bytes_of(body: Body, mesh: LogicalMesh, kind: str) -> int:
+def _bytes_of(body: Body, mesh: LogicalMesh, kind: CollectiveKind) -> int:
     """Bytes that one trip sends with collectives of a kind, outside of nested loops."""
     straight = Body(body.inputs, tuple(i for i in body.instructions if not isinstance(i, Region)), body.outputs)
     return sum(c.bytes for c in collectives_of(straight, mesh) if c.kind == kind)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from autopar.intra_op.sharded import Collective
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.markup import facts
 from autopar.mesh import Cluster, LogicalMesh, Sharding
-from autopar.options import Options
+from autopar.options import MicrobatchSemantics, Options
 from autopar.plan.profile import Profile
 from autopar.plan.words import ValueRole, bytes_text, seconds_text
 from autopar.streams.assemble import ONE_PROGRAM, StepPlan
@@ -121,7 +121,7 @@ class Cost:
     argument_bytes: int
     collectives: tuple[Collective, ...]
     optimality_gap: float
-    solver_status: str
+    solver_status: Literal["optimal", "feasible"]
     planning_seconds: float
     exposed_seconds: tuple[float, ...] = ()
     figures: Figures = Figures()
@@ -322,7 +322,7 @@ class Decision:
     fingerprints: Mapping[str, str] = field(hash=False)
     machine: str = ""
     events: Timeline = field(default=Timeline(()), repr=False, compare=False)
-    microbatch_semantics: str = "exact"
+    microbatch_semantics: MicrobatchSemantics = "exact"
     parts: int = 1
     budget_bytes: float = math.inf
     profile: Profile = field(default=Profile(), repr=False, compare=False)

@@ -29,6 +29,7 @@ from autopar.ir.split.microbatches.microbatch import NO_BATCH
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
 from autopar.ir.trace.state import Roles
 from autopar.mesh import LogicalMesh
+from autopar.options import MicrobatchSemantics
 from autopar.plan.words import mesh_text
 from autopar.search.methods import DataParallel, Method
 from autopar.search.pins import find_pins
@@ -57,7 +58,9 @@ MICROBATCHES: tuple[Pass[Rewritten], ...] = (
 """The passes of a step on one mesh in microbatches."""
 
 
-def in_microbatches(program: Program, roles: Roles, count: int, semantics: str, num_devices: int = 1) -> Program:
+def in_microbatches(
+    program: Program, roles: Roles, count: int, semantics: MicrobatchSemantics, num_devices: int = 1
+) -> Program:
     """Rewrite a program to loop over `count` microbatches, or, if that is 1, to take its batch at once.
 
     `num_devices`: number of devices that samples may be spread over.

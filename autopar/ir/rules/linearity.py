@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import Atom, JaxprEqn, Literal
+from autopar.ir.split.placement import Reduction
 
 
 def linear_groups(eqn: JaxprEqn, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -79,8 +80,8 @@ def may_be_extreme(dtype: np.dtype) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
 
 
-def identity_of(kind: str, dtype: np.dtype) -> bool | int | float:
-    """The identity of a reduction in this dtype; `kind`: "sum", "max" or "min"."""
+def identity_of(kind: Reduction, dtype: np.dtype) -> bool | int | float:
+    """The identity of a reduction in this dtype."""
     if kind == "sum":
         return 0
     if dtype == np.bool_:

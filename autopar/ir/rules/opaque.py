@@ -35,6 +35,7 @@ from autopar.ir.rules.registry import register
 from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, infer_sizes
 from autopar.ir.rules.terms import factors_of
+from autopar.ir.split.placement import Reduction
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -261,7 +262,7 @@ def opaque(eqn: JaxprEqn) -> ShardingRule:
         results,
         sizes,
         summed=tuple(f for f, kind in noted.items() if kind == "sum"),
-        reduced={f: kind for f, kind in noted.items() if kind in ("max", "min")},
+        reduced={f: cast(Reduction, kind) for f, kind in noted.items() if kind in ("max", "min")},
         whole=tuple(dict.fromkeys([f for f, kind in noted.items() if kind == "whole"] + gone + made)),
         linear=linear_groups(eqn, *call.linear),
         flops=flops if call.flops is None else float(call.flops(*(var.aval for var in eqn.invars))),

@@ -21,6 +21,7 @@ import jax
 from jax import lax
 
 from autopar._jax import JaxprEqn
+from autopar.ir.split.placement import Reduction
 
 Factor = str
 Dim = tuple[Factor, ...]
@@ -124,7 +125,7 @@ class ShardingRule:
     sizes: Mapping[Factor, int]
     summed: tuple[Factor, ...] = ()
     picked: tuple[Factor, ...] = ()
-    reduced: Mapping[Factor, str] = field(default_factory=dict)
+    reduced: Mapping[Factor, Reduction] = field(default_factory=dict)
     whole: tuple[Factor, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     moves: bool = False
