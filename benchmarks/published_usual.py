@@ -22,9 +22,9 @@ def is_compiled(row: Cells) -> bool:
     return said and not says(row, _EAGER, "framework", "notes")
 
 
-_EAGER = r"\beager|(no|not|without|w/o) (torch[. ])?compile"
+_EAGER = r"\beager|(no|not|without|w/o)[ -](torch[. ])?compile|compile\W*(off|false|no\b|disabled)"
 _COMPILERS = (
-    r"torch[. ]compile|\bcompiled?\b|inductor|AsyncTP|"
+    r"torch[. ]compile|\bcompile\b(?! time)|inductor|AsyncTP|"
     r"Alpa|NeMo|Megatron-Bridge|OneFlow|llm\.c|(fused|transformer) kernels"
 )
 

@@ -144,6 +144,9 @@ def test_runs_without_a_compiler_say_so(read):
     titan = {"framework": "torchtitan"}
     assert read(**titan).compiled and not read(**titan, notes="eager, FSDP").compiled
     assert not read(**titan, notes="FSDP").compiled and read(**titan, notes="FSDP + torch.compile").compiled
+    assert not any(
+        read(**titan, notes=f"FSDP, {text}").compiled for text in ("compile off", "compile: False", "compile time 3 s")
+    )
     assert read(**titan, notes="AsyncTP").compiled and read(**titan, notes="FSDP", precision="fp8 linear").compiled
     assert not read(framework="PyTorch", notes="no torch.compile").compiled
     assert read(framework="PyTorch", notes="torch.compile").compiled
