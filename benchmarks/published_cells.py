@@ -19,7 +19,9 @@ FEWEST_TOKENS = 1 << 17
 _NOTHING = re.compile(
     r"(not (stated|given|known|published|specified)|unknown|n/?a\b|nan\b|tbd\b|see |\?|[-–—.]+$)", re.IGNORECASE
 )
-_NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d[\d_]*(?:[.,]\d+)?(?:e[+-]?\d+)?)\s*([km]\b)?", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"(\d{1,3}(?:[, ]\d{3})+\b(?:\.\d+)?|\d[\d_]*(?:[.,]\d+)?(?:e[+-]?\d+)?)\s*([km]\b)?", re.IGNORECASE
+)
 _POWER = re.compile(r"(\d+)\s*(?:\^|\*\*)\s*(\d+)")
 _PRODUCT = re.compile(
     r"(\d+)\s*(?:(?:node|host|server|machine)s?\s*(?:[x×*]|of|with)|[x×*])\s*(\d+)(?:\s*[x×]?\s*[a-z][-\w]*)*",
@@ -28,9 +30,9 @@ _PRODUCT = re.compile(
 _DTYPES = (
     (r"fp4|float4|e2m1", "float4"),
     (r"fp8|float8|f8|e4m3", "float8"),
-    (r"int8|i8", "int8"),
+    (r"int8|i8|w8a8", "int8"),
     (r"bf16|bfloat", "bfloat16"),
-    (r"fp16|float16|f16|half", "float16"),
+    (r"fp16|float16|f16|half|^16\b", "float16"),
     (r"fp32|float32|f32|tf32|single|^32\b", "float32"),
 )
 
@@ -54,7 +56,7 @@ def number_of(row: Cells, name: str, kilo: int = 1000) -> float | None:
         return None
     times = {"k": kilo, "m": kilo**2}.get((found[2] or "").lower(), 1)
     # A comma before three digits parts thousands, else what follows is less than one.
-    digits = re.sub(r",(?=\d{3})|_", "", found[1]).replace(",", ".")
+    digits = re.sub(r"[, ](?=\d{3})|_", "", found[1]).replace(",", ".")
     return float(digits) * times
 
 
@@ -79,6 +81,17 @@ def needed(row: Cells, name: str, kilo: int = 1000) -> int:
     if found is None:
         raise ValueError(f"{name} is not stated")
     return found
+
+
+def devices_of(row: Cells) -> int:
+    """Devices of a run, of which a cell may name the hosts alone.
+
+    Raises:
+        ValueError: The cell says nothing.
+    """
+    found, text = needed(row, "gpus"), text_of(row, "gpus")
+    hosts = re.match(r"[\d,]+\s*[x×]?\s*((DGX|HGX)\b|(node|host|server)s?\b)", text, re.IGNORECASE)
+    return found * (count_of(row, "gpus_per_node") or 8) if hosts and not _PRODUCT.fullmatch(text) else found
 
 
 def seconds_of(row: Cells, name: str) -> float | None:
@@ -124,7 +137,7 @@ def dtype_of(row: Cells) -> str | None:
 
 def recompute_of(row: Cells) -> str | None:
     """What the backward pass makes again: none, selective (attention), full, or all but products."""
-    lower = text_of(row, "recompute").lower()
+    lower = re.sub(r"^(ac|(activation|gradient) (re)?checkpointing)\W+(?=\w)", "", text_of(row, "recompute").lower())
     if re.match(r"none|no?\b|not (used|on)|off\b|false|disabled|without|w/o|everything_saveable|✗|0$", lower):
         return "none"
     if recomputed_part(row) < 1:
@@ -135,8 +148,9 @@ def recompute_of(row: Cells) -> str | None:
         return "selective"
     if re.match(r"selective|sac\b", lower):  # of attention in Megatron-LM; with others of as much as memory asks for
         return "selective" if says(row, "Megatron|NeMo", "framework") else None
-    if "dot" in lower or lower == "minimal":  # so MaxText calls it
-        return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
+    if "dot" in lower or re.match("minimal($|_flash)", lower):  # so MaxText calls it
+        with_context = "context" in lower or "flash" in lower
+        return "dots" + " with context" * with_context + " except mlp" * ("except_mlp" in lower)
     if re.match(
         r"full|y(es)?\b|true|on\b|enabled|✓|all|every|(per[ -])?(layer|block)|uniform|nothing_saveable|1$"
         r"|(activation |gradient )?checkpoint|remat|ac\b",
@@ -190,7 +204,7 @@ def zero_of(row: Cells, data: int, per_host: int = 8) -> tuple[int, int] | None:
     if fsdp or re.search(r"full(y)?.?shard|hybrid.?shard|zero\+\+|\bp?_?os ?\+ ?g ?\+ ?p$", lower):
         return 3, max(1, min(int((fsdp and fsdp[2]) or shards), data))
     is_on = lower in ("yes", "on", "true") and says(row, "Megatron|NeMo", "framework")
-    if is_on or re.search(r"opt|^p?_?os$", lower):
+    if is_on or re.search(r"opt|^p?_?os$|weight.?update", lower):
         return 1, shards
     return (0, 1) if re.match(r"$|no|off|false|ddp|dp\b|data|replica", lower) else None
 

@@ -26,6 +26,7 @@ from published_cells import (
     count_of,
     decoder_of,
     degree_of,
+    devices_of,
     dtype_of,
     gib_of,
     microbatch_of,
@@ -207,7 +208,7 @@ def _run(row: Cells, line: int) -> Run:
         return otherwise[0] if found is None else found
 
     layers, width = needed(row, "layers"), needed(row, "hidden")
-    tokens, devices = needed(row, "seq", kilo=1024), needed(row, "gpus")
+    tokens, devices = needed(row, "seq", kilo=1024), devices_of(row)
     degrees = [degree_of(row, name) or 1 for name in ("tp", "pp", "cp")]
     batch = batch_of(row, tokens, degree_of(row, "dp") or max(1, devices // math.prod(degrees)))
     heads = stated("heads", count_of(row, "heads"), max(1, width // 128))

@@ -13,6 +13,7 @@ from published_architectures import with_sizes  # noqa: E402
 from published_cells import (  # noqa: E402
     attention_of,
     count_of,
+    devices_of,
     dtype_of,
     number_of,
     recompute_of,
@@ -34,7 +35,7 @@ from autopar.cost.kernels import Pass, Product  # noqa: E402
 @pytest.mark.parametrize(
     "text, expected",
     [("1,024", 1024), ("8 GPUs", 8), ("48x8", 384), ("250k", 250000), ("about 250k", 250000), ("2.5", 2.5),
-     ("not stated", None), ("n/a", None), ("-3", None), ("", None), ("see recipe", None)],
+     ("3 500", 3500), ("8 (1 node)", 8), ("not stated", None), ("n/a", None), ("-3", None), ("", None), ("see recipe", None)],
 )  # fmt: skip
 def test_numbers(text, expected):
     assert number_of({"x": text}, "x") == expected
@@ -45,9 +46,11 @@ def test_cells_of_many_spellings():
     assert seconds_of({"s": "850 ms"}, "s") == 0.85 and seconds_of({"s": "12.5 s"}, "s") == 12.5
     assert text_of({"x": None}, "x") == ""
     dtypes = {"NVFP4": "float4", "FP8-CS (current scaling)": "float8", "int8 + bf16": "int8", "amp_bf16": "bfloat16",
-              "fp16 mixed": "float16", "TF32": "float32", "mixed": None}  # fmt: skip
+              "fp16 mixed": "float16", "16-mixed": "float16", "W8A8": "int8", "TF32": "float32", "mixed": None}  # fmt: skip
     assert {text: dtype_of({"precision": text}) for text in dtypes} == dtypes
     again = {"Selective attention": "selective", "Selective": None, "yes": "full", "none (yaml null)": "none", "offload": None,
+             "AC: none": "none", "AC (selective)": None, "AC": "full", "activation checkpointing": "full",
+             "minimal": "dots", "minimal_flash": "dots with context",
              "": None, "False": "none", "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
     assert {text: recompute_of({"recompute": text}) for text in again} == again
     zeros = {"distributed optimizer": (1, 64), "FSDP2": (3, 64), "HSDP 8": (3, 8), "ZeRO-2": (2, 64), "stage 3": (3, 64),
@@ -67,6 +70,15 @@ def test_cells_of_many_spellings():
         "MaxText": 3,
     }
     assert {name: attention_of({"attention": "flash", "framework": name}) for name in frameworks} == frameworks
+
+
+@pytest.mark.parametrize(
+    "text, devices",
+    [("64", 64), ("1,024 H100s", 1024), ("8 nodes x 8", 64), ("8 nodes", 64), ("16 x DGX H100", 128), ("4 DGX A100", 32),
+     ("2 nodes (16 GPUs)", 16), ("64 GPUs (8 nodes)", 64)],
+)  # fmt: skip
+def test_devices_may_be_counted_by_hosts(text, devices):
+    assert devices_of({"gpus": text}) == devices
 
 
 def test_rows_that_say_all_take_nothing_for_granted(read):
