@@ -88,12 +88,12 @@ def backward_at(passes: Passes, level: float) -> Backward:
         passed, again = for_weights.values, for_weights.again
     gates: dict[str, Gates] = {"B": {}, "W": {}}
     gated = {*kept.values, *passes.pieces}
-    eqns = _late([*passes.light, *kept.again], passes.at_once, passed, heavy, gated, gates["B"])
-    weight = _late([*passes.light, *again], passes.later, (), heavy, gated, gates["W"])
+    eqns = _interleaved([*passes.light, *kept.again], passes.at_once, passed, heavy, gated, gates["B"])
+    weight = _interleaved([*passes.light, *again], passes.later, (), heavy, gated, gates["W"])
     return Backward(level, kept, tuple(eqns), tuple(weight), {var: new_var(var.aval) for var in passed}, gates)
 
 
-def _late(
+def _interleaved(
     helpers: Sequence[JaxprEqn],
     eqns: Sequence[JaxprEqn],
     wanted: Sequence[Var],

@@ -45,14 +45,14 @@ def pass_order(split: Microbatches) -> PassOrder:
     while True:  # fixed point: each iteration learns what is made after one more pass
         # Value -> (pass after which it is made, whether its readers run backwards: it depends on gradients).
         late = {inner_of[v]: (k, k % 2 == 0 and v in gradients) for v, k in behind.items() if v in inner_of}
-        passes = _followed(split.loop, late)
+        passes = _earliest_passes(split.loop, late)
         made_in = {var: k for eqn, k in zip(split.loop.eqns, passes, strict=True) for var in eqn.outvars}
-        before, behind = behind, _behind(split.between, {v: made_in.get(part, 0) for v, part in part_of.items()})
+        before, behind = behind, _pass_before(split.between, {v: made_in.get(part, 0) for v, part in part_of.items()})
         if behind == before:
             break
     if max(passes, default=0) > 1:
         read = read_by(split.between)
-        passes = _made_late(split.loop, passes, [part for v, part in part_of.items() if v in read])
+        passes = _in_later_rounds(split.loop, passes, [part for v, part in part_of.items() if v in read])
     beside: dict[Var, Var] = {v: part for v, part in part_of.items() if part in made_in} | inner_of
     for eqn in split.between:
         known = [a for a in inputs_of(eqn) if a in beside]
@@ -62,7 +62,7 @@ def pass_order(split: Microbatches) -> PassOrder:
     return PassOrder(tuple(passes), behind, {inner_of[v]: beside[v] for v in led_to})
 
 
-def _followed(loop: Jaxpr, late: Mapping[Var, tuple[int, bool]]) -> list[int]:
+def _earliest_passes(loop: Jaxpr, late: Mapping[Var, tuple[int, bool]]) -> list[int]:
     """The earliest pass of each equation.
 
     `late`: value made between passes -> the pass after which it is made, and whether its readers run backwards.
@@ -84,7 +84,7 @@ def _followed(loop: Jaxpr, late: Mapping[Var, tuple[int, bool]]) -> list[int]:
     return passes
 
 
-def _behind(between: Sequence[JaxprEqn], made_in: Mapping[Var, int]) -> dict[Var, int]:
+def _pass_before(between: Sequence[JaxprEqn], made_in: Mapping[Var, int]) -> dict[Var, int]:
     """The pass after which each value between passes is made; `made_in`: the pass that makes each result of the loop."""
     found: dict[Var, int] = {}
     for eqn in between:
@@ -101,7 +101,7 @@ def _behind(between: Sequence[JaxprEqn], made_in: Mapping[Var, int]) -> dict[Var
     return found
 
 
-def _made_late(loop: Jaxpr, passes: Sequence[int], waited: Collection[Var]) -> list[int]:
+def _in_later_rounds(loop: Jaxpr, passes: Sequence[int], waited: Collection[Var]) -> list[int]:
     """Move equations to a later round if they are connected to its equations and no earlier pass needs them.
 
     `waited`: results of the loop that are read between its passes.

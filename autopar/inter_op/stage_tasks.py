@@ -105,7 +105,7 @@ class _Builder:
             eqns = each.by_kind[kind]
             own = [j for j in self.joined if self.made_at(j.contribution)[:2] == (kind, number)]
             if eqns or own:
-                whole = _beside_makers(eqns, [j.eqns for j in own])
+                whole = _after_operands(eqns, [j.eqns for j in own])
                 read = dict.fromkeys((*self.program.sent, *waiting[kind], *read_later))
                 outputs = [Slot("loop", v, v) for v in read if self.tasks.made_at.get(v) == (kind, number, self.stage)]
                 outputs += passed.values() if kind == "B" else ()
@@ -178,7 +178,7 @@ class _Builder:
         }
 
 
-def _beside_makers(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
+def _after_operands(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
     """Insert each group of `added` right after its operands are made: a gradient is accumulated at once, and freed."""
     made_at = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
     behind: dict[int, list[JaxprEqn]] = {}

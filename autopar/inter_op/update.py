@@ -84,7 +84,7 @@ def place_update(
         behind: Value made between passes of the loop -> the pass after which it is made.
     """
     outside = [split.read_outside(eqns) for eqns in in_loop]
-    read_by_loop = [_arguments_behind(jaxpr, wanted, split.before) for wanted in outside]
+    read_by_loop = [_arguments_needed(jaxpr, wanted, split.before) for wanted in outside]
     late = [[var for var in wanted if var in behind] for wanted in outside]
     result_at = {
         r.var: made_at[a].stage if not isinstance(a, Literal) and a in made_at else 0
@@ -95,7 +95,7 @@ def place_update(
     return replace(first, eqns=first.joined_locally(), stage={}, stage_of_eqn={}).update()
 
 
-def _arguments_behind(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
+def _arguments_needed(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
     """Arguments of the step among the values `wanted`, or read by the equations that make them."""
     behind = {**wanted, **read_by(needed(eqns, wanted, effects=False))}
     return {var: None for var in jaxpr.invars if var in behind}
@@ -292,7 +292,7 @@ class _Placement:
                 else:
                     home[old] = outputs[k]
         for var in passed:
-            home[var] = _end_of(var, passed, home)
+            home[var] = _home_after(var, passed, home)
         for k, atom in enumerate(self.jaxpr.outvars):
             if not isinstance(atom, Literal) and atom in self.arguments:
                 outputs[k] = home[atom]
@@ -301,7 +301,7 @@ class _Placement:
     def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
         """Arguments of the step that a stage's update reads, also through equations before the loop."""
         wanted = read_by(eqn for eqns in rounds for eqn in eqns)
-        return [*_arguments_behind(self.jaxpr, wanted, self.split.before)]
+        return [*_arguments_needed(self.jaxpr, wanted, self.split.before)]
 
 
 class _Rounds:
@@ -361,7 +361,7 @@ def _is_scalar(atom: Var) -> bool:
     return num_elements_of(atom) <= TUNING.joined_elements
 
 
-def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:
+def _home_after(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:
     """Home at the end of a chain of arguments that each take over the next one's value; for a cycle, its first stage."""
     chain = [var]
     while chain[-1] in passed and passed[chain[-1]] not in chain:

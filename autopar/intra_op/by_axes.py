@@ -75,18 +75,18 @@ def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
     """Compare what the choices of each class of nodes do on each axis."""
     first = dict(zip(reversed(class_of), reversed(graph.nodes), strict=True))
     known: dict[tuple[int, str], np.ndarray] = {}
-    lying: dict[tuple[Sharding, str], Hashable] = {}
+    placements: dict[tuple[Sharding, str], Hashable] = {}
 
-    def lies(sharding: Sharding, axis: str) -> Hashable:
-        found = lying.get((sharding, axis))
+    def placement(sharding: Sharding, axis: str) -> Hashable:
+        found = placements.get((sharding, axis))
         if found is None:
             split = tuple([axis in names for names in sharding.dims])
-            found = lying[sharding, axis] = split, axis in sharding.partial
+            found = placements[sharding, axis] = split, axis in sharding.partial
         return found
 
     def does(key: Key, axis: str) -> Hashable:
         shardings, reductions = key
-        return tuple([lies(s, axis) for s in shardings]), tuple([axis in names for _, names in reductions])
+        return tuple([placement(s, axis) for s in shardings]), tuple([axis in names for _, names in reductions])
 
     def numbers(node: Node, axis: str) -> np.ndarray:
         listed = node.strategies or node.shardings

@@ -43,7 +43,7 @@ def held_values(graph: Graph) -> Mapping[Var, int]:
     two layouts, else 1; cached in the graph."""
     if graph.held is None:
         nodes = [node for node in graph.nodes if node.kind == "op"]
-        held, wide = _find_held(graph, nodes), {*_wide_values(nodes), *_both_ways(graph, nodes)}
+        held, wide = _find_held(graph, nodes), {*_wide_values(nodes), *_in_two_layouts(graph, nodes)}
         graph.held = {var: 1 + (var in wide) for var in held}
     return graph.held
 
@@ -57,10 +57,10 @@ def _find_held(graph: Graph, nodes: Sequence[Node]) -> set[Var]:
     held.update(edge.var for edge in graph.edges if graph.nodes[edge.target].kind == "port")
     made_by = {var: node for node in nodes for var in node.eqn.outvars}
     for node in nodes:
-        if not _makes_again(node):
+        if not _is_recomputable(node):
             held.update(node.eqn.outvars)
             held.update(_as_written(var, made_by) for var in _read_from_memory(node))
-    for scattered, total in _scattered_sums(nodes, readers):
+    for scattered, total in _scatter_additions(nodes, readers):
         held.discard(scattered)
         held.add(total)
     made_of: dict[Var, dict[Var, int]] = {}
@@ -86,7 +86,7 @@ def _wide_values(nodes: Sequence[Node]) -> Iterator[Var]:
     yield from (var for var in made if var in taken and var not in narrow and var.aval.dtype == jnp.bfloat16)
 
 
-def _both_ways(graph: Graph, nodes: Sequence[Node]) -> Iterator[Var]:
+def _in_two_layouts(graph: Graph, nodes: Sequence[Node]) -> Iterator[Var]:
     """8-bit floats that products of one phase contract along the last dim, and others along another one: their kernels need
     the contracted dim to be minor, so that there are two arrays."""
     ways: dict[tuple[Var, Phase], set[bool]] = {}
@@ -120,7 +120,7 @@ def _leaves(node: Node, made_of: Mapping[Var, Mapping[Var, int]]) -> dict[Var, i
     return found
 
 
-def _makes_again(node: Node) -> bool:
+def _is_recomputable(node: Node) -> bool:
     """Whether an operation can be fused into the kernels that read its results."""
     return is_fused(node) and not copies_to_or_from_host(node.eqn) and not node.rule.summed and not node.rule.reduced
 
@@ -140,14 +140,14 @@ def _as_written(var: Var, made_by: Mapping[Var, Node]) -> Var:
     while maker is not None and is_view(maker.eqn):
         (written,) = inputs_of(maker.eqn)
         maker = made_by.get(written)
-    return written if maker is not None and _makes_again(maker) else var
+    return written if maker is not None and _is_recomputable(maker) else var
 
 
 def _scatters(node: Node) -> bool:
     return node.eqn.primitive.name.startswith("scatter")
 
 
-def _scattered_sums(nodes: Sequence[Node], readers: Mapping[Var, int]) -> Iterator[tuple[Var, Var]]:
+def _scatter_additions(nodes: Sequence[Node], readers: Mapping[Var, int]) -> Iterator[tuple[Var, Var]]:
     """Results of scatters whose only reader is an addition, with the sum."""
     scattered = {node.eqn.outvars[0] for node in nodes if _scatters(node) and readers.get(node.eqn.outvars[0]) == 1}
     for node in nodes:

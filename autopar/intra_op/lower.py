@@ -136,7 +136,7 @@ class _Lowering:
             else:
                 self.compute(eqn)
             for var, phase in leaving.get(position, ()):
-                self.at_hand(var, phase, eqn)
+                self.available(var, phase, eqn)
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
             self.need(atom, sharding)
         self.pace.pop()
@@ -195,7 +195,7 @@ class _Lowering:
         phase: Phase = "o" if eqn is None else self.graph.phases.get(eqn, "f")
         if eqn is None and (sharding == self.made[atom] or self.was_made(atom, sharding)):
             return
-        copies = self.copies.get((atom, phase)) or self.at_hand(atom, phase, eqn)
+        copies = self.copies.get((atom, phase)) or self.available(atom, phase, eqn)
         if sharding in copies:
             return
         hub = self.graph.hubs.get((atom, phase))
@@ -207,7 +207,7 @@ class _Lowering:
         """Whether any phase of this body had the copy."""
         return any(sharding in self.copies.get((var, phase), ()) for phase in PHASES)
 
-    def at_hand(self, var: Var, phase: Phase, reader: JaxprEqn | None) -> list[Sharding]:
+    def available(self, var: Var, phase: Phase, reader: JaxprEqn | None) -> list[Sharding]:
         """The copies of a value available in a phase; on first use, the one that the phase begins with."""
         if (var, phase) not in self.copies:
             keep = self.graph.keeps.get((var, phase))

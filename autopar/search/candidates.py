@@ -108,12 +108,12 @@ class Estimates:
         return 2 * link.latency_seconds + sent / link.bytes_per_second
 
 
-def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known: float) -> list[Candidate]:
+def find_candidates(estimates: Estimates, counts: Sequence[int], num_firm: int, known: float) -> list[Candidate]:
     """Find candidates for each number of microbatches, best first; those with guessed costs last.
 
     Guesses are optimistic: they are solved for while they are among the best `num_firm`, and may beat the best step known.
     """
-    layers, slicings = told.layers, _where_any_may_win(told, counts, known)
+    layers, slicings = estimates.layers, _where_any_may_win(estimates, counts, known)
 
     def guessed(candidate: Candidate) -> list[int]:
         return [size for size in dict.fromkeys(candidate.sizes) if layers.is_guess(size, candidate.count)]
@@ -125,16 +125,16 @@ def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known
             break
         for size in guessed(unsure):
             layers.refine(size, unsure.count)
-        slicings[unsure.count] = _slicings(told, unsure.count)
+        slicings[unsure.count] = _slicings(estimates, unsure.count)
     return sorted(ranked, key=lambda c: bool(guessed(c)))
 
 
-def _where_any_may_win(told: Estimates, counts: Sequence[int], known: float) -> dict[int, list[Candidate]]:
+def _where_any_may_win(estimates: Estimates, counts: Sequence[int], known: float) -> dict[int, list[Candidate]]:
     """The slicings for each number of microbatches, after layers were sharded on every submesh on which one may win.
 
     On the others, no pipeline beats the best step known even by its kernels alone.
     """
-    layers = told.layers
+    layers = estimates.layers
 
     def promising(candidates: Iterable[Candidate]) -> list[int]:
         sizes = [size for c in candidates if c.may_beat(known) for size in c.sizes]
@@ -143,52 +143,52 @@ def _where_any_may_win(told: Estimates, counts: Sequence[int], known: float) -> 
     if math.isinf(known) or not layers.has_bounds():
         layers.shard_on(layers.meshes)
     else:
-        layers.shard_on(promising(c for count in counts for c in equal_candidates(told, count)))
+        layers.shard_on(promising(c for count in counts for c in equal_candidates(estimates, count)))
     while True:
-        slicings = {count: _slicings(told, count) for count in counts}
+        slicings = {count: _slicings(estimates, count) for count in counts}
         sizes = promising(c for some in slicings.values() for c in some)
         if not sizes:
             return slicings
         layers.shard_on(sizes)
 
 
-def equal_candidates(told: Estimates, count: int) -> list[Candidate]:
+def equal_candidates(estimates: Estimates, count: int) -> list[Candidate]:
     """Pipelines of equal work on equal submeshes: for each submesh size, on its fastest mesh."""
     found: list[Candidate] = []
-    for size in told.layers.meshes:
-        num_stages, left = divmod(told.cluster.num_devices, size)
-        if left or not 2 <= num_stages <= told.most_stages:
+    for size in estimates.layers.meshes:
+        num_stages, left = divmod(estimates.cluster.num_devices, size)
+        if left or not 2 <= num_stages <= estimates.most_stages:
             continue
         best = None
-        sent = (num_stages - 1) * float(np.mean(told.crossing(count)[1:])) / told.rounds.calls
-        for times, lower, mesh in equal_stages(told.layers, size, num_stages, count, told.budget):
-            latency, least = (told.rounds.seconds(each, count) + sent for each in (times, lower))
+        sent = (num_stages - 1) * float(np.mean(estimates.crossing(count)[1:])) / estimates.rounds.calls
+        for times, lower, mesh in equal_stages(estimates.layers, size, num_stages, count, estimates.budget):
+            latency, least = (estimates.rounds.seconds(each, count) + sent for each in (times, lower))
             if best is None or latency < best.seconds:
                 best = Candidate(count, latency, least, (size,) * num_stages, None, ((mesh,),) * num_stages)
         found += [best] if best is not None else []
     return found
 
 
-def _slicings(told: Estimates, count: int) -> list[Candidate]:
+def _slicings(estimates: Estimates, count: int) -> list[Candidate]:
     """Candidates for a number of microbatches: the best slicings, and stages of equal work."""
-    layers, found = told.layers, equal_candidates(told, count)
-    kinds = kinds_of(layers, count, told.budget)
+    layers, found = estimates.layers, equal_candidates(estimates, count)
+    kinds = kinds_of(layers, count, estimates.budget)
     # Also the best one without recomputation, whose cost is known only once it is planned.
     for some in (kinds, kinds.first(len(layers.meshes)))[: len(layers.levels)]:
-        best = _best_slicing(told, some, count)
+        best = _best_slicing(estimates, some, count)
         found += [best] if best is not None else []
     # Stages of equal work, balanced anew, replace equal slicings into whole layers.
     return list({(c.sizes, c.firsts): c for c in reversed(found)}.values())
 
 
-def _best_slicing(told: Estimates, kinds: Kinds, count: int) -> Candidate | None:
+def _best_slicing(estimates: Estimates, kinds: Kinds, count: int) -> Candidate | None:
     """The slicing of least latency by the table; None: none fits."""
-    crossing, rounds = told.crossing(count), told.rounds
+    crossing, rounds = estimates.crossing(count), estimates.rounds
     try:
         slicing = slice_stages(
             kinds.seconds,
             kinds.sizes,
-            told.cluster.num_devices,
+            estimates.cluster.num_devices,
             count * rounds.calls,
             transfer_seconds=crossing,
             max_in_flight=kinds.flight,

@@ -50,16 +50,16 @@ def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) ->
     """
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
     runs_again = planned is None or any(level > CHEAP for level in planned.tasks.levels)
-    return length if runs_again and length <= TUNING.max_segments and _keep_what_they_make(program, length) else 0
+    return length if runs_again and length <= TUNING.max_segments and _keep_residuals(program, length) else 0
 
 
 def finds_what_it_made(program: Program, roles: Roles) -> bool:
     """Whether the program as written keeps most residuals of its layers, so that recomputation could save memory."""
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
-    return _keep_what_they_make(program, length) if length else not any(map(is_recomputed, program.jaxpr.eqns))
+    return _keep_residuals(program, length) if length else not any(map(is_recomputed, program.jaxpr.eqns))
 
 
-def _keep_what_they_make(program: Program, length: int) -> bool:
+def _keep_residuals(program: Program, length: int) -> bool:
     """Whether scans over so many layers stack more bytes of residuals than they carry.
 
     If `jax.checkpoint` recomputes whole layers, only their inputs are kept, and recomputation can save nothing more.

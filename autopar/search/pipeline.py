@@ -125,7 +125,7 @@ class _Attempts:
             if min([self.beat, *(p.seconds_for(goal) for p in fitting)]) * (1 - TUNING.near) <= self.fastest:
                 break
         if not fitting:
-            raise _to_be_told(failures, budget)
+            raise _most_telling(failures, budget)
         return min(fitting, key=lambda p: p.seconds_for(goal))
 
     def plan(self, number: int, way: Terms, report: Report) -> PipelinePlan | None:
@@ -171,7 +171,7 @@ def _not_beaten(
         yield stage
 
 
-def _to_be_told(failures: Sequence[InfeasibleError], budget: float) -> InfeasibleError:
+def _most_telling(failures: Sequence[InfeasibleError], budget: float) -> InfeasibleError:
     """The most informative of the failures, one per way."""
     # The last way is the most permissive: it counts no memory for results that may be recomputed.
     if isinstance(failures[-1], SlowerError):

@@ -81,8 +81,8 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     affordable = TUNING.finalist_equations // max(1, len(cut.program.jaxpr.eqns))
     effort = max(TUNING.finalists, min(TUNING.most_finalists, affordable))
     crossing_bytes = reference * np.array([cut.chain.cut_bytes[k] for k in borders], float)
-    told = Estimates(layers, crossing_bytes, cluster, budget, rounds, max(cut.chain.num_segments, cuts.length))
-    candidates = find_candidates(told, counts, effort // 2, known)
+    estimates = Estimates(layers, crossing_bytes, cluster, budget, rounds, max(cut.chain.num_segments, cuts.length))
+    candidates = find_candidates(estimates, counts, effort // 2, known)
     finalists = candidates[:effort]
 
     def plan(candidate: Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
@@ -95,7 +95,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     attempts.expected = len(finalists) + max(1, effort // 4) + 2
     first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
     attempts.make_all(finalists, first)
-    _try_too_large(attempts, told, counts, candidates, effort, first)
+    _try_too_large(attempts, estimates, counts, candidates, effort, first)
     if not forward_only:
         _try_schedules(attempts, effort)
     if found.best is not None:
@@ -261,7 +261,7 @@ class _Attempts:
 
 def _try_too_large(
     attempts: _Attempts,
-    told: Estimates,
+    estimates: Estimates,
     counts: Sequence[int],
     candidates: Sequence[Candidate],
     effort: int,
@@ -271,7 +271,7 @@ def _try_too_large(
 
     `candidates` fit by the table; the first `effort` of them were planned.
     """
-    roomy, planned = dataclasses.replace(told, budget=math.inf), list(candidates[:effort])
+    roomy, planned = dataclasses.replace(estimates, budget=math.inf), list(candidates[:effort])
     if math.isinf(attempts.beat):
         frugal = [each for each in equal_candidates(roomy, counts[-1]) if each not in planned]
         attempts.make_all(frugal, schedule)
