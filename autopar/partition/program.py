@@ -30,6 +30,7 @@ from autopar.partition.order import after, communicates, needs_order
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
+from autopar.partition.unsent import unsent_waits
 from autopar.tuning import TUNING
 
 Copies = dict[Copy, jax.Array]
@@ -53,6 +54,7 @@ def run_body(
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
     late = find_waits(body, ahead.num_bytes)
+    unsent = dict(unsent_waits(body, ahead.num_bytes))
     results, losses = {atom for atom, _ in body.outputs if isinstance(atom, Var)}, list[jax.Array]()
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
@@ -75,6 +77,10 @@ def run_body(
             waiting, work = late[position]
             undelayed[waiting] = copies[waiting]
             copies[waiting] = after(copies[waiting], copies[work])
+        if position in unsent:
+            waiting, awaited = unsent[position]
+            undelayed.setdefault(waiting, copies[waiting])
+            copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
         made = _run_instruction(
             instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
         )

@@ -1,0 +1,107 @@
+"""A backward pass waits for gradients that are on their way, so that they are not all sent behind its end."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cost.steps import ReduceScatter
+from autopar.intra_op.sharded import Move, local_bytes
+from autopar.partition import unsent
+from autopar.partition.unsent import unsent_waits
+
+LAYERS = 6
+
+
+def train_step(params, batch):
+    """Layers that are written out; each is updated in the backward pass, as parts of a sum over microbatches are added."""
+    kept = [batch["x"]]
+    for p in params:
+        kept.append(jnp.tanh((kept[-1] * p["scale"]) @ p["w"]))
+    gradient, new = kept[-1] - batch["y"], []
+    for p, x, y in zip(params[::-1], kept[-2::-1], kept[:0:-1], strict=True):
+        inner = gradient * (1 - y**2)
+        outer = inner @ p["w"].T
+        new.insert(0, {"w": p["w"] - (x * p["scale"]).T @ inner / 128, "scale": p["scale"] - (outer * x).sum(0) / 128})
+        gradient = outer * p["scale"]
+    return new
+
+
+def planned(cluster, width, rows, array):
+    params = [{"w": array(width, width), "scale": array(width)} for _ in range(LAYERS)]
+    batch = {"x": array(rows, width), "y": array(rows, width)}
+    method = autopar.DataParallel(zero=3)
+    step = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=())
+    return step, (params, batch)
+
+
+@pytest.fixture(scope="module")
+def backward():
+    """The program of a wide model, and its mesh."""
+    step, given = planned(
+        autopar.Cluster.of("8 h100"), 4096, 8192, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    (stage,) = step.plan(*given).attached.pipeline.stages
+    return stage.tasks[0].body, stage.mesh
+
+
+def is_sent(instruction):
+    return isinstance(instruction, Move) and isinstance(instruction.step, ReduceScatter)
+
+
+def test_elementwise_work_waits_for_what_was_sent_before(backward):
+    body, mesh = backward
+    waits = list(unsent_waits(body, lambda copy: local_bytes(*copy, mesh)))
+    sent = [at for at, instruction in enumerate(body.instructions) if is_sent(instruction)]
+    assert len(sent) >= 4 and waits
+    made_at = {copy: at for at, instruction in enumerate(body.instructions) for copy in instruction.makes}
+    for place, (waiting, awaited) in waits:
+        assert waiting in body.instructions[place].reads
+        assert not body.instructions[place].eqn.primitive.name.startswith("dot")
+        behind = [made_at[copy] for copy in awaited]
+        assert max(behind) < place and set(behind) & set(sent)
+
+
+def test_the_last_messages_go_on_beside_the_backward_pass(backward):
+    body, mesh = backward
+
+    def num_bytes(copy):
+        return local_bytes(*copy, mesh)
+
+    made_at = {copy: at for at, instruction in enumerate(body.instructions) for copy in instruction.makes}
+    for _, (_, awaited) in unsent_waits(body, num_bytes):
+        last = max(made_at[copy] for copy in awaited if is_sent(body.instructions[made_at[copy]]))
+        going = [i for at, i in enumerate(body.instructions) if at > last and is_sent(i)]
+        assert sum(num_bytes((i.var, i.source)) for i in going) >= unsent.BUCKET_BYTES
+
+
+def test_sums_that_are_not_sent_apart_are_waited_for_too(backward):
+    body, mesh = backward
+    awaited = {copy for _, (_, copies) in unsent_waits(body, lambda c: local_bytes(*c, mesh)) for copy in copies}
+    made_by = {copy: instruction for instruction in body.instructions for copy in instruction.makes}
+    assert any(made_by[copy].eqn.primitive.name == "reduce_sum" for copy in awaited if not is_sent(made_by[copy]))
+
+
+def test_nothing_waits_for_small_messages(backward):
+    body, _ = backward
+    assert not list(unsent_waits(body, lambda copy: 64))
+
+
+def test_what_waits_is_the_same(monkeypatch):
+    monkeypatch.setattr(unsent, "BUCKET_BYTES", 1 << 13)
+    monkeypatch.setattr(unsent, "LATE_BYTES", 1 << 13)
+    monkeypatch.setattr("autopar.intra_op.fuse.small_bytes", lambda mesh: 1 << 10)
+    found = []
+
+    def finding(*given):
+        found.append(dict(unsent_waits(*given)))
+        return found[-1]
+
+    monkeypatch.setattr("autopar.partition.program.unsent_waits", finding)
+    random = np.random.default_rng(0)
+    cluster = autopar.Cluster.local(jax.devices()[:4])
+    step, given = planned(cluster, 64, 128, lambda *shape: random.standard_normal(shape, np.float32) / 8)
+    got, wanted = step(*given), jax.jit(train_step)(*given)
+    assert any(found)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
