@@ -22,6 +22,9 @@ _NAME = re.compile(r"^\s+(?:ROOT )?%?([^\s=]+) = ")
 _CALLS = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([^\s,}]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_CONDITION = re.compile(r"\bcondition=%?([^\s,}]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -33,7 +36,7 @@ class Hlo:
         name: Its name.
         type: Type of its result: `f32[8,128]{1,0}`, or several in parentheses.
         opcode: Its opcode: `fusion`, `all-gather-start`.
-        operands: Names of its operands.
+        operands: Names of its operands; of a constant, its value.
         attributes: The rest of its line.
     """
 
@@ -55,16 +58,16 @@ class Hlo:
         return tuple(dict.fromkeys([*_CALLS.findall(self.attributes), *filter(None, several)]))
 
     @property
-    def trips(self) -> int | None:
-        """Trip count of a loop; None: XLA does not know it."""
-        found = _TRIPS.search(self.attributes)
-        return int(found[1]) if found else None
-
-    @property
     def target(self) -> str:
         """Target of a custom call; "" for other instructions."""
         found = _TARGET.search(self.attributes)
         return found[1] if found else ""
+
+    @property
+    def chain(self) -> str | None:
+        """Identifier that XLA for TPUs gives to the parts of one asynchronous collective; None: it is not asynchronous."""
+        found = _CHAIN.search(self.attributes)
+        return found[1] if found else None
 
     @property
     def is_synchronous(self) -> bool:
@@ -88,6 +91,39 @@ class Module:
 
     entry: str
     computations: Mapping[str, tuple[Hlo, ...]]
+
+    def trips(self, loop: Hlo) -> int | None:
+        """Return the trip count of a loop; None: it is not known.
+
+        XLA for GPUs states it; otherwise it is read off the condition, if that compares a counter with a constant.
+        """
+        found, condition = _TRIPS.search(loop.attributes), _CONDITION.search(loop.attributes)
+        if found or not condition:
+            return int(found[1]) if found else None
+        *_, last = self.computations[condition[1]]
+        if last.opcode != "compare" or "direction=LT" not in last.attributes:
+            return None
+        inside = {hlo.name: hlo for hlo in self.computations[condition[1]]}
+        counter, limit = (inside.get(name) for name in last.operands)
+        index = _INDEX.search(counter.attributes) if counter and counter.opcode == "get-tuple-element" else None
+        begin = self._given(loop, int(index[1])) if index else None
+        end = _number(limit)
+        return None if begin is None or end is None else max(0, end - begin)
+
+    def _given(self, loop: Hlo, index: int) -> int | None:
+        """Return the initial value of a loop's counter; None: it is no constant."""
+        around = next(lines for lines in self.computations.values() if any(hlo is loop for hlo in lines))
+        made = {hlo.name: hlo for hlo in around}
+        carried = made.get(loop.operands[0])
+        found = made.get(carried.operands[index]) if carried is not None and carried.opcode == "tuple" else None
+        while found is not None and found.opcode == "copy":
+            found = made.get(found.operands[0])
+        return _number(found)
+
+
+def _number(hlo: Hlo | None) -> int | None:
+    is_number = hlo is not None and hlo.opcode == "constant" and hlo.operands
+    return int(hlo.operands[0]) if hlo is not None and is_number else None
 
 
 def read_module(text: str) -> Module:
@@ -117,6 +153,8 @@ def _read_line(line: str) -> Hlo | None:
     begin = rest.index("(")
     end = begin + _closing(rest[begin:])
     operands = tuple(re.findall(r"%([^\s,()]+)", rest[begin:end]))
+    if rest[:begin] == "constant":
+        operands = tuple(re.findall(r"^\((-?\d+)\)$", rest[begin:end]))
     return Hlo(name[1], kind, rest[:begin], operands, rest[end:])
 
 

@@ -53,7 +53,7 @@ def _copies_in(module: Module, computation: str, types: Mapping[str, str]) -> Co
         if hlo.opcode == "conditional":
             found.update(max(inner, key=lambda each: sum(each.values())))
         elif inner:
-            times = hlo.trips or 0 if hlo.opcode == "while" else 1
+            times = module.trips(hlo) or 0 if hlo.opcode == "while" else 1
             for each in inner:
                 found.update(_times(each, times))
         else:

@@ -34,6 +34,8 @@ _FREE = {
     "partition-id",
     "replica-id",
 }
+_BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
+"""Custom calls around an asynchronous collective of XLA for TPUs; the fusions between the two carry out parts of it."""
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8"}
 
 
@@ -110,14 +112,14 @@ class _Follower:
             if inner is not None:
                 seconds = self._seconds(inner)
                 network = max(now, network) + seconds
-                if _begins(hlo) and not hlo.is_synchronous:
+                if (_begins(hlo) or inner.chain is not None) and not hlo.is_synchronous:
                     begun[hlo.name] = (now, network, hlo, inner)
                 else:
                     self._note(inner, times, False, 0.0)
                     self.seen.exposed_seconds += times * (network - now)
                     now = network
-            elif hlo.opcode.endswith("-done") and hlo.operands and hlo.operands[0] in begun:
-                start, end, _, inner = begun.pop(hlo.operands[0])
+            elif (ended := self._ended(hlo, begun)) is not None:
+                start, end, _, inner = begun.pop(ended)
                 self._note(inner, times, True, now - start)
                 self.seen.exposed_seconds += times * max(0.0, end - now)
                 now = max(now, end)
@@ -128,7 +130,7 @@ class _Follower:
     def _kernels(self, hlo: Hlo, times: int) -> float:
         """Seconds of an instruction that is no collective."""
         if hlo.opcode == "while":
-            trips = hlo.trips or 0  # loops whose trip count XLA does not know count as 0
+            trips = self.module.trips(hlo) or 0  # loops whose trip count is not known count as 0
             return trips * sum(self.run(name, times * trips) for name in hlo.called)
         if hlo.opcode in ("call", "conditional"):
             return max((self.run(name, times) for name in hlo.called), default=0.0)
@@ -147,8 +149,22 @@ class _Follower:
             return hlo
         if hlo.opcode in ("async-start", "fusion"):
             lines = [line for name in hlo.called for line in self.module.computations[name]]
-            return next((found for line in lines if (found := self._collective_in(line)) is not None), None)
+            found = next((found for line in lines if (found := self._collective_in(line)) is not None), None)
+            is_begun = found is None or found.chain is None or any(line.target == _BEGINS for line in lines)
+            return found if is_begun else None
         return None
+
+    def _ended(self, hlo: Hlo, begun: Mapping[str, tuple[float, float, Hlo, Hlo]]) -> str | None:
+        """Return the name of the collective that ends with an instruction; None: none does."""
+        if hlo.opcode.endswith("-done") and hlo.operands:
+            return hlo.operands[0] if hlo.operands[0] in begun else None
+        lines = (
+            [line for name in hlo.called for line in self.module.computations[name]] if hlo.opcode == "fusion" else []
+        )
+        if not any(line.target == _ENDS for line in lines):
+            return None
+        chains = {line.chain for line in lines} - {None}
+        return next((name for name, (*_, inner) in begun.items() if inner.chain in chains), None)
 
     def _note(self, hlo: Hlo, times: int, is_async: bool, hidden: float) -> None:
         kind = kind_of(hlo.opcode)

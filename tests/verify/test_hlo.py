@@ -31,10 +31,43 @@ def test_module():
     assert module.entry == "main" and list(module.computations) == ["fused", "body", "main"]
     x, loop, done, call = module.computations["main"]
     assert (x.opcode, x.operands, x.num_bytes) == ("parameter", (), 16)
-    assert (loop.trips, loop.called, loop.num_bytes) == (12, ("cond.2", "body"), 20)
-    assert done.called == ("fused",) and done.is_synchronous and done.trips is None
+    assert (module.trips(loop), loop.called, loop.num_bytes) == (12, ("cond.2", "body"), 20)
+    assert done.called == ("fused",) and done.is_synchronous and module.trips(done) is None
     assert (call.target, call.operands, call.called) == ("mine", ("done", "x"), ("fused",))
     assert module.computations["body"][2].operands == ("arg", "get")
+
+
+COUNTED = """
+%cond (arg: (s32[], f32[4])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(LIMIT), metadata={op_name="a"}
+  %arg = (s32[], f32[4]{0}) parameter(0)
+  %counter = s32[]{:T(128)} get-tuple-element(%arg), index=INDEX
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %limit), direction=DIRECTION
+}
+
+%body (arg.1: (s32[], f32[4])) -> (s32[], f32[4]) {
+  ROOT %arg.1 = (s32[], f32[4]{0}) parameter(0)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %begin = s32[]{:T(128)} constant(2)
+  %copied = s32[]{:T(128)} copy(%begin)
+  %carried = (s32[], f32[4]{0}) tuple(%copied, %x)
+  ROOT %loop = (s32[], f32[4]{0}) while(%carried), condition=%cond, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "limit, index, direction, trips",
+    [(9, 0, "LT", 7), (1, 0, "LT", 0), (9, 1, "LT", None), (9, 0, "NE", None), ("{4}", 0, "LT", None)],
+)
+def test_trips_of_a_loop_whose_condition_counts(limit, index, direction, trips):
+    """As XLA for TPUs prints it, which says of no loop how often it runs."""
+    text = COUNTED.replace("LIMIT", str(limit)).replace("INDEX", str(index)).replace("DIRECTION", direction)
+    module = read_module(text)
+    assert module.trips(module.computations["main"][-1]) == trips
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,39 @@ def test_flops(line, operands, flops):
     text = f"ENTRY %e (a: f32[]) -> f32[] {{\n  %r = {line}\n}}\n"
     (hlo,) = read_module(text).computations["e"]
     assert product_flops(hlo, operands) == flops
+
+
+TPU = """
+%first (p: f32[10]) -> (f32[10], f32[80]) {
+  %p = f32[10]{0} parameter(0)
+  %gather.1 = f32[80]{0} all-gather(%p), channel_id=3, replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %start = (f32[10]{0}, f32[80]{0}) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (q: f32[10]) -> f32[1000] {
+  %q = f32[10]{0} parameter(0)
+  %gather.2 = f32[80]{0} all-gather(%q), channel_id=3, replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %work = f32[1000]{0} broadcast(%gather.2)
+}
+
+%last (r: f32[10]) -> f32[80] {
+  %r = f32[10]{0} parameter(0)
+  %gather.3 = f32[80]{0} all-gather(%r), channel_id=3, replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %done = f32[80]{0} custom-call(%r, %gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: f32[10]) -> f32[80] {
+  %x = f32[10]{0} parameter(0)
+  %async-collective-start = (f32[10]{0}, f32[80]{0}) fusion(%x), kind=kCustom, calls=%first
+  %kernel = f32[1000]{0} fusion(%x), kind=kOutput, calls=%beside
+  ROOT %async-collective-done = f32[80]{0} fusion(%x), kind=kCustom, calls=%last
+}
+"""
+
+
+def test_a_collective_that_is_carried_out_in_parts_is_one():
+    """As XLA for TPUs has it: each kernel beside it moves a part, and the whole collective stands there again."""
+    seen = follow_program(read_module(TPU), MESH, DEVICE)
+    (gather,) = seen.collectives
+    assert (gather.kind, gather.bytes, gather.times, gather.is_async) == ("all-gather", 320, 1, True)
+    assert gather.hidden_seconds == pytest.approx(seen.compute_seconds) and gather.hidden_seconds > 0
