@@ -1,13 +1,14 @@
-"""Makes a backward pass wait for gradients that are on their way: compilers would send them all behind its end.
+"""Makes an unrolled backward pass wait for reduce-scatters of weight gradients; XLA would start them all after it.
 
 In:     a sharded body.
-Out:    for places in it a copy that is read there and those that it waits for.
-Method: nobody reads the gradient of a layer that is written out before the update does. A scheduler that hides latency goes
-        from the end of the program to its begin, and finds all these messages first: they are sent one behind the other where
-        little is left to hide them, and until then there are the sums that they make smaller, and what those are made of.
-        So what leads to further such sums waits for all messages but the last, as many as are sent as one (`BUCKET_BYTES`),
-        and for what else was made smaller meanwhile and leads to none, such as gradients of a norm. Of the elementwise work
-        before a sum, which takes the wait in, what leads furthest waits, and of that the last.
+Out:    for some positions, a copy that is read there and the copies that it waits for.
+Method: only the update reads a weight gradient. A scheduler that hides latency goes backwards from the end of the program, so
+        it meets all these reduce-scatters first and puts them at the end, one after another, where few kernels are left to
+        overlap with. Until then the unreduced gradients, and what they are computed from, stay in memory.
+        So the work that leads to a later gradient waits for the earlier reduce-scatters, except the last ones of together
+        `BUCKET_BYTES`, which may still run beside it. It also waits for other sums that free memory and lead to no
+        reduce-scatter, such as gradients of a norm's scale. The wait is put on an elementwise operation, which fuses it: of
+        those before a gradient, the last of those that lead furthest.
 """
 
 from __future__ import annotations
@@ -16,37 +17,43 @@ from collections.abc import Callable, Iterator, Mapping
 
 from autopar.cost.steps import ReduceScatter
 from autopar.intra_op.fuse import BUCKET_BYTES
-from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Move, copies_made, copies_read
+from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Move
 from autopar.intra_op.traffic import VIEWS, is_fused
 from autopar.tuning import TUNING
 
 LATE_BYTES = TUNING.late_bytes
+"""Sums of less may stay in memory."""
 
 Bytes = Callable[[Copy], int]
 
 
 def unsent_waits(body: Body, num_bytes: Bytes) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
-    """Places, what is read there, and what that waits for; `num_bytes` says how large copies are on one device."""
+    """Yield positions, each with the copy that is delayed there and the copies that it waits for.
+
+    `num_bytes` returns the bytes of a copy on one device.
+    """
     sums = {at: size for at, i in enumerate(body.instructions) if (size := _sum_bytes(i, num_bytes))}
     furthest = _furthest(body, sums)
     ends = [at for at, i in enumerate(body.instructions) if furthest[at] < 0 and _is_sum(i, num_bytes)]
-    sent: list[int] = []  # that nothing waits for yet, in order
+    sent: list[int] = []  # reduce-scatters that nothing waits for yet, in order
     for place in sums:
-        done = next((k for k in reversed(range(len(sent))) if sum(sums[at] for at in sent[k + 1 :]) >= BUCKET_BYTES), None)
+        done = next(
+            (k for k in reversed(range(len(sent))) if sum(sums[at] for at in sent[k + 1 :]) >= BUCKET_BYTES), None
+        )
         if done is not None:
             begin = sent[done] + 1
             among = [at for at in range(begin, place) if furthest[at] > place and _takes_in(body.instructions[at])]
             if among:
                 last = max(among, key=lambda at: (furthest[at], at))
-                first = min(copies_read(body.instructions[last]), key=num_bytes)
+                first = min(body.instructions[last].reads, key=num_bytes)
                 awaited = [*sent[: done + 1], *(at for at in ends if at < last)]
-                yield last, (first, [copy for at in awaited for copy in copies_made(body.instructions[at])])
+                yield last, (first, [copy for at in awaited for copy in body.instructions[at].makes])
                 sent, ends = sent[done + 1 :], [at for at in ends if at > last]
         sent.append(place)
 
 
 def _sum_bytes(instruction: Instruction, num_bytes: Bytes) -> int:
-    """Bytes of a large sum that is sent, each device a part of it; 0: it is something else."""
+    """Return the bytes that a large reduce-scatter reads; 0 for all other instructions."""
     if not isinstance(instruction, Move) or not isinstance(instruction.step, ReduceScatter):
         return 0
     size = num_bytes((instruction.var, instruction.source))
@@ -54,27 +61,27 @@ def _sum_bytes(instruction: Instruction, num_bytes: Bytes) -> int:
 
 
 def _is_sum(instruction: Instruction, num_bytes: Bytes) -> bool:
-    """Whether an operation reads something large, and makes less of it."""
+    """Whether an operation sums a large array and returns less than half of it."""
     if not isinstance(instruction, Compute) or not instruction.rule.summed:
         return False
-    largest = max(map(num_bytes, copies_read(instruction)), default=0)
-    return largest >= LATE_BYTES and 2 * sum(map(num_bytes, copies_made(instruction))) < largest
+    largest = max(map(num_bytes, instruction.reads), default=0)
+    return largest >= LATE_BYTES and 2 * sum(map(num_bytes, instruction.makes)) < largest
 
 
 def _furthest(body: Body, sums: Mapping[int, int]) -> list[int]:
-    """For each instruction the last of the sums that it leads to; -1: none."""
+    """Return for each instruction the position of the last of the sums that depends on it; -1: none does."""
     found = [-1] * len(body.instructions)
     needed: dict[Copy, int] = {}
     for at in reversed(range(len(body.instructions))):
         instruction = body.instructions[at]
-        found[at] = max([at if at in sums else -1, *(needed.get(copy, -1) for copy in copies_made(instruction))])
-        for copy in copies_read(instruction):
+        found[at] = max([at if at in sums else -1, *(needed.get(copy, -1) for copy in instruction.makes)])
+        for copy in instruction.reads:
             needed[copy] = max(found[at], needed.get(copy, -1))
     return found
 
 
 def _takes_in(instruction: Instruction) -> bool:
-    """Whether it is elementwise work of arrays, into which a wait goes without a pass over memory."""
+    """Whether an instruction is elementwise work, into which a wait is fused without a pass over memory."""
     if not isinstance(instruction, Compute) or not instruction.reads or not is_fused(instruction):
         return False
     return instruction.eqn.primitive.name not in VIEWS and not instruction.strategy.reductions
