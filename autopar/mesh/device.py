@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from autopar.errors import ClusterError, check_number
 
-_STAND_INS: Mapping[str, tuple[str, ...]] = {
+_FALLBACKS: Mapping[str, tuple[str, ...]] = {
     "bfloat16": ("float16", "float32"),
     "float16": ("bfloat16", "float32"),
     "float32": ("tfloat32",),
@@ -158,7 +158,7 @@ class Device:
         if not isinstance(self.peak_flops, Mapping):
             return float(self.peak_flops)
         name = jnp.dtype(dtype).name
-        for candidate in (name, *_STAND_INS.get(name, ())):
+        for candidate in (name, *_FALLBACKS.get(name, ())):
             if candidate in self.peak_flops:
                 return self.peak_flops[candidate]
         for narrow, wider in (("float4", jnp.float8_e4m3fn), ("float8", jnp.bfloat16)):

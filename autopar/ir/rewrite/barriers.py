@@ -29,10 +29,10 @@ def drop_barriers(jaxpr: Jaxpr, batch: Collection[int] = ()) -> Jaxpr:
     """
     given = {var for k, var in enumerate(jaxpr.invars) if k not in batch}
     eqns: list[JaxprEqn] = []
-    for eqn in map(_inside, jaxpr.eqns):
+    for eqn in map(_in_eqn, jaxpr.eqns):
         if not is_region(eqn) and given.issuperset(inputs_of(eqn)) and _moves_one_array(eqn):
             given.update(eqn.outvars)
-        eqns += _apart(eqn, given) if kind_of(eqn) == "barrier" else [eqn]
+        eqns += _split(eqn, given) if kind_of(eqn) == "barrier" else [eqn]
     return with_equations(jaxpr, eqns)
 
 
@@ -41,7 +41,7 @@ def _moves_one_array(eqn: JaxprEqn) -> bool:
     return len(inputs_of(eqn)) == 1 and has_rule(eqn.primitive) and not rule_for(eqn).summed and not eqn.effects
 
 
-def _apart(barrier: JaxprEqn, given: Collection[Var]) -> list[JaxprEqn]:
+def _split(barrier: JaxprEqn, given: Collection[Var]) -> list[JaxprEqn]:
     """Split a barrier in two: one for the `given` values, which are available at once, and one for the rest."""
     through = list(zip(barrier.invars, barrier.outvars, strict=True))
     sides = [[pair for pair in through if (pair[0] in given) is side] for side in (True, False)]
@@ -53,17 +53,17 @@ def _barrier(like: JaxprEqn, through: Sequence[tuple[Atom, Var]]) -> JaxprEqn:
     return replace_eqn(like, invars=operands, outvars=results)
 
 
-def _inside(eqn: JaxprEqn) -> JaxprEqn:
+def _in_eqn(eqn: JaxprEqn) -> JaxprEqn:
     if kind_of(eqn) == "scan" and (scan := region_of(eqn)).trips > 1:
-        return in_bodies(eqn, lambda body: _without(_in_loops(body), scan))
-    return in_bodies(eqn, _in_loops)
+        return in_bodies(eqn, lambda body: _without_barriers(_in_body(body), scan))
+    return in_bodies(eqn, _in_body)
 
 
-def _in_loops(jaxpr: Jaxpr) -> Jaxpr:
-    return with_equations(jaxpr, [*map(_inside, jaxpr.eqns)])
+def _in_body(jaxpr: Jaxpr) -> Jaxpr:
+    return with_equations(jaxpr, [*map(_in_eqn, jaxpr.eqns)])
 
 
-def _without(body: Jaxpr, scan: Region) -> Jaxpr:
+def _without_barriers(body: Jaxpr, scan: Region) -> Jaxpr:
     """Remove the unneeded barriers of a scan's body."""
     constant = {b.var for b in scan.consts}
     times_read = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])

@@ -34,13 +34,13 @@ def fission(jaxpr: Jaxpr) -> Jaxpr:
     """Cut conditions behind gradients, then split them by results; over the same inputs and results."""
     work = Work()
     jaxpr = cut_behind_gradients(jaxpr)
-    pieces = [_results_apart(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns]
+    pieces = [_split_by_results(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns]
     return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
 
 
 def cut_behind_gradients(jaxpr: Jaxpr) -> Jaxpr:
     """Cut conditions behind the gradients that they take; over the same inputs and results."""
-    pieces = [_in_two(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns]
+    pieces = [_cut(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns]
     return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
 
 
@@ -51,7 +51,7 @@ def _is_pure_cond(eqn: JaxprEqn) -> bool:
 # The cut behind gradients.
 
 
-def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
+def _cut(eqn: JaxprEqn) -> list[JaxprEqn]:
     region = region_of(eqn)
     halves = [_halves(branch) for branch in region.bodies]
     if not any(second for _, second in halves):
@@ -60,7 +60,7 @@ def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
     before: list[Binding] = [b for b in region.bindings if b.role != "result"]
     between: list[Binding] = []
     for k, (branch, (first, second)) in enumerate(zip(region.bodies, halves, strict=True)):
-        for var in _read_of(first, second, branch):
+        for var in _passed_values(first, second, branch):
             passed = new_var(var.aval)
             zeros = partial(jnp.zeros, var.aval.shape, var.aval.dtype)
             made = tuple(
@@ -81,7 +81,7 @@ def _halves(branch: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     return list(compress(branch.eqns, (not is_behind for is_behind in behind))), list(compress(branch.eqns, behind))
 
 
-def _read_of(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxpr) -> list[Var]:
+def _passed_values(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxpr) -> list[Var]:
     """The values of the first half that the second half or the branch's results read."""
     made = makers(first)
     return [var for var in read_by(second, branch.outvars) if var in made]
@@ -90,7 +90,7 @@ def _read_of(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxp
 # One condition per group of results.
 
 
-def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
+def _split_by_results(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
     """One condition per group of results, after the hoisted scalars."""
     region = region_of(eqn)
     branches = [_Branch(body, work) for body in region.bodies]

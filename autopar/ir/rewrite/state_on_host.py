@@ -45,24 +45,24 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
 
     `inputs`: which of its inputs are offloaded. `aliases`: result -> input whose new value it is.
     """
-    there = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
-    leaving = {k: jaxpr.outvars[k] for k, at in aliases.items() if jaxpr.invars[at] in there}
+    host_var = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
+    leaving = {k: jaxpr.outvars[k] for k, at in aliases.items() if jaxpr.invars[at] in host_var}
     eqns = _by_parameter(jaxpr, [a for k, a in enumerate(jaxpr.outvars) if k not in leaving])
     sent: dict[Atom, Var] = {}
     for atom in leaving.values():
         if not on_host(atom.aval):
-            sent.setdefault(atom, there[atom] if atom in there else new_var(in_host_memory(atom.aval)))
-    made, brought = makers(eqns), set[Var]()
-    written = [_copy(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in there]
+            sent.setdefault(atom, host_var[atom] if atom in host_var else new_var(in_host_memory(atom.aval)))
+    made, fetched = makers(eqns), set[Var]()
+    written = [_copy(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in host_var]
     for eqn in eqns:
         for var in inputs_of(eqn):
-            if var in there and var not in brought:
-                brought.add(var)
-                written.append(_copy(there[var], var, jax.memory.Space.Device, eqn))
+            if var in host_var and var not in fetched:
+                fetched.add(var)
+                written.append(_copy(host_var[var], var, jax.memory.Space.Device, eqn))
         written.append(eqn)
         written += [_copy(var, sent[var], jax.memory.Space.Host, eqn) for var in eqn.outvars if var in sent]
     outvars = [sent.get(atom, atom) if k in leaving else atom for k, atom in enumerate(jaxpr.outvars)]
-    return make_jaxpr([there.get(var, var) for var in jaxpr.invars], outvars, written)
+    return make_jaxpr([host_var.get(var, var) for var in jaxpr.invars], outvars, written)
 
 
 def returned_there(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:

@@ -29,14 +29,14 @@ from autopar.ir.split.rounds.turns import holds_steps
 
 def write_out_steps(jaxpr: Jaxpr, most: int) -> Jaxpr:
     """Unroll the loops of training steps, if they have `most` trips or fewer in all; otherwise the program itself."""
-    turns = _num_turns(jaxpr)
-    return _written_out(jaxpr) if 0 < turns <= most else jaxpr
+    turns = _num_trips(jaxpr)
+    return _unrolled(jaxpr) if 0 < turns <= most else jaxpr
 
 
-def _num_turns(jaxpr: Jaxpr) -> int:
+def _num_trips(jaxpr: Jaxpr) -> int:
     """Trips of all loops of training steps; those of an inner loop count once per trip of the outer."""
     return sum(
-        trip_count(eqn) * max(1, _num_turns(region_of(eqn).bodies[0])) for eqn in jaxpr.eqns if _is_loop_of_steps(eqn)
+        trip_count(eqn) * max(1, _num_trips(region_of(eqn).bodies[0])) for eqn in jaxpr.eqns if _is_loop_of_steps(eqn)
     )
 
 
@@ -63,7 +63,7 @@ def _takes_gradients(eqn: JaxprEqn) -> bool:
     return is_backward(eqn) or any(is_backward(inner) for body in bodies_of(eqn) for inner, _ in equations_within(body))
 
 
-def _written_out(jaxpr: Jaxpr) -> Jaxpr:
+def _unrolled(jaxpr: Jaxpr) -> Jaxpr:
     eqns = Equations()
     made: dict[Var, Atom] = {}
 
@@ -73,16 +73,16 @@ def _written_out(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in jaxpr.eqns:
         eqn = replace_eqn(eqn, invars=now(eqn.invars))
         if _is_loop_of_steps(eqn):
-            made.update(zip(eqn.outvars, _turns(eqns, region_of(eqn)), strict=True))
+            made.update(zip(eqn.outvars, _append_trips(eqns, region_of(eqn)), strict=True))
         else:
             eqns.append(eqn)
     return remove_dead_code(make_jaxpr(jaxpr.invars, now(jaxpr.outvars), eqns))
 
 
-def _turns(eqns: Equations, scan: Region) -> list[Atom]:
+def _append_trips(eqns: Equations, scan: Region) -> list[Atom]:
     """Append the trips of a scan; its results."""
     (body,), source = scan.bodies, scan.eqn.source_info
-    body = _written_out(body)
+    body = _unrolled(body)
     consts, carried, stacks = (_outer(scan, role) for role in ("const", "carry", "xs"))
     rows: list[list[Atom]] = []
     order = range(scan.trips)

@@ -86,7 +86,7 @@ class Steps(Walk):
         Raises:
             NotUnderstoodError: It is not understood, or some result is neither made block by block nor a sum.
         """
-        with self._done(_AROUND):
+        with self._at_steps(_AROUND):
             for eqn in self.body.eqns:
                 if eqn is loop:
                     self._trips(loop)
@@ -120,7 +120,7 @@ class Steps(Walk):
 
     # Equations.
 
-    def made(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+    def interpret(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
         access = access_of(eqn)
         if access is not None:
             return [self._access(access)] * len(eqn.outvars)
@@ -175,11 +175,11 @@ class Steps(Walk):
             return self.inside(self.branch(eqn, index), eqn.invars[1:], values)
         when = self._holds(index) if self.when is _EACH else None
         if when is not None and len(branches) == 2 and not eqn.outvars and not open_jaxpr(branches[0])[0].eqns:
-            with self._done(when):
+            with self._at_steps(when):
                 return self.inside(branches[1], eqn.invars[1:], values)
         if self._varies(index):
             raise NotUnderstoodError
-        with self._done(_SOME if self.when is _EACH else self.when):
+        with self._at_steps(_SOME if self.when is _EACH else self.when):
             made = [value for each in branches for value in self.inside(each, eqn.invars[1:], values)]
         if any(self._varies(value) or isinstance(value, Sum) for value in made):
             raise NotUnderstoodError
@@ -193,7 +193,7 @@ class Steps(Walk):
         return _When("first", dims) if index.flat[0] else _When("last", dims) if index.flat[-1] else None
 
     @contextmanager
-    def _done(self, when: _When) -> Iterator[None]:
+    def _at_steps(self, when: _When) -> Iterator[None]:
         self.when, before = when, self.when
         yield
         self.when = before
@@ -203,7 +203,7 @@ class Steps(Walk):
         first, (inside, _) = _first_carry(eqn), open_jaxpr(eqn.params["jaxpr"])
         values, carries = [self.of(atom) for atom in eqn.invars], inside.invars[first:]
         values[first:] = [self._carried(var, start) for var, start in zip(carries, values[first:], strict=True)]
-        with self._done(_EACH):
+        with self._at_steps(_EACH):
             made = self.inside(eqn.params["jaxpr"], eqn.invars, values)
         for result, var, before, after in zip(eqn.outvars, carries, values[first:], made, strict=True):
             self.known[result] = self._left(var, before, after)

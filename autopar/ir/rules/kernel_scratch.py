@@ -47,7 +47,7 @@ class _Step(Walk):
         super().__init__(body, numbers)
         self.left = dict.fromkeys(buffers)
 
-    def made(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+    def interpret(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
         access, index = access_of(eqn), operands[0] if operands else None
         if any(self.buffers.get(atom) in self.left for atom in eqn.invars if isinstance(atom, Var)):
             if eqn.primitive.name == "cond" and isinstance(index, np.ndarray) and index.size == 1:

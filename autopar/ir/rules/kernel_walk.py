@@ -59,7 +59,7 @@ class Walk:
         self.buffers = {var: var for var in body.invars if is_buffer(var)}
         self.visits = 0
 
-    def made(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+    def interpret(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
         """Interpret an equation; its results."""
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ class Walk:
         if self.visits > _MAX_VISITS:
             raise NotUnderstoodError
         asks = eqn.primitive.name in ASKS
-        made = [self._number(eqn)] if asks else self.made(eqn, [self.of(atom) for atom in eqn.invars])
+        made = [self._number(eqn)] if asks else self.interpret(eqn, [self.of(atom) for atom in eqn.invars])
         self.known.update(zip(eqn.outvars, made, strict=True))
 
     def of(self, atom: Atom | int) -> Value:

@@ -113,10 +113,10 @@ class _Kernel:
         scalars = [tuple(self._inner(size) for size in atom.aval.shape) for atom in first]
         terms = [self._term(k) for k in range(len(self.maps))]
         operands, results = (*scalars, *terms[:num_inputs]), tuple(terms[num_inputs:])
-        sums = self._added_up(results)
-        self._keep_what_is_asked_for(results, sums)
-        self._keep_what_does_not_move(results, sums)
-        self._keep_what_is_overwritten(operands, results)
+        sums = self._summed_dims(results)
+        self._keep_read_dims(results, sums)
+        self._keep_unmoved_dims(results, sums)
+        self._keep_aliased_dims(operands, results)
         standing = {factor for term in (*operands, *results) for dim in term for factor in dim}
         whole = [f for (d, k), f in self.factor_of.items() if d in self.whole or k < len(self.lengths[d]) - 1]
         steps = {dim: self._step_factor(dim) for dim in range(len(self.grid))}
@@ -131,7 +131,7 @@ class _Kernel:
             ),
             whole=tuple(factor for factor in (*whole, *self.never) if factor in standing),
             flops=kernel_flops(eqn),
-            local=functools.partial(_on_part, steps=steps, sums=last_steps, loops=self.loops, results=results),
+            local=functools.partial(_on_shard, steps=steps, sums=last_steps, loops=self.loops, results=results),
         )
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class _Kernel:
 
     def _steps(self) -> dict[int, BlockLoop]:
         """Grid dims by whose index the body finds its blocks in arrays that every step has in full."""
-        asked = dict.fromkeys(_asked_for(self.body))
+        asked = dict.fromkeys(_read_dims(self.body))
         found: dict[int, BlockLoop] = {}
         for own, dim in enumerate(self._user_dims):
             if own in asked and self.grid[dim] and not self.overwrites:
@@ -160,7 +160,7 @@ class _Kernel:
         """(Array, dim) of each buffer dim that a loop goes over; None: no array, or one that a step has only a block of."""
         return [_dim_of_array(self.eqn, at, dim) for at, dim in loop.walked]
 
-    def _added_up(self, results: Sequence[Term]) -> set[int]:
+    def _summed_dims(self, results: Sequence[Term]) -> set[int]:
         """Grid dims over which the results that do not move with them are sums."""
         if self.overwrites:
             return set()  # steps may pass on more than the sum
@@ -181,9 +181,9 @@ class _Kernel:
     def _moves(self, term: Term, grid_dim: int) -> bool:
         return any(self._step_factor(grid_dim) in dim for dim in term)
 
-    def _keep_what_is_asked_for(self, results: Sequence[Term], sums: set[int]) -> None:
+    def _keep_read_dims(self, results: Sequence[Term], sums: set[int]) -> None:
         """Keep grid dims whole whose index the kernel reads, by `program_id` or a name, or that may carry values."""
-        asked = {self._user_dims[dim] for dim in _asked_for(self.body) if dim < len(self._user_dims)}
+        asked = {self._user_dims[dim] for dim in _read_dims(self.body) if dim < len(self._user_dims)}
         asked -= sums | self.steps.keys()
         if self.mapping.grid_names is not None:
             asked |= {dim for dim, name in enumerate(self.mapping.grid_names) if name is not None}
@@ -194,7 +194,7 @@ class _Kernel:
                 self.whole[dim] = "the kernel asks for its index (`program_id`), and may do something else at each"
             elif any(outer in asked for outer in range(dim)) or dim in self.steps:
                 left = [*self.scratch, *(at for at in self._unread(results, dim) if dim not in sums)]
-                if left and not self._parallel(dim) and not self._begins_anew(dim, left):
+                if left and not self._parallel(dim) and not self._is_overwritten_first(dim, left):
                     self.whole[dim] = "a scratch buffer may carry values along it"
 
     def _unread(self, results: Sequence[Term], grid_dim: int) -> list[int]:
@@ -202,7 +202,7 @@ class _Kernel:
         triples = zip(self.results, results, self.eqn.outvars, strict=True)
         return [at for at, term, var in triples if isinstance(var, DropVar) and not self._moves(term, grid_dim)]
 
-    def _begins_anew(self, grid_dim: int, buffers: Sequence[int]) -> bool:
+    def _is_overwritten_first(self, grid_dim: int, buffers: Sequence[int]) -> bool:
         """Whether each step of a grid dim overwrites these buffers before it reads them."""
         numbers_of = {own: np.zeros(1, int) for own, dim in enumerate(self._user_dims) if dim > grid_dim}
         if grid_dim in self._user_dims:
@@ -260,7 +260,7 @@ class _Kernel:
         self.sizes.update({self.factor_of[d, k]: self.lengths[d][k] for d, k in digits or ()})
         return walk
 
-    def _keep_what_does_not_move(self, results: Sequence[Term], sums: set[int]) -> None:
+    def _keep_unmoved_dims(self, results: Sequence[Term], sums: set[int]) -> None:
         """Keep grid dims whole that do not walk every result that is read: some block is written at several steps."""
         for dim, length in enumerate(self.grid):
             unread = self._unread(results, dim)
@@ -268,7 +268,7 @@ class _Kernel:
             if length != 1 and dim not in sums and not moves:
                 self.whole.setdefault(dim, "results do not move with it: blocks are written at several of its steps")
 
-    def _keep_what_is_overwritten(self, operands: Sequence[Term], results: Sequence[Term]) -> None:
+    def _keep_aliased_dims(self, operands: Sequence[Term], results: Sequence[Term]) -> None:
         """Keep grid dims whole by which an operand and the result in its memory would be sharded differently."""
         num_dynamic = sum(length is None for length in self.grid)
         for operand, result in self.overwrites:
@@ -305,7 +305,7 @@ def _dim_of_array(eqn: JaxprEqn, at: int, dim: int) -> tuple[int, int] | None:
     return (k, kept[dim]) if _block_size(each.block_shape[kept[dim]]) == each.array_aval.shape[kept[dim]] else None
 
 
-def _asked_for(body: Jaxpr) -> Iterator[int]:
+def _read_dims(body: Jaxpr) -> Iterator[int]:
     """The grid dims, in the kernel's numbering, whose index or length the body uses."""
     used = {atom for eqn in body.eqns for atom in eqn.invars if isinstance(atom, Var)}
     used.update(atom for atom in body.outvars if isinstance(atom, Var))
@@ -313,10 +313,10 @@ def _asked_for(body: Jaxpr) -> Iterator[int]:
         if eqn.primitive.name in ("program_id", "num_programs") and eqn.outvars[0] in used:
             yield eqn.params["axis"]
         for inner in bodies_in(eqn):
-            yield from _asked_for(inner)
+            yield from _read_dims(inner)
 
 
-def _on_part(
+def _on_shard(
     eqn: JaxprEqn,
     shard: Shard,
     *operands: jax.Array,

@@ -164,7 +164,7 @@ def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     if touches_keys(eqn):
         return _keys(walk, eqn, operands)
     if name == "device_put":
-        return _placed(walk, eqn, operands)
+        return _device_put(walk, eqn, operands)
     known = fold(eqn, operands)
     if known is not None:
         return [known]
@@ -181,7 +181,7 @@ def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
     return list(outvars)
 
 
-def _placed(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _device_put(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """One copy per operand of a `device_put` that changes memory space; other operands pass through."""
     placed = list(operands)
     for at, (operand, var) in enumerate(zip(operands, eqn.outvars, strict=True)):
@@ -217,12 +217,12 @@ def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
     raise AssertionError(f"`{eqn.primitive}` holds no program among {list(eqn.params)}")
 
 
-def _high(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _high_primitive(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     body, consts = open_jaxpr(high_primitive_jaxpr(eqn))
     return append_flat(walk.instead_of(eqn), body, consts, operands)
 
 
-def _of_mapped(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _reduce_over_dims(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """A `psum` over dims by number, as `jax.vmap(..., axis_name=...)` leaves it: a plain reduction."""
     axes = eqn.params["axes"]
     if not all(isinstance(axis, int) for axis in axes):
@@ -296,12 +296,12 @@ def _region(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     bindings = [*captured, *region.rebound(operands, inputs, outputs, outvars)]
     flat = region.rebuild(bindings, [block.eqns for block in blocks])
     if region.kind == "while" and outputs[0][0].aval.shape:
-        return _while_of_each(walk, flat)
+        return _batched_while(walk, flat)
     walk.block.eqns.append(flat)
     return list(outvars)
 
 
-def _while_of_each(walk: Walk, eqn: JaxprEqn) -> list[Atom]:
+def _batched_while(walk: Walk, eqn: JaxprEqn) -> list[Atom]:
     """Append the loop that a `vmap` of a `while` means: it runs until all samples are done, and keeps those that are.
 
     As in JAX's lowering, but the flags of running samples are carried instead of computed in both test and body.
@@ -366,10 +366,10 @@ _CALLS = (
 _HANDLERS: dict[str, Callable[[Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(("checkpoint", "remat", "remat2"), _remat),
-    "call_hi_primitive": _high,
-    "call_hi_primitive_linearized": _high,
+    "call_hi_primitive": _high_primitive,
+    "call_hi_primitive_linearized": _high_primitive,
     "custom_linear_solve": _linear_solve,
-    **dict.fromkeys(_REDUCTIONS, _of_mapped),
+    **dict.fromkeys(_REDUCTIONS, _reduce_over_dims),
     "scan": _region,
     "while": _region,
     "cond": _cond,

@@ -68,7 +68,7 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
         batch = _find_batch(program, arguments, found)
         found = {number: span for number, span in found.items() if number not in batch}
     else:
-        batch = _chosen(program, "batch_argnums", batch_argnums)
+        batch = _positions(program, "batch_argnums", batch_argnums)
         for in_other_dtype in (False, True):
             found |= _returned(program, arguments, {**found, **dict.fromkeys(batch, ())}, in_other_dtype)
     pairs = {out: arguments[number][0] + k for number, span in found.items() for k, out in enumerate(span)}
@@ -79,7 +79,7 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
     state = tuple(sorted(pairs.values()))
     changed = tuple(n for n in found if not set(state).isdisjoint(range(*arguments[n])))
     donated = [False] * len(program.jaxpr.invars)
-    for number in changed if donate_argnums == "auto" else _chosen(program, "donate_argnums", donate_argnums):
+    for number in changed if donate_argnums == "auto" else _positions(program, "donate_argnums", donate_argnums):
         for leaf in range(*arguments[number]):
             donated[leaf] = leaf not in cast.values() and (donate_argnums != "auto" or leaf in state)
     samples = tuple(k for n in batch for k in range(*arguments[n]) if program.in_avals[k].shape)
@@ -183,7 +183,7 @@ def _returned(
         is_doubtful = cast and (is_last or jax.tree_util.treedef_is_leaf(trees[number]))
         if start == stop or number in known or is_doubtful:
             continue
-        span = _place(program, number, (start, stop), used, _cast_type if cast else _type)
+        span = _find_in_result(program, number, (start, stop), used, _cast_type if cast else _type)
         if span is not None:
             found[number] = span
             used.update(span)
@@ -204,7 +204,7 @@ def _updated(program: Program, arguments: Sequence[tuple[int, int]]) -> dict[int
     return found
 
 
-def _place(
+def _find_in_result(
     program: Program, number: int, leaves: tuple[int, int], used: Collection[int], type_of: Callable[[Aval], object]
 ) -> tuple[int, ...] | None:
     """The first unused subtree of the result with an argument's structure and types, as output leaves."""
@@ -228,7 +228,7 @@ def _warn_of_casts(program: Program, cast: Mapping[int, int]) -> None:
         )
 
 
-def _chosen(program: Program, option: str, argnums: object) -> tuple[int, ...]:
+def _positions(program: Program, option: str, argnums: object) -> tuple[int, ...]:
     """Positions, among the program's arguments, of the user's argument numbers."""
     position = {argument.number: k for k, argument in enumerate(program.arguments)}
     numbers = [n for n in integers(argnums) if n not in program.left_out]
