@@ -1,11 +1,11 @@
-"""Arrays of other processes, which write and read them themselves.
+"""Has the workers of a Ray cluster write and read the arrays that they hold.
 
-In:     the leaves of a state; later, the folder that orbax has made. Or a whole checkpoint, and who wants what of it.
-Out:    `Taken` arrays in the place of those that can be written apart; their parts on the disk, in the form of orbax. Or
-        arrays where they are wanted.
-Method: a small file in the workplace tells who sees it. Each worker's part is a folder named like those of orbax's own
-        processes, which it puts together; arrays of whom the file is unseen go through this process. No two writers share
-        a chunk, the piece in which an array lies on the disk.
+In:     to write: the leaves of a state, then the folder that orbax has made. To read: a checkpoint, and the arrays wanted.
+Out:    written: `Taken` arrays in place of those that workers write, and their parts on disk, in orbax's format. Read: arrays
+        on the workers.
+Method: a small file in the workplace shows which workers see it. Each worker writes a folder named like those of orbax's own
+        processes, which orbax merges; arrays of workers that do not see the file go through this process. No two workers
+        write the same chunk, the unit in which an array is stored.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from autopar.runtime.ray.driver.saves import Snapshot, Taken, read_arguments, ta
 from autopar.runtime.ray.worker.disk import OnDisk
 
 CHUNK_BYTES = 64 * 2**20
-"""Most that is written as one piece: a device that wants a part of an array reads whole pieces."""
+"""The largest chunk: a device that wants a part of an array reads whole chunks."""
 
 
 def take_apart(leaves: Iterable[Any], workplace: Path) -> dict[int, Taken]:
-    """Have arrays of a state copied by the workers that hold them, which will write in the workplace.
+    """Have workers copy the arrays of a state that they hold, to write them into the workplace.
 
     Returns:
-        By `id` of a leaf what to write in its place; leaves that this process writes are not in it.
+        `id` of a leaf -> what to write in its place; without the leaves that this process writes.
     """
     mine = (x for x in leaves if isinstance(x, RemoteArray) and x.size and _written_dtype(x) is not None)
     arrays = list({id(leaf): leaf for leaf in mine}.values())
@@ -54,13 +54,13 @@ def take_apart(leaves: Iterable[Any], workplace: Path) -> dict[int, Taken]:
 
 
 def discard(taken: Iterable[Taken]) -> None:
-    """Have copies dropped that will not be written."""
+    """Free copies that will not be written."""
     for snapshot in _snapshots(taken):
         snapshot.discard()
 
 
 def write_apart(arrays: Sequence[Taken], names: Sequence[str], folder: Path) -> dict[str, Digest]:
-    """Have arrays, some perhaps twice, written by the names that orbax looks for; digests of the files by path."""
+    """Have workers write arrays, perhaps the same one several times, under orbax's names; the digests of the files by path."""
     found: dict[str, Digest] = {}
     for group, snapshot in enumerate(_snapshots(arrays)):
         own = [
@@ -73,7 +73,7 @@ def write_apart(arrays: Sequence[Taken], names: Sequence[str], folder: Path) -> 
 
 
 def read_apart(wanted: Mapping[int, tuple[OnWorkers, tuple[str, ...]]], folder: Path) -> dict[int, RemoteArray]:
-    """Have arrays, by place and path in the state, read by the workers that will hold them, where these see the folder."""
+    """Have workers read the arrays that they will hold, if they see the folder; `wanted`: (place, path in the state)."""
     found: dict[int, RemoteArray] = {}
     for step in {id(place.step): place.step for place, _ in wanted.values()}.values():
         own = {k: (place.argument, path) for k, (place, path) in wanted.items() if place.step is step}
@@ -94,17 +94,17 @@ def _on_disk(array: Taken, name: str) -> OnDisk:
 
 
 def _written_dtype(array: RemoteArray | Taken) -> str | None:
-    """Bytes where TensorStore lacks the dtype, if they are as many as the elements."""
+    """The dtype on disk: bytes, if TensorStore lacks a dtype of one byte; None: workers cannot write the dtype."""
     if knows_dtype(array.dtype.name):
         return array.dtype.name
     return "uint8" if array.dtype.itemsize == 1 else None
 
 
 def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int, most_bytes: int) -> tuple[int, ...]:
-    """Shape of the chunks of an array whose parts are written by one process each; none has more than `most_bytes`.
+    """The shape of an array's chunks, of at most `most_bytes`, such that each chunk is in one of the boxes.
 
-    They form a regular grid from the array's beginning; only the last along a dim may be cut short by its end. So a chunk's
-    length along a dim divides every boundary between boxes. What is too large is then cut along the dim that leaves the
+    Chunks form a regular grid from the array's beginning; only the last along a dim may be shorter. So the length of a chunk
+    along a dim divides every boundary between boxes. Chunks that are too large are then cut along the dim that leaves the
     largest pieces.
     """
     boundaries = [
@@ -118,14 +118,14 @@ def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int, most_
             cut = _cut(length, max(1, most_bytes // others), boundaries[dim] > 0)
             cuts.append((others * cut, dim, cut))
         small_enough = [cut for cut in cuts if cut[0] <= most_bytes]
-        # Where no dim does it alone: all of the one that helps most, and then another.
+        # If no dim suffices alone: cut the one that helps most as far as possible, and then another.
         _, dim, cut = max(small_enough, key=lambda c: (c[0], -c[1])) if small_enough else min(cuts)
         chunk[dim] = cut
     return tuple(chunk)
 
 
 def _cut(length: int, most: int, has_boundary: bool) -> int:
-    """At most `most`; where there are boundaries, a divisor."""
+    """A length of at most `most`, which divides `length` if there are boundaries."""
     if length <= most:
         return length
     if not has_boundary:

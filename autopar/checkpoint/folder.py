@@ -1,9 +1,10 @@
-"""A directory of checkpoints: one folder per step, named by its number.
+"""Manages a directory of checkpoints: one folder per step, named by its number.
 
 In:     the directory.
-Out:    the steps in it; a finished folder put in its place; old ones taken away.
-Method: a checkpoint is made in a folder with another name and appears by one rename; it disappears by one too, before
-        its files are deleted. A process that is killed leaves such a folder behind; the next owner (`owner.py`) removes it.
+Out:    the steps in it; finished checkpoints moved into place; old ones removed.
+Method: a checkpoint is written in a folder with another name, the workplace, and appears by one rename; it disappears by one
+        rename too, before its files are deleted. A killed process leaves its workplace behind; the next owner (`owner.py`)
+        removes it.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from autopar.errors import CheckpointError
 _UNFINISHED = ".autopar-"
 _LATE_SECONDS = 2.0
 _OPEN: list[Path] = []
-"""Workplaces of this process. State of the module, as the directories are."""
+"""The workplaces of this process. Module state, like the directories themselves."""
 
 
 def steps(directory: str | os.PathLike) -> list[int]:
-    """Numbers of the checkpoints in a directory, rising; whether they are good is not looked at."""
+    """The numbers of the checkpoints in a directory, ascending; does not check whether they are damaged."""
     root = Path(directory)
     return sorted(int(p.name) for p in root.iterdir() if _is_step(p.name) and p.is_dir()) if root.is_dir() else []
 
 
 def latest(directory: str | os.PathLike) -> int | None:
-    """The newest checkpoint that is whole; None: there is none. Reads it all, to be sure."""
+    """The newest checkpoint that is not damaged; None: there is none. Reads all of its files."""
     for step in reversed(steps(directory)):
         if isinstance(check(directory, step), Manifest):
             return step
@@ -43,7 +44,7 @@ def latest(directory: str | os.PathLike) -> int | None:
 
 
 def check(directory: str | os.PathLike, step: int) -> Manifest | str:
-    """The manifest of a whole checkpoint; or, in words, what is wrong with it."""
+    """The manifest of a checkpoint; or, as text, what is wrong with the checkpoint."""
     folder = step_folder(directory, step)
     manifest = read_manifest(folder)
     if isinstance(manifest, str):
@@ -54,16 +55,16 @@ def check(directory: str | os.PathLike, step: int) -> Manifest | str:
 
 
 def read_note(directory: str | os.PathLike, step: int) -> dict[str, Any]:
-    """What a run wrote down beside its state, in a checkpoint that is known to be whole; nothing, if it wrote nothing."""
+    """The note of a run beside its state, in a checkpoint that was checked; {}: there is none."""
     place = step_folder(directory, step) / NOTE
     return json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
 
 
 def step_number(step: Any) -> int:
-    """The number of a step, also where it is an array's.
+    """The number of a step as an int; it may be given as an array.
 
     Raises:
-        CheckpointError: It is no whole number, or below 0.
+        CheckpointError: It is not an integer, or below 0.
     """
     try:
         number = operator.index(step)
@@ -82,15 +83,15 @@ def step_number(step: Any) -> int:
 
 
 def step_folder(directory: str | os.PathLike, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """The folder of the checkpoint of a step."""
     return Path(directory).absolute() / str(step)
 
 
 def open_workplace(directory: str | os.PathLike) -> Path:
-    """A folder to make a checkpoint in, with a name that no one takes for one.
+    """Create a workplace: a folder to write a checkpoint in, whose name is not that of a checkpoint.
 
     Raises:
-        CheckpointError: The directory cannot be written, or is another process's.
+        CheckpointError: The directory cannot be written, or belongs to another process.
     """
     claim(directory)
     root = Path(directory).absolute()
@@ -104,9 +105,9 @@ def open_workplace(directory: str | os.PathLike) -> Path:
 
 
 def close_workplace(place: Path) -> None:
-    """Remove it with all that is in it, also what comes up meanwhile, of one who was still writing.
+    """Remove a workplace, including files that are still being written into it.
 
-    What comes up later than `_LATE_SECONDS` the next save removes.
+    Files that appear later than `_LATE_SECONDS` are removed by the next save.
     """
     if place in _OPEN:
         _OPEN.remove(place)
@@ -118,10 +119,10 @@ def close_workplace(place: Path) -> None:
 
 
 def commit(workplace: Path, folder: Path) -> None:
-    """Put a finished checkpoint in its place; one of that number that is there already gives way.
+    """Move a finished checkpoint into place, and replace one of the same number.
 
     Raises:
-        CheckpointError: The directory is another process's by now, which took this one for dead.
+        CheckpointError: Another process took this one for dead, and owns the directory now.
     """
     claim(folder.parent)
     if folder.exists():
@@ -132,7 +133,7 @@ def commit(workplace: Path, folder: Path) -> None:
 
 
 def prune(directory: Path, newest: int, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints up to `newest`; later numbers stay."""
+    """Remove all but the last `keep` checkpoints with numbers up to `newest`; higher numbers stay."""
     old = [s for s in steps(directory) if s <= newest][:-keep]
     if not old:
         return
@@ -147,11 +148,11 @@ def _is_step(name: str) -> bool:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Delete what others have left: no other process lives that writes here, or this one would not own the directory."""
+    """Delete workplaces that others have left: no process uses them, since this process owns the directory."""
     for place in root.glob(f"{_UNFINISHED}*"):
         is_ours = re.fullmatch(r".+-\d+-[0-9a-f]+", place.name.removeprefix(_UNFINISHED), re.ASCII)
         if is_ours and place not in _OPEN:
-            for old in place.glob("replaced-*"):  # killed between the two renames: the second is made up for
+            for old in place.glob("replaced-*"):  # killed between the two renames: complete the second
                 folder = root / old.name.removeprefix("replaced-")
                 if not folder.exists() and (place / "made").exists():
                     os.rename(place / "made", folder)

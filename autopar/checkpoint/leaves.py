@@ -1,10 +1,10 @@
-"""Leaves of a state: what each is, under which name, and as what it is written.
+"""Determines the type and path of each leaf of a state, and the value that is written for it.
 
 In:     a pytree of arrays, random keys, Python numbers; or of their types.
-Out:    `LeafType` per path, which the manifest keeps; values that orbax can write.
-Method: an array is written as it is, wherever it lies. What orbax does not know is written as the nearest thing that it
-        does: keys as their integers, parts on several meshes as one array, bytes where TensorStore lacks the dtype.
-        Arrays without elements are in the manifest alone. Functions are part of the program, not of the state.
+Out:    `LeafType` per path, which the manifest records; values that orbax can write.
+Method: arrays are written as they are, in any sharding. What orbax does not support is converted: keys to their integers,
+        parts on several meshes to one array, dtypes that TensorStore lacks to bytes. Arrays without elements are only in the
+        manifest. Functions are part of the program, not of the state.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NUMBERS: dict[NumberKind, type] = {"bool": bool, "int": int, "float": float, "co
 
 @dataclass(frozen=True, slots=True)
 class LeafType:
-    """What a leaf is.
+    """The type of a leaf.
 
     Attributes:
         kind: `"array"`, `"key"` (typed random keys), or the name of a Python number's class.
-        shape: The user's, of the whole array.
-        dtype: Name of the element type; of keys, the name of their generator; of a Python number "".
+        shape: The shape of the whole array.
+        dtype: The name of the dtype; for keys, the name of their generator; for a Python number "".
     """
 
     kind: Literal["array", "key"] | NumberKind
@@ -52,10 +52,10 @@ class LeafType:
 
 
 def paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Each leaf of the state with its path, functions left out.
+    """Each leaf of the state with its path, without functions.
 
     Raises:
-        CheckpointError: Two paths have one name on disk.
+        CheckpointError: Two paths have the same name on disk.
     """
     found: list[tuple[tuple[str, ...], Any]] = []
     names: dict[str, tuple[str, ...]] = {}
@@ -76,22 +76,22 @@ def paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def spelled(path: tuple[str, ...]) -> str:
-    """A path as messages write it."""
+    """A path as text for messages."""
     return "/".join(path) or "the state itself"
 
 
 def is_function(leaf: Any) -> bool:
-    """Whether a leaf is no value but code: an activation in an Equinox module."""
+    """Whether a leaf is a function, such as an activation function in an Equinox module."""
     return callable(leaf) and not hasattr(leaf, "dtype")
 
 
 def leaf_type(path: tuple[str, ...], leaf: Any) -> LeafType:
-    """What a leaf is.
+    """The type of a leaf.
 
     Raises:
         CheckpointError: It is neither an array of numbers nor a number of at most 64 bits.
     """
-    for name, number in NUMBERS.items():  # bool before int: it is one
+    for name, number in NUMBERS.items():  # bool before int, since a bool is an int
         if isinstance(leaf, number) and not isinstance(leaf, np.generic):
             if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
                 raise _unwritable(path, f"an int of {leaf.bit_length()} bits", "it does not fit in 64 bits.")
@@ -108,7 +108,7 @@ def leaf_type(path: tuple[str, ...], leaf: Any) -> LeafType:
 
 
 def _is_dtype(name: str) -> bool:
-    """Whether NumPy knows the dtype by this name, as restoring must: text and records it does not."""
+    """Whether NumPy finds the dtype by this name, which restoring requires; not so for text and records."""
     try:
         np.dtype(name)
     except TypeError:
@@ -138,7 +138,7 @@ def knows_dtype(name: str) -> bool:
 
 
 def storable(leaf: Any, kind: LeafType) -> Any:
-    """What orbax writes for a leaf of this type, or for what workers have taken of it, which they write as they hold it."""
+    """The value that orbax writes for a leaf of this type; a `Taken` array, which workers write, stays as it is."""
     if kind.size == 0:
         return None
     if kind.kind == "key":
@@ -155,14 +155,14 @@ def storable(leaf: Any, kind: LeafType) -> Any:
 
 
 def written_shape(kind: LeafType) -> tuple[int, ...]:
-    """Shape on disk: keys have a trailing dim for their integers."""
+    """The shape on disk: keys have a trailing dim of integers."""
     if kind.kind != "key":
         return kind.shape
     return (*kind.shape, *jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=kind.dtype))).shape)
 
 
 def fits(asked: LeafType, saved: LeafType) -> bool:
-    """Whether a leaf can be restored as what is asked for: the same; or a number for a scalar array, and vice versa."""
+    """Whether a leaf can be restored as the type asked for: the same type, or a number for a scalar array and vice versa."""
     if asked == saved:
         return True
     if not (asked.kind in NUMBERS or saved.kind in NUMBERS) or asked.shape or saved.shape:

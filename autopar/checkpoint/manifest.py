@@ -1,9 +1,9 @@
-"""The manifest: what a whole checkpoint consists of, so that a damaged one is never taken for good.
+"""Writes and checks the manifest of a checkpoint, which lists its files, so that a damaged one is always detected.
 
 In:     a folder that orbax has written, and the types of its leaves.
-Out:    `autopar.json` in it; later, the first thing that is wrong with the folder.
-Method: size and SHA-256 of each file. The manifest is signed by its own: it must be, byte for byte, what writing its
-        content gives. It is written last and the files it names have reached the disk by then.
+Out:    `autopar.json` in the folder; later, the first thing that is wrong with the folder.
+Method: the manifest has the size and SHA-256 of each file, and a SHA-256 of its own content; its text must be, byte for byte,
+        what writing its content gives. It is written last, when the files that it lists have reached the disk.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from autopar.runtime.digest import Digest, digest
 
 NAME = "autopar.json"
 NOTE = "autopar-run.json"
-"""What a training run wrote down beside its state."""
+"""The file with a training run's note beside its state."""
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is in a checkpoint of a step: the type of each leaf, and (bytes, SHA-256) of each file, by its path."""
+    """The content of a step's checkpoint: the type of each leaf, and the digest of each file, by path."""
 
     step: int
     leaves: dict[tuple[str, ...], LeafType]
     files: dict[str, Digest]
 
     def text(self) -> str:
-        """The manifest as its file has it."""
+        """The manifest as text, for its file."""
         content = {
             "format": FORMAT,
             "step": self.step,
@@ -48,7 +48,7 @@ class Manifest:
 def write_manifest(
     folder: Path, step: int, leaves: dict[tuple[str, ...], LeafType], known: Mapping[str, Digest]
 ) -> None:
-    """Record every file of `folder`, and see them to the disk; `known` are those that others have seen to it."""
+    """Write the manifest of all files of a folder, and flush these to disk; `known`: those that others have flushed."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
     def entry(name: str) -> Digest:
@@ -74,7 +74,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """The manifest; or, in words, why there is none."""
+    """The manifest; or, as text, why there is none."""
     try:
         text = (folder / NAME).read_text(encoding="utf-8")
     except OSError as error:
@@ -96,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest | str:
 
 
 def damage(folder: Path, manifest: Manifest) -> str | None:
-    """What is wrong with the files, in words; None: nothing. Reads all of them, unless a size is wrong already."""
+    """What is wrong with the files, as text; None: nothing. Reads all of them, unless a size is wrong."""
     for name, (size, _) in manifest.files.items():
         try:
             there = (folder / name).stat().st_size
@@ -112,7 +112,7 @@ def damage(folder: Path, manifest: Manifest) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """See the names in a folder to the disk."""
+    """Flush the entries of a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,12 +1,12 @@
-"""The owner of a directory of checkpoints: one process writes there, and another is told which one it is.
+"""Makes a process the owner of a directory of checkpoints: only one process writes there.
 
 In:     the directory.
-Out:    a mark in it that names this process; or an error that names the one that is there.
-Method: a process makes its mark first and looks for others then, so of two that come at once at least one sees the other; the
-        one with the lesser name stays. A mark is worth what its process is. On the same machine (kernel and process
-        namespace) that is seen: a process of that number that was started at that time; a number that is used again is
-        another process. Of another machine only the time of the mark is seen: its process renews it every
-        `BEAT_SECONDS`, and one that has not done so for `DEAD_SECONDS`, by the clock of the disk, is dead.
+Out:    a mark in it that names this process; or an error that names the owner.
+Method: a process first makes its mark and then looks for others, so that of two that start at the same time at least one sees
+        the other; the one whose mark has the lesser name stays. A mark is valid while its process lives. On the same machine
+        (kernel and process namespace) this is visible: a process with that id and start time; a reused id has another start
+        time. For another machine only the age of the mark is visible: its process renews it every `BEAT_SECONDS`, and is
+        taken for dead if it has not done so for `DEAD_SECONDS`, by the clock of the disk.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from autopar.errors import CheckpointError, warn
 
 BEAT_SECONDS = 10.0
 DEAD_SECONDS = 60.0
-"""A process of another machine that has not renewed its mark for so long is taken for dead."""
+"""The age of a mark after which its process on another machine is taken for dead."""
 TOGETHER_SECONDS = 2.0
-"""How long one of two that come at once waits for the other to go."""
+"""How long one of two processes that start at the same time waits for the other to give up."""
 LOOK_SECONDS = 0.1
 PREFIX = ".autopar-owner-"
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who has made a mark.
+    """The process that made a mark.
 
     Attributes:
-        host: Its name, for people.
-        machine: Kernel and process namespace: where `pid` means this process.
-        pid: Its number there.
-        started: When it was started, as the system counts.
-        since: When it made the mark, for people.
+        host: The name of its host, for messages.
+        machine: Its kernel and process namespace, in which `pid` is unique.
+        pid: Its process id.
+        started: Its start time, in the system's format.
+        since: When it made the mark, for messages.
     """
 
     host: str
@@ -56,12 +56,12 @@ class Owner:
 
     @property
     def key(self) -> str:
-        """No other process has the same."""
+        """A key that no other process has."""
         return hashlib.sha256(f"{self.machine}/{self.pid}/{self.started}".encode()).hexdigest()[:16]
 
     @property
     def mark(self) -> str:
-        """Name of its mark."""
+        """The file name of its mark."""
         return PREFIX + self.key
 
     def __str__(self) -> str:
@@ -69,10 +69,10 @@ class Owner:
 
 
 def claim(directory: str | os.PathLike) -> None:
-    """Make this process the owner of a directory, until it ends or calls `release`; nothing to do if it is already.
+    """Make this process the owner of a directory, until it ends or calls `release`.
 
     Raises:
-        CheckpointError: Another process is, and lives; or the directory cannot be written.
+        CheckpointError: A living process owns it; or the directory cannot be written.
     """
     root, own = Path(directory).absolute(), this_process()
     mark = root / own.mark
@@ -92,10 +92,10 @@ def claim(directory: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def writing_in(root: Path) -> Iterator[None]:
-    """What the system says where it does not let this process write, as an error of ours.
+    """Turn an `OSError` into an error that names the directory.
 
     Raises:
-        CheckpointError: In the place of an `OSError`.
+        CheckpointError: Instead of an `OSError`.
     """
     try:
         yield
@@ -110,9 +110,9 @@ def writing_in(root: Path) -> Iterator[None]:
 
 
 def release(directory: str | os.PathLike) -> None:
-    """Let other processes write into a directory of checkpoints that this one has written into.
+    """Give up a directory of checkpoints that this process has written into, so that other processes may write there.
 
-    A process that ends does so by itself. Wait for checkpoints that are being written first.
+    This happens by itself when the process ends. First wait for checkpoints that are being written.
     """
     mark = Path(directory).absolute() / this_process().mark
     _BEATS.remove(mark)
@@ -122,10 +122,10 @@ def release(directory: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[None]:
-    """Make one run of this process the owner of a directory, as long as the run lasts.
+    """Make one run of this process the owner of a directory, while the run lasts.
 
     Raises:
-        CheckpointError: As of `claim`; or another run of this process is.
+        CheckpointError: As in `claim`; or another run of this process owns it.
     """
     root = Path(directory).absolute()
     if root in _RUNS:
@@ -144,17 +144,17 @@ def hold(directory: str | os.PathLike) -> Iterator[None]:
 
 
 def this_process() -> Owner:
-    """Whom a mark of this process names."""
+    """This process, as its mark names it."""
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Owner(socket.gethostname(), _machine(), os.getpid(), start_of(os.getpid()) or "", since)
 
 
 def start_of(pid: int) -> str | None:
-    """When a process of this machine was started, as the system counts; empty: there is none; None: hidden."""
+    """The start time of a process on this machine, in the system's format; "": it does not exist; None: not visible."""
     if Path("/proc/self/stat").exists():
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return "" if fields[0] in "ZX" else fields[19]  # a zombie writes nothing any more
+            return "" if fields[0] in "ZX" else fields[19]  # a zombie no longer writes
         except OSError:
             pass
     else:
@@ -171,7 +171,7 @@ def start_of(pid: int) -> str | None:
 
 
 def _machine() -> str:
-    """Containers may share a host's name and even its kernel, and each have a process 1."""
+    """The kernel and process namespace; containers may share a host's name and kernel, and each have a process 1."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -180,14 +180,14 @@ def _machine() -> str:
 
 
 def _write(mark: Path, owner: Owner) -> None:
-    """Write a mark, all of which appears at once."""
+    """Write a mark atomically."""
     made = mark.with_name(f".autopar-{uuid.uuid4().hex}")
     made.write_text(json.dumps(asdict(owner)), encoding="utf-8")
     os.rename(made, mark)
 
 
 def _read(mark: Path) -> Owner | None:
-    """None: it is none of ours, or of another version."""
+    """The process that a mark names; None: the file is not a mark, or of another version."""
     text = mark.read_text(encoding="utf-8")
     try:
         return Owner(**json.loads(text))
@@ -197,7 +197,7 @@ def _read(mark: Path) -> Owner | None:
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """Another process's mark, and whether that lives; None: that is not known yet."""
+    """The mark of another process; `lives`: whether the process lives; None: not known yet."""
 
     mark: Path
     name: str
@@ -206,10 +206,10 @@ class _Other:
 
 
 def _outlive_the_dead(mark: Path, own: Owner) -> None:
-    """Wait until no other mark is there, removing those of the dead.
+    """Wait until there is no other mark; marks of dead processes are removed.
 
     Raises:
-        CheckpointError: The process of another lives.
+        CheckpointError: The process of another mark lives.
     """
     seen: dict[Path, float] = {}
     give_way, is_told = time.monotonic() + TOGETHER_SECONDS, False
@@ -233,9 +233,9 @@ def _outlive_the_dead(mark: Path, own: Owner) -> None:
 
 
 def _others(mark: Path, own: Owner, seen: dict[Path, float]) -> list[_Other]:
-    """The other marks, by name; `seen` is when each had been renewed when it was seen first."""
+    """The other marks, by name; `seen`: the time of renewal of each when it was first seen; extended."""
     os.utime(mark)
-    now = mark.stat().st_mtime  # what the disk's clock shows
+    now = mark.stat().st_mtime  # the time on the disk's clock
     found = []
     for other in sorted(mark.parent.glob(PREFIX + "*")):
         try:
@@ -273,8 +273,8 @@ class _Beats:
         self._thread: threading.Thread | None = None
 
     def add(self, mark: Path) -> None:
-        """Renew this one from now on."""
-        if self._thread is None or not self._thread.is_alive():  # a fork has none
+        """Start to renew a mark."""
+        if self._thread is None or not self._thread.is_alive():  # a forked process has no thread
             self.marks.clear()
             self._thread = threading.Thread(target=self._run, daemon=True, name="autopar-owner")
             self.marks[mark] = None
@@ -282,21 +282,21 @@ class _Beats:
         self.marks[mark] = None
 
     def remove(self, mark: Path) -> None:
-        """Do not renew this one any more."""
+        """Stop renewing a mark."""
         self.marks.pop(mark, None)
 
     def _run(self) -> None:
         while True:
             time.sleep(BEAT_SECONDS)
             for mark in list(self.marks):
-                with contextlib.suppress(OSError):  # taken away: the next `claim` sees it
+                with contextlib.suppress(OSError):  # removed: the next `claim` sees it
                     os.utime(mark)
 
 
 _BEATS = _Beats()
 _RUNS: list[Path] = []
 _ONE_AT_A_TIME = threading.RLock()
-"""State of the module: what this process owns, whoever in it asks."""
+"""Module state: the directories that this process owns."""
 
 
 @atexit.register

@@ -1,9 +1,9 @@
-"""Where restored arrays go.
+"""Determines where each restored array goes.
 
-In:     the pytree of what is wanted, and perhaps a compiled step one of whose arguments it is.
-Out:    for each leaf a sharding; a `Stack`, whose parts lie on several meshes; `OnWorkers`, which read it; `HOST`, NumPy,
-        from where another runtime takes it; or `UNCOMMITTED`, the default device until a computation says otherwise.
-Method: an argument is known by its structure and the types of its leaves.
+In:     the wanted pytree, and perhaps a compiled step that takes it as an argument.
+Out:    for each leaf a sharding; a `Stack` of parts on several meshes; `OnWorkers`, if workers read it; `HOST`, a NumPy array;
+        or `UNCOMMITTED`, an uncommitted array on the default device.
+Method: an argument of a step is recognized by its structure and the types of its leaves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.step import ParallelStep
 
 
 class Nowhere(enum.Enum):
-    """Places that are no sharding."""
+    """Places other than a sharding."""
 
     HOST = enum.auto()
     UNCOMMITTED = enum.auto()
@@ -37,7 +37,7 @@ HOST, UNCOMMITTED = Nowhere.HOST, Nowhere.UNCOMMITTED
 
 @dataclass(frozen=True, slots=True)
 class OnWorkers:
-    """Where an argument of a step on a Ray cluster lives: the step, and the position of the argument."""
+    """The workers that hold an argument of a step on a Ray cluster; `argument`: its position."""
 
     step: RayStep
     argument: int
@@ -47,7 +47,7 @@ Place: TypeAlias = jax.sharding.Sharding | Stack | OnWorkers | Nowhere
 
 
 def place_by_like(leaf: Any) -> Place:
-    """Where a leaf itself is, or says that it wants to be."""
+    """The place of a leaf: where it is, or the sharding of its type."""
     if isinstance(leaf, StackedArray):
         return Stack([part.shape for part in leaf.parts], [part.sharding for part in leaf.parts], leaf.dim)
     if isinstance(leaf, np.ndarray | np.generic):
@@ -61,16 +61,16 @@ def place_by_like(leaf: Any) -> Place:
 
 
 def _reachable(sharding: jax.sharding.Sharding) -> Place:
-    """Devices of other processes, which a mesh without devices stands for, get their arrays from the host."""
+    """A sharding; or `HOST`, if its mesh is abstract: the devices of other processes get their arrays from the host."""
     mesh = getattr(sharding, "mesh", None)
     return HOST if isinstance(mesh, jax.sharding.AbstractMesh) else sharding
 
 
 def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
-    """Where a plan wants an argument of its step.
+    """The places in which a plan wants the leaves of an argument.
 
     Raises:
-        CheckpointError: It is no step, is not compiled, or has no such argument.
+        CheckpointError: `step` is not a step, is not compiled, or has no such argument.
     """
     if not isinstance(step, CompiledStep | ParallelStep):
         raise CheckpointError(
@@ -109,14 +109,14 @@ def _place(compiled: CompiledStep, argument: int) -> Place:
 
 
 def _argument(like: Any, compiled: CompiledStep) -> list[int] | None:
-    """The flat inputs of the step that `like` is."""
+    """The flat inputs of the step's argument of the type of `like`; None: there is none."""
     slices = argument_slices(compiled.program)
     number = next((n for n in range(len(slices)) if is_argument(compiled.program, n, like)), None)
     return None if number is None else list(range(*slices[number]))
 
 
 def _several_arguments(like: Any, compiled: CompiledStep) -> list[int] | None:
-    """The flat inputs of the step that the children of a container are: {"params": params}, or (params, cache)."""
+    """The flat inputs for a container of arguments, such as {"params": params} or (params, cache); None: it is not one."""
     if not isinstance(like, tuple | list | dict):
         return None
     children = jax.tree.leaves(like, is_leaf=lambda node: node is not like)  # of a dict in the order of its leaves

@@ -1,10 +1,9 @@
-"""Restore a state: each array is read straight to where it is wanted.
+"""Restores a state: reads each array directly into its wanted sharding.
 
-In:     a directory of checkpoints, a pytree that says what is wanted, perhaps a compiled step that says where.
-Out:    the state, in that pytree's own classes.
-Method: the checkpoint is verified file by file, its leaves are compared with those wanted, then orbax reads for each
-        device the part it holds, and workers read what they will hold. A stack whose parts differ in shape has no such
-        reader: it is read whole on the host.
+In:     a directory of checkpoints, the wanted pytree, perhaps a compiled step that determines shardings.
+Out:    the state, in the classes of that pytree.
+Method: the checkpoint is verified file by file, its leaves are compared with those wanted, then orbax reads the part of each
+        device, and workers read what they will hold. A stack whose parts differ in shape is read whole on the host.
 """
 
 from __future__ import annotations
@@ -51,23 +50,23 @@ def restore(
     *,
     partial: bool = False,
 ) -> Any:
-    """Read a state back, under any plan, on any devices.
+    """Restore a state under any plan, on any devices.
 
     Args:
-        directory: Of the checkpoints.
-        like: The state's structure; leaves are arrays, numbers or `jax.ShapeDtypeStruct`s. NumPy leaves come back as
-            NumPy's, JAX leaves with the sharding of `like`, types without one on the default device. Functions are
-            taken from `like`.
-        step: Which checkpoint; None: the newest that is whole. Newer ones that are damaged are warned of.
-        compiled: A step whose plan says where each array belongs; `like` is then one of its arguments, or a tuple,
-            list or dict of several.
-        partial: `like` may be a part of what was saved: the parameters of a train state.
+        directory: The directory of the checkpoints.
+        like: The state's structure; leaves are arrays, numbers or `jax.ShapeDtypeStruct`s. NumPy leaves are restored as
+            NumPy arrays, JAX leaves with the sharding of `like`, types without a sharding on the default device. Functions
+            are taken from `like`.
+        step: The number of the checkpoint; None: the newest that is not damaged, with a warning for each newer one.
+        compiled: A step whose plan determines the sharding of each array; `like` is then one of its arguments, or a
+            tuple, list or dict of several.
+        partial: Whether `like` may be a part of what was saved, such as the parameters of a train state.
 
     Returns:
-        The state; of NNX objects new ones, `like` stays as it is.
+        The state; for NNX objects new objects, `like` stays unchanged.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or it holds other leaves than `like`.
+        CheckpointError: There is no such checkpoint, it is damaged, or it has other leaves than `like`.
     """
     arrays, shell = without_arrays(like)
     if shell is None or not shell.adapter.updates_in_place:
@@ -83,7 +82,7 @@ def read_state(
     *,
     partial: bool = False,
 ) -> Any:
-    """`restore` of a checkpoint that is known to be whole."""
+    """`restore` for a checkpoint that was verified."""
     folder = step_folder(directory, manifest.step)
     leaves, tree = jax.tree.flatten(like)
     asked = {path: leaf_type(path, leaf) for path, leaf in paths(like)}
@@ -112,7 +111,7 @@ def read_state(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A leaf: its position among the leaves of `like` and its path, as what it is asked for, what was saved, where it goes."""
+    """A wanted leaf: its position among the leaves of `like`, path, type asked for, type saved, and place."""
 
     position: int
     path: tuple[str, ...]
@@ -122,12 +121,12 @@ class _Wanted:
 
     @property
     def is_plain(self) -> bool:
-        """Whether workers can read it, bytes as they are: what becomes another type, or a key, is read here."""
+        """Whether workers can read it: an array that needs no conversion."""
         return self.saved == self.asked and self.saved.kind == "array" and self.saved.size > 0
 
 
 def _without_empty_nodes(tree: Any) -> Any:
-    """None for what holds no array, such as a module's record of its statistics: so orbax has written it."""
+    """The tree with None for nodes without arrays, such as a module's empty statistics, as orbax has written them."""
 
     def is_empty(value: Any) -> bool:
         return not isinstance(value, dict | list | tuple) and not jax.tree.leaves(value)
@@ -136,7 +135,7 @@ def _without_empty_nodes(tree: Any) -> Any:
 
 
 def _saved_lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
-    """For each node that may be a sequence, how many children were saved."""
+    """The number of saved children of each node that may be a sequence."""
     lengths: dict[tuple[str, ...], int] = {}
     for path in saved:
         for at, name in enumerate(path):
@@ -146,12 +145,12 @@ def _saved_lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], in
 
 
 def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tuple[str, ...], int]) -> None:
-    """A tuple or list comes back whole: orbax reads a part of a dict, and not of these.
+    """Check that tuples and lists are wanted whole: orbax can read a part of a dict, but not of a sequence.
 
-    `lengths` are how many children were saved of each node that may be a sequence, `path` is of this node.
+    `lengths`: the number of saved children of each node that may be a sequence. `path`: of this node.
 
     Raises:
-        CheckpointError: Of one only some children are asked for.
+        CheckpointError: Only some children of a sequence are wanted.
     """
     if isinstance(tree, list | tuple) and tree and len(tree) < lengths.get(path, 0):
         raise CheckpointError(
@@ -168,7 +167,7 @@ def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tu
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:
-    """The manifest of a whole checkpoint: of a step, or the newest, with a warning for each newer one that is not whole.
+    """The manifest of a step's checkpoint; None: of the newest that is not damaged, with a warning for each newer one.
 
     Raises:
         CheckpointError: There is none, or the one asked for is damaged.
@@ -226,7 +225,7 @@ def _compare(wanted: dict[tuple[str, ...], LeafType], manifest: Manifest, partia
 
 
 def _request(kind: LeafType, place: Place) -> Any:
-    """What orbax is asked for."""
+    """The request to orbax for a leaf; None: it is not read."""
     if kind.size == 0:
         return None
     if kind.kind in ("bool", "int", "float"):
@@ -239,7 +238,7 @@ def _request(kind: LeafType, place: Place) -> Any:
 
 
 def _value(found: Any, kind: LeafType) -> Any:
-    """What was saved, as far as it is an array still without its random-key type."""
+    """The saved value of a leaf; a random key still as integers."""
     if kind.size == 0:
         return np.zeros(written_shape(kind), "uint32" if kind.kind == "key" else kind.dtype)
     if kind.kind in NUMBERS:
@@ -266,7 +265,7 @@ def _placed(value: Any, kind: LeafType, asked: LeafType, place: Place) -> Any:
 
 
 def _weak_as(like: Any, value: Any) -> Any:
-    """As weakly typed as what was asked for: a number that became an array is to be traced as the same program again."""
+    """The value with the weak type of `like`, so that the step is not traced again."""
     if isinstance(value, tuple(NUMBERS.values())) or is_key(value):
         return value
     aval = shaped(like)

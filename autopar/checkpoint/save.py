@@ -1,10 +1,10 @@
-"""Save a state: the arrays are copied to the host, the rest happens while the program goes on.
+"""Saves a state: copies the arrays to the host, and writes them while the program continues.
 
 In:     a pytree of arrays and numbers, a directory, the number of the step.
-Out:    `Saving`, to wait on; at last the folder `directory/step`, whole.
-Method: orbax writes into a folder of another name, and so do workers what they hold; a thread waits for all, adds the
-        manifest, renames, and removes what is older than is to be kept. A save that fails warns at once; whoever waits
-        for it, or else the next save into its directory, gets the error.
+Out:    `Saving`, to wait on; in the end the complete folder `directory/step`.
+Method: orbax writes into a workplace, and so do workers with the arrays that they hold; a thread waits for all, adds the
+        manifest, renames, and removes checkpoints that are older than is to be kept. A save that fails warns at once, and
+        raises its error in `wait()`, or else in the next save into its directory.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
 ) -> Saving:
-    """Begin to save a state; it may be donated or changed as soon as this returns.
+    """Start to save a state, which may be donated or changed as soon as this returns.
 
-    The folder `directory/step` is also a plain orbax checkpoint of the user's tree, each array whole. What workers of a
-    Ray cluster hold, they write themselves, if they see the directory; else it comes here first, and a warning says so.
+    The folder `directory/step` is also a plain orbax checkpoint of the user's tree, with whole arrays. Workers of a Ray
+    cluster write the arrays that they hold, if they see the directory; otherwise these go through this process, with a
+    warning.
 
     Args:
-        directory: Of all checkpoints of a training run; made if it is not there.
+        directory: The directory of all checkpoints of a training run; created if necessary.
         state: Any pytree of arrays, random keys and numbers. Functions among its leaves are not written. NNX objects are
             written as dicts of their arrays.
-        step: Number of this one, 0 or more; None: one more than the newest there.
-        keep: How many of the newest to keep, this one included; None: all.
-        overwrite: Replace the checkpoint of this number, if there is one.
+        step: The number of this checkpoint, 0 or more; None: one more than the newest.
+        keep: How many of the newest checkpoints to keep, including this one; None: all.
+        overwrite: Whether to replace a checkpoint of the same number.
 
     Returns:
-        `Saving`. Wait for the last one before the program ends: Python 3.11 does so by itself, later ones cannot.
+        `Saving`. Wait for the last one before the program ends: Python 3.11 does so by itself, later versions cannot.
 
     Raises:
-        DonatedError: A step has taken over the memory of an array.
+        DonatedError: An array was donated to a step.
         CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; another
-            process that lives has saved into this directory (it is its own until it ends or calls `release`); an earlier
+            living process has saved into this directory (which it owns until it ends or calls `release`); or an earlier
             save into it failed, and nobody has waited for it.
-        WorkerError: Workers that hold arrays have failed before they had copied them.
+        WorkerError: Workers failed before they had copied their arrays.
     """
     arrays, shell = without_arrays(state)
     if shell is not None and shell.adapter.updates_in_place:  # other objects are pytrees
@@ -79,7 +80,7 @@ def begin_save(
     overwrite: bool,
     note: Mapping[str, Any] | None = None,
 ) -> Saving:
-    """`save`, with a note beside the state: what a run wants to know when it goes on, as JSON."""
+    """`save`, with a note beside the state: JSON that a run needs when it resumes."""
     number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
     folder = step_folder(directory, number)
     _raise_failure(folder.parent)
@@ -143,7 +144,7 @@ def _storable_tree(state: Any, types: Mapping[tuple[str, ...], LeafType], taken:
 
 
 def _raise_failure(directory: Path) -> None:
-    """Raise the error of an earlier save into this directory, if nothing has raised it yet."""
+    """Raise the error of an earlier save into this directory that has not been raised yet."""
     for saving in _FAILED:
         if saving.path.parent == directory:
             saving.wait()
@@ -154,7 +155,7 @@ class Saving:
 
     Attributes:
         step: Its number.
-        path: Where it will be.
+        path: Its folder.
     """
 
     def __init__(self, step: int, path: Path, work: Any):
@@ -162,15 +163,15 @@ class Saving:
         self._error: AutoparError | None = None
         self._thread = threading.Thread(target=self._run, name=f"autopar-save-{step}")
         self._thread.start()
-        # Orbax cannot write any more once Python has closed its thread pools, which is before it joins threads.
+        # At exit Python closes thread pools before it joins threads, and orbax cannot write without them.
         threading._register_atexit(_wait_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_seconds: float | None = None) -> Path:
-        """Wait until the checkpoint is there.
+        """Wait until the checkpoint is complete.
 
         Returns:
             Its folder.
@@ -202,7 +203,7 @@ class Saving:
 
 
 _FAILED: list[Saving] = []
-"""Those whose error nothing has raised yet. State of the module, for the program may hold none of them."""
+"""Failed saves whose error has not been raised. Module state, since the program may keep no reference to them."""
 
 
 def _failure(path: Path, error: BaseException) -> AutoparError:
@@ -214,7 +215,7 @@ def _failure(path: Path, error: BaseException) -> AutoparError:
     elif isinstance(error, OSError):
         do = "see to the disk, and save again"
     elif getattr(threading, "_SHUTTING_DOWN", False):
-        # From Python 3.12 on no thread can be started while the program ends, and orbax needs some to commit.
+        # From Python 3.12 on no thread can be started while the program exits, and orbax needs some to commit.
         do = "call wait() on what checkpoint.save returns before the program ends"
     else:
         do = "mend what it names, and save again"

@@ -1,9 +1,9 @@
-"""Orbax: the only file that imports it, when a checkpoint is written or read.
+"""Writes and reads checkpoints with orbax; the only file that imports it, at the first use.
 
-In:     a pytree of arrays and numbers that orbax knows; a folder.
-Out:    the folder, written while the program goes on; the pytree, each array where it is wanted.
-Method: orbax's own pytree format. Arrays are marked as NumPy's, because orbax then reads them anywhere: marked as
-        JAX's, they come with the devices they were on, and another machine refuses them unless it is told where to.
+In:     a pytree of arrays and numbers that orbax supports; a folder.
+Out:    the folder, written while the program continues; the pytree, each array in its wanted sharding.
+Method: orbax's own pytree format. Arrays are marked as NumPy arrays, since orbax can then read them anywhere: marked as JAX
+        arrays, they record their devices, and another machine refuses them unless a sharding is given.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autopar.runtime.ray.driver.saves import Taken
 
 
 def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:
-    """Copy the arrays to the host, and begin to write them to a new folder; they may be overwritten once this returns.
+    """Copy the arrays to the host, and start to write them to a new folder; on return, they may be overwritten.
 
     Returns:
-        A function that waits until everything is written. It returns the digests of files of other processes.
+        A function that waits until everything is written, and returns the digests of the files of other processes.
     """
     ocp = _orbax()
-    if not jax.tree.leaves(tree):  # orbax refuses a tree in which there is nothing to write
+    if not jax.tree.leaves(tree):  # orbax refuses a tree without leaves
         folder.mkdir()
         return dict
     digests: dict[str, Digest] = {}
@@ -51,10 +51,10 @@ def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:
 
 
 def read(folder: Path, tree: Any) -> Any:
-    """Read a pytree of what `start_writing` has written; what else is in the folder is left there.
+    """Read a pytree, or a part of it, that `start_writing` has written.
 
-    `tree` has for each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number
-    its class.
+    `tree`: for each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number its
+    class.
     """
     if not jax.tree.leaves(tree):
         return tree
@@ -89,7 +89,7 @@ def _handler(ocp: Any, digests: dict[str, Digest]) -> Any:
 
 
 def _taken_handler(ocp: Any, digests: dict[str, Digest]) -> Any:
-    """Says to orbax that `Taken` arrays are NumPy's, which it reads; has them written, and notes the digests."""
+    """A handler that presents `Taken` arrays to orbax as NumPy arrays, has workers write them, and records the digests."""
 
     class TakenHandler(ocp.type_handlers.NumpyHandler):
         async def serialize(self, values: Sequence[Taken], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
