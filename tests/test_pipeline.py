@@ -513,7 +513,7 @@ def test_devices_that_do_not_divide(num_devices, method):
 
 def test_neither_a_number_of_stages_nor_marks():
     case = CASES["mlp_schedule_clip"]()
-    with pytest.raises(PipelineError, match="how many stages is not said"):
+    with pytest.raises(PipelineError, match="the number of stages is missing"):
         make_step(case, 2).plan(case.state, case.batches[0])
 
 

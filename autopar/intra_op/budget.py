@@ -67,7 +67,7 @@ class BudgetSearch:
             raise InfeasibleError(
                 "no sharding keeps all pins.",
                 given=f"the constraints, on {self.mesh}",
-                wrong="they cannot hold together: a loop of unknown length would have to communicate in every turn.",
+                wrong="they contradict each other: a loop of unknown length would have to communicate in every trip.",
                 do="drop one of them.",
                 constraint="pins",
             )

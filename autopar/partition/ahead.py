@@ -180,6 +180,7 @@ class Ahead:
         yield from (self._added(self.body.instructions[at].makes[0], position, among) for at in places)
 
     def _idle(self, position: int, begin: int) -> Iterator[int]:
+        """Positions since `begin`, the last first, that `position` does not depend on."""
         needed = set(self.body.instructions[position].reads)
         for at in reversed(range(begin, position)):
             instruction = self.body.instructions[at]
@@ -200,8 +201,7 @@ class Ahead:
         return copy
 
     def _line(self, copy: Copy) -> Iterator[tuple[int, Copy]]:
-        """The chain of elementwise operations and moves from a copy, each the only reader of the one before: (position,
-        result)."""
+        """(position, result) of a chain of elementwise operations and moves, each the only reader of the one before."""
         readers = self.readers.get(copy, [])
         while len(readers) == 1 and copy not in self.stay:
             reader, shape = self.body.instructions[readers[0]], copy[0].aval.shape

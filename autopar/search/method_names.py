@@ -97,7 +97,7 @@ def _called(text: str) -> Method | None:
         return CLASSES[name](*positional, **named)
     except (TypeError, ValueError) as error:
         raise AutoparError(
-            "these are no settings of this method.",
+            "the settings of the method are wrong.",
             given=f"method={text!r}",
             wrong=f"{error}.".replace(".__init__()", "")
             if isinstance(error, TypeError)

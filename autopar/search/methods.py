@@ -125,7 +125,7 @@ class Auto(_StageSettings):
         super().__post_init__()
         if isinstance(self.recompute, tuple):
             raise AutoparError(
-                "how much each stage runs again cannot be said before the stages are known.",
+                "recomputation cannot be given per stage before the stages are known.",
                 given=f"Auto(recompute={self.recompute!r})",
                 wrong="Auto decides how many stages there are.",
                 do="pass one level for all stages, or fix the stages: PipelineParallel(num_stages=...).",

@@ -88,7 +88,7 @@ def _check_spec(glob: str, spec: object) -> None:
             problem = f"it names axis {twice[0]!r} twice; an axis can split one dim."
     if problem:
         raise ConstraintError(
-            "a constraint is no way to split an array.",
+            "a constraint is not a valid PartitionSpec.",
             given=f"constraints={{{glob!r}: {spec!r}}}",
             wrong=problem,
             do="pass jax.sharding.PartitionSpec, one entry per dim: None, an axis, or a tuple of axes.",

@@ -314,7 +314,7 @@ def check_budget(planned: PipelinePlan, budget: float) -> None:
     mesh, peak = max(planned.simulation.peak_bytes.items(), key=lambda item: item[1])
     if peak > budget:
         count, levels = len(planned.stages), set(planned.tasks.levels)
-        again = "" if levels == {CHEAP} else ", however much of its forward pass the backward runs again"
+        again = "" if levels == {CHEAP} else ", however much of its forward pass is recomputed"
         raise NoPlanFoundError(
             "a stage does not fit the memory budget.",
             given=f"stage {mesh} of {count} on {planned.stages[mesh].mesh}, schedule {planned.schedule.name!r}, "

@@ -100,7 +100,7 @@ def _zero_bubble(request: Request, method: PipelineParallel | ThreeD, report: Re
 
 def _whole_text(beat: float) -> str:
     why = "do not fit the memory" if beat == math.inf else "are slower within memory"
-    return f"loops over layers in two, as {ZERO_BUBBLE!r} has them, {why}; {WHOLE_LOOPS!r} is used, which leaves them whole."
+    return f"loops over layers split in two, as under {ZERO_BUBBLE!r}, {why}; {WHOLE_LOOPS!r}, which keeps them whole, is used."
 
 
 def pipeline_under(
@@ -169,7 +169,7 @@ def _num_meshes(method: PipelineParallel | ThreeD, program: Program, chunks: int
     found = method.num_stages or len(method.submeshes or ()) or marked
     if not found:
         raise PipelineError(
-            "how many stages is not said.",
+            "the number of stages is missing.",
             given="PipelineParallel() and no autopar.mark_stage in the step",
             wrong="neither says where to cut.",
             do="pass num_stages=....",
@@ -217,8 +217,8 @@ def _first_cut(request: Request, cut_for: Callable[[int], CutStep], count: int, 
             raise (_of_pipelines(request, count, error) if isinstance(error, MicrobatchError) else error) from None
         why = f"{error.summary.rstrip('.')} ({error.given})"
         return cut_for(1), (
-            f"num_microbatches is left open, and {why}; so its stages take the whole batch at once, and each waits for the "
-            f"others: that saves memory, and no time. To say what is wanted, {error.do}"
+            f"num_microbatches is left open, and {why}; so the stages take the whole batch at once, and run one after the "
+            f"other: that saves memory, but no time. To choose otherwise, {error.do}"
         )
 
 
@@ -233,8 +233,8 @@ def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> Micro
         error.summary,
         given=error.given,
         wrong=error.wrong,
-        do=f"{error.do.removesuffix('.')}; or, on one mesh, ShardParallel(num_microbatches={count}), which goes through them "
-        "again for what waits, and is exact.",
+        do=f"{error.do.removesuffix('.')}; or, on one mesh, ShardParallel(num_microbatches={count}), which is exact: it loops "
+        "over the microbatches again for values that depend on all of them.",
         **error.facts,
     )
 
@@ -249,17 +249,18 @@ def _waits_text(planned: PipelinePlan) -> str:
     waited = next((eqn for eqn in cut.split.between if cut.behind[eqn.outvars[0]] % 2 == 0), None)
     if waited is not None:
         found.append(
-            "backward passes wait for what the forward passes of all microbatches make together "
-            f"({describe(waited)}), so all of these come first, as under 'gpipe', and what they keep is in memory at once; "
-            f'schedule={planned.schedule.name!r} orders the rest. With microbatch_semantics="per_microbatch" each takes its '
-            "own, which is another computation."
+            "backward passes depend on a value computed from all microbatches "
+            f"({describe(waited)}), so all forward passes run first, as under 'gpipe', with all their residuals in memory; "
+            f'schedule={planned.schedule.name!r} orders the rest. With microbatch_semantics="per_microbatch" each microbatch '
+            "computes its own value, which changes what the step computes."
         )
     if cut.chain.num_rounds > 1:
         led = next((eqn for eqn in cut.split.between if cut.behind[eqn.outvars[0]] % 2), None)
         where = "" if led is None else f" (from {describe(led)} on)"
         found.append(
-            f"a step goes {cut.chain.num_rounds} times forwards and backwards through the stages, for a gradient is taken "
-            f"where another has led{where}: each of these rounds begins when all microbatches have been through the one before."
+            f"a step goes {cut.chain.num_rounds} times forwards and backwards through the stages, since a gradient is taken "
+            f"at a point that depends on another gradient{where}: each of these rounds begins when all microbatches have "
+            "finished the one before."
         )
     return " ".join(found)
 

@@ -57,7 +57,7 @@ def _surplus_bytes(found: Verification, budget: float) -> float | None:
 
 def _refusal(found: Verification, budget: float, least: float, why: str) -> NoPlanFoundError:
     return NoPlanFoundError(
-        "no plan was found of which the compiler says that it fits.",
+        "no plan was found that fits by the compiler's count.",
         given=f'memory="compiler" and {bytes_text(budget)} on each device',
         wrong=f"by XLA's count for {found.target} the smallest takes {bytes_text(least)}, {why}.",
         do=f"allow memory_budget_bytes={math.ceil(least)}, or use more devices, microbatches or recomputation.",
