@@ -1,12 +1,12 @@
-"""Batches by number, so that a run that begins again in the middle sees what an undisturbed one would have seen.
+"""Gives batches by number, so that a resumed run sees the same batches as an uninterrupted one.
 
-In:     a list; anything that can be iterated over again; an iterator; or a function from a number to an iterator that
-        begins there.
-Out:    the batch of a step; before it is asked for, if it is to be fetched ahead.
-Method: a function is asked for the place, a loader that knows its position is sent back there (`positions.py`); of
-        everything else that is no list, the batches before it are drawn and dropped. An iterator cannot be begun again,
-        so what it gave is kept until no one can want it any more. Whatever is drawn ahead is drawn by the thread that
-        trains, while the devices work: a loader sees the context that the user's program has set.
+In:     a list; an iterable that can be iterated over again; an iterator; or a function from a number to an iterator that
+        starts there.
+Out:    the batch of a step, perhaps fetched ahead.
+Method: to start at a number, a function is called with it, a loader restores its position (`positions.py`), and for other
+        sources except lists the earlier batches are drawn and dropped. An iterator cannot be restarted, so its batches are
+        kept while they may be needed again. Batches are drawn ahead by the training thread, while the devices work, so that
+        a loader sees the context that the user's program has set.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Source = Iterable[Any] | Callable[[int], Iterator[Any]]
 
 
 class EndOfBatches(Exception):
-    """There is no batch of this number."""
+    """There is no batch of this number: the batches have ended."""
 
 
 class Batches:
-    """Batches by number; owns the iterator over them."""
+    """Batches by number; owns the iterator over the source."""
 
     def __init__(self, source: Source, *, stop: int | None = None, remainder: Remainder = "keep", every: int = 1):
-        """Batches of a source, of which nothing is drawn yet.
+        """Draws nothing yet.
 
-        Of the source at most `stop` are wanted (None: all), and it is asked at multiples of `every` where it is.
-        `remainder` is what becomes of one with fewer rows than the first.
+        `stop`: the most batches to draw; None: all. `every`: the position of the source is recorded at multiples of it.
+        `remainder`: how to treat a batch with fewer rows than the first.
         """
         self._source, self._stop, self._remainder, self._every = source, stop, remainder, every
         self._by_index = isinstance(source, Sequence) and remainder != "drop"
@@ -50,16 +50,16 @@ class Batches:
         """The batch of step `number`, counted from 0.
 
         Raises:
-            EndOfBatches: There are not so many.
-            CheckpointError: It has been given out already, by an iterator, and is not kept any more.
-            BatchError: It has other rows than the first, and that is not wanted.
+            EndOfBatches: The batches have ended.
+            CheckpointError: It was drawn from an iterator before, and is not kept any more.
+            BatchError: It has another number of rows than the first, which `remainder` forbids.
         """
         if number in self._ahead:
             return self._ahead.pop(number)
         return self._found(number)
 
     def fetch_ahead(self, numbers: Iterable[int], place: Callable[[Any], Any]) -> None:
-        """Draw batches that will be asked for next, as far as there are any, and let `place` begin to move them."""
+        """Draw the batches that are needed next, if there are any, and let `place` start to move them."""
         for number in numbers:
             if number not in self._ahead:
                 try:
@@ -68,20 +68,20 @@ class Batches:
                     return
 
     def put_back(self, number: int, batch: Any) -> None:
-        """A batch that was only looked at."""
+        """Return a batch that was only inspected: `at` gives it again."""
         self._ahead[number] = batch
 
     def position(self, number: int) -> Any | None:
-        """Where the source is when batch `number` is the next, for `go_to`; None: it cannot tell, or has ended."""
+        """The position of the source before batch `number`, for `go_to`; None: it has none, or has ended."""
         if number == self._next and self._iterator is not None and self._end is None and not callable(self._source):
             return position_of(self._source, self._iterator)
         return self._positions.get(number)
 
     def go_to(self, number: int, position: Any | None = None, rows: int | None = None) -> None:
-        """The next batch that is asked for is this one.
+        """Make batch `number` the next.
 
-        Then the source was at a position, as `position` told (None: it did not); whole batches have so many rows (None:
-        as many as the first that is drawn).
+        `position`: of the source there, as `position` returned it. `rows`: of a whole batch; None: as many as the first
+        batch that is drawn has.
         """
         self._ahead.clear()
         self.rows = self.rows or rows
@@ -91,7 +91,7 @@ class Batches:
                 self._iterator, self._next, self._end = iterator, number, None
 
     def forget(self, number: int) -> None:
-        """Batches before this one will not be asked for again."""
+        """Drop batches before this one, which will not be needed again."""
         while self._kept and self._next - len(self._kept) < number:
             self._kept.popleft()
         self._positions = {n: position for n, position in self._positions.items() if n >= number}
@@ -142,7 +142,7 @@ class Batches:
             try:
                 batch = as_arrays(next(self._iterator))
             except StopIteration:
-                self._end = self._next  # which is no place to go on from: a loader would begin again
+                self._end = self._next  # a loader restored to this position would start again
                 self._positions.pop(self._next, None)
                 raise EndOfBatches from None
             self.rows = self.rows or rows_of(batch)

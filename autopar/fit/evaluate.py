@@ -1,9 +1,9 @@
-"""The eval step over its batches: one number for each thing that it measures.
+"""Runs the eval step over its batches, and averages its metrics.
 
 In:     an eval step, its batches, a state.
 Out:    means of its scalars over the batches, by name.
-Method: each batch counts by its rows, or what its mask lets through of them: a mean over each becomes the mean over all.
-        One step at a time is under way.
+Method: each batch is weighted by its number of rows, or by the sum of its mask, so that means over batches become the mean
+        over all rows. One step at a time is in flight.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from autopar.follow import Following
 
 
 class Evaluation:
-    """When the state is measured, and how."""
+    """How the state is evaluated, and after which steps."""
 
     def __init__(self, step: Callable[..., Any], batches: Source | ByHost, every: int | None, remainder: Remainder):
-        """Raises `AutoparError` if the batches can be gone through only once."""
+        """Raises `AutoparError` if the batches can be iterated over only once."""
         if not callable(batches) and iter(batches) is batches:
             raise AutoparError(
                 "eval batches are needed more than once.",
@@ -37,16 +37,16 @@ class Evaluation:
         self._step, self._source, self._every, self._remainder = step, batches, every, remainder
 
     def is_due(self, number: int) -> bool:
-        """Whether the state after so many steps is to be measured, besides at the end."""
+        """Whether to evaluate the state after so many steps; there is one evaluation at the end in any case."""
         return self._every is not None and number > 0 and number % self._every == 0
 
     def follow(self, step: Any) -> None:
-        """The train step has been planned anew: an eval step that follows it is, too."""
+        """Plan an eval step that follows the train step anew, behind the new train step."""
         if isinstance(self._step, Following):
             self._step = self._step.behind(step)
 
     def measure(self, state: Any) -> dict[str, float]:
-        """Means over all eval batches, by name."""
+        """The mean of each metric over all eval batches, by name."""
         sums: dict[str, float] = {}
         total = 0.0
         for batch in self._batches(state):

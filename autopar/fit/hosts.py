@@ -1,10 +1,10 @@
-"""Batches of which each host of a cluster reads its own portion: a function of a host's number and the number of hosts.
+"""Gives batches by number, of which each host of a cluster reads its own portion.
 
-In:     `batches(host, hosts)`, or `batches(host, hosts, start)`, and the step that takes them.
-Out:    as of `Batches`, the batch of a step by its number. On a Ray cluster its arrays never were in this process.
-Method: the first batch is read here, whole, to know what is to be planned for. The plan says in how many portions a batch is
-        cut over the workers (`runtime/ray/rows.py`); each worker opens its portions, and reads ahead while it goes on with its
-        steps. In one process there is one portion, read as any other source is.
+In:     the user's `batches(host, hosts)`, or `batches(host, hosts, start)`, and the step that takes the batches.
+Out:    the batch of a step, as in `Batches`. On a Ray cluster its arrays are never in this process.
+Method: this process reads the first batch, whole, to know its types for planning. The plan determines the number of portions
+        (`runtime/ray/rows.py`); each worker opens its portions, and reads ahead beside its steps. In one process there is
+        one portion, read like any other source.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ def batches(
     """Batches for a loop of your own, of which each host of a Ray cluster reads its own portion.
 
     Args:
-        function: `function(host, hosts)` gives portion `host` of each batch, which is cut into `hosts` portions one below the
-            other; as of `fit`.
-        step: Takes them, as its last argument: made by `parallelize` or `follow`.
-        state: What it takes before, of the types that it is always called with.
-        prefetch: How many batches the hosts read ahead.
-        remainder: As of `fit`.
+        function: `function(host, hosts)` returns portion `host` of each batch, of `hosts` consecutive portions; as in
+            `fit`.
+        step: The step that takes the batches as its last argument; made by `parallelize` or `follow`.
+        state: The argument before the batch, or its types.
+        prefetch: Number of batches that the hosts read ahead.
+        remainder: As in `fit`.
 
     Yields:
         Batches to pass to the step. On a Ray cluster their arrays are on the workers: `np.asarray` fetches one.
 
     Raises:
-        BatchError: The portions of a batch do not fit together, or its rows are not wanted; one could not be read.
+        BatchError: The portions of a batch do not fit together, `remainder` forbids its rows, or a portion could not be
+            read.
     """
     check_remainder(remainder)
     feed = HostBatches(function, remainder=remainder, ahead=prefetch)
@@ -68,10 +69,10 @@ def batches(
 
 
 class HostBatches:
-    """Batches by number, each in the portions that the plan wants; as of `Batches`.
+    """Batches by number, read in the portions that the plan wants; as `Batches`.
 
     Attributes:
-        rows: Of a whole batch.
+        rows: Number of rows of a whole batch.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class HostBatches:
         every: int = 1,
         ahead: int = 1,
     ):
-        """Reads nothing. `ahead` is how many batches workers read ahead; the others are as of `Batches`."""
+        """Reads nothing yet. `ahead`: number of batches that workers read ahead; other arguments as in `Batches`."""
         self._reader, self._stop, self._remainder, self._ahead = PortionReader(function, every), stop, remainder, ahead
         self._name = getattr(function, "__name__", "batches")
         self._every = every
@@ -97,20 +98,21 @@ class HostBatches:
 
     @functools.cached_property
     def _here(self) -> Batches:
-        """All of them in one portion, for a step of this process."""
+        """The whole batches, for a step of this process."""
         return self._reader.here(stop=self._stop, remainder=self._remainder, every=self._every)
 
     def serve(self, step: Any, state: Any) -> None:
-        """They are for this step now, and a state of such types."""
+        """Give batches to this step from now on; `state`: the types of its state."""
         self.close()
         on_ray = isinstance(step, ParallelStep | Following) and step.cluster.machine is not None
         self._compiled = (lambda batch: step.compiled(state, batch)) if on_ray else None
 
     def at(self, number: int) -> Any:
-        """As of `Batches`.
+        """As in `Batches`.
 
         Raises:
-            BatchError: The portions of a batch do not fit together, or its rows are not wanted; one could not be read.
+            BatchError: The portions of a batch do not fit together, `remainder` forbids its rows, or a portion could not be
+                read.
             WorkerError: A worker failed while it read.
         """
         if number in self._back:
@@ -133,16 +135,16 @@ class HostBatches:
         return self._unlike(reading, kind, number)
 
     def fetch_ahead(self, numbers: Iterable[int], place: Callable[[Any], Any]) -> None:
-        """As of `Batches`; workers have begun to read already."""
+        """As in `Batches`; workers read ahead by themselves."""
         if self._compiled is None:
             self._here.fetch_ahead(numbers, place)
 
     def put_back(self, number: int, batch: Any) -> None:
-        """As of `Batches`."""
+        """As in `Batches`."""
         self._back[number] = batch
 
     def position(self, number: int) -> Any | None:
-        """As of `Batches`: where each portion is, and of how many."""
+        """As in `Batches`: the number of portions, and the position of each."""
         if self._compiled is None:
             found = [self._here.position(number)]
         elif self._reading is not None and not self._reading.closed:
@@ -152,7 +154,7 @@ class HostBatches:
         return None if None in found else {"hosts": len(found), "parts": found}
 
     def go_to(self, number: int, position: Any | None = None, rows: int | None = None) -> None:
-        """As of `Batches`; portions of another number than now go nowhere: they are drawn and dropped."""
+        """As in `Batches`; positions of another number of portions are not used: batches are drawn and dropped."""
         self.close()
         self._back.clear()
         self._next, self._start, self.rows = number, position, self.rows or rows
@@ -161,12 +163,12 @@ class HostBatches:
             self._here.go_to(number, None if own is None else own[0], rows)
 
     def forget(self, number: int) -> None:
-        """As of `Batches`."""
+        """As in `Batches`."""
         if self._compiled is None:
             self._here.forget(number)
 
     def close(self) -> None:
-        """Have the workers read nothing more."""
+        """Have the workers stop reading."""
         if self._reading is not None:
             self._reading.close()
         self._reading = None
@@ -185,7 +187,7 @@ class HostBatches:
         return self._reading
 
     def _look(self) -> None:
-        """Read the first batch, once, to know what is to be planned for."""
+        """Read the first batch, once, to know its types for planning."""
         if self._like is not None:
             return
         first = self._reader.open(0, 1, 0).at(0)
@@ -206,7 +208,7 @@ class HostBatches:
         return jax.tree.unflatten(self._tree, leaves)
 
     def _laid_out(self, like: Any) -> tuple[RayStep, Layout]:
-        """The step as it is compiled for such a batch, and where that goes."""
+        """The step compiled for a batch of these types, and how that batch is distributed."""
         assert self._compiled is not None
         compiled = self._compiled(like)
         step, program = compiled.executable, compiled.program
@@ -217,11 +219,11 @@ class HostBatches:
         return step, Layout(step, first, jax.tree.leaves(like), rows)
 
     def _checked(self, drawn: Mapping[int, Sequence[tuple[int, PortionKind | None]]], number: int) -> PortionKind:
-        """What every portion of a batch is like.
+        """The kind of all portions of a batch.
 
         Raises:
-            EndOfBatches: There are not so many, or what there is of this one is dropped.
-            BatchError: They are not alike; says whose.
+            EndOfBatches: The batches have ended, or this one is dropped.
+            BatchError: The kinds differ; says whose.
         """
         usual, first = self._portion_kind, drawn[0][0][1]
         kinds = [(host, worker, kind) for host, own in drawn.items() for worker, kind in own]
@@ -244,7 +246,7 @@ class HostBatches:
         )
 
     def _unlike(self, reading: Reading, kind: PortionKind, number: int) -> Any:
-        """A batch of other shapes than the first: put where its own plan wants it, or brought here."""
+        """A batch of other shapes than the first: placed as its own plan wants it, or copied to this process."""
         if kind.tree != self._kind.tree:
             raise BatchError(
                 "a batch has another structure than the first.",
@@ -267,12 +269,12 @@ class HostBatches:
 
 
 def _portions_of(position: Any, hosts: int) -> list[Any] | None:
-    """The positions of so many portions; None: there are none, or of another number."""
+    """The positions of `hosts` portions; None: there are none, or of another number of portions."""
     return position["parts"] if isinstance(position, dict) and position.get("hosts") == hosts else None
 
 
 def _with_rows(kind: PortionKind, change: Callable[[int], int]) -> PortionKind:
-    """The same with another number of rows."""
+    """The kind with another number of rows."""
     leaves = kind.leaves.items()
     return PortionKind(
         kind.tree, {path: ((*map(change, shape[:1]), *shape[1:]), dtype) for path, (shape, dtype) in leaves}
@@ -280,7 +282,7 @@ def _with_rows(kind: PortionKind, change: Callable[[int], int]) -> PortionKind:
 
 
 def _is_shorter(kind: PortionKind, usual: PortionKind) -> bool:
-    """Whether it is a portion with fewer rows, and otherwise like the others."""
+    """Whether a portion has fewer rows than usual, and is otherwise of the usual kind."""
     without = lambda of: [(path, shape[1:], bool(shape), dtype) for path, (shape, dtype) in of.leaves.items()]  # noqa: E731
     rows = lambda of: next((shape[0] for shape, _ in of.leaves.values() if shape), 0)  # noqa: E731
     return kind.tree == usual.tree and without(kind) == without(usual) and rows(kind) < rows(usual)

@@ -1,10 +1,10 @@
-"""`autopar.fit`: a training loop that survives: it saves as it goes, and goes on where it was.
+"""`autopar.fit`: a training loop that saves checkpoints, and continues from them after a failure.
 
-In:     a step, the state to begin with, the batches; a directory for checkpoints; what is to be measured and told.
-Out:    the state after the last step, and what each step returned besides.
-Method: checkpoint n is the state after n steps, and step n takes batch n: the number is all there is to remember, and where
-        a loader is that knows its place. When a part of the machine fails, the step is planned anew for what is left, and
-        the newest whole checkpoint is read straight to where that plan wants it.
+In:     a step, the initial state, the batches; a directory for checkpoints; what to evaluate and report.
+Out:    the state after the last step, and the metrics of each step.
+Method: checkpoint n is the state after n steps, and step n takes batch n, so only the number, and the position of a loader,
+        must be saved. When a part of the machine fails, the step is planned anew for the devices that are left, and the
+        newest complete checkpoint is read directly into the shardings of the new plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autopar.mesh import Cluster
 from autopar.step import ParallelStep
 
 BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
-"""How long to wait before a second failure in a row is mended: twice as long each time, up to the latter."""
+"""Seconds to wait before recovering from a second failure in a row, doubled each time, up to `MOST_SECONDS`."""
 
 
 def fit(
@@ -63,55 +63,57 @@ def fit(
     prefetch: int = 1,
     remainder: Remainder = "keep",
 ) -> tuple[Any, dict[int, Any]]:
-    """Run a step over batches; save, and resume; measure, and tell.
+    """Run a step over batches; save checkpoints and resume from them; evaluate and log.
 
-    Called again with the same directory, also after the process was killed, it goes on from the newest whole
-    checkpoint, and every step gives what it would have given without the break.
+    Called again with the same directory, even after the process was killed, it continues from the newest complete
+    checkpoint, and every step gives the same result as without the interruption.
 
     Args:
-        step: `step(state, batch)` returns the new state, or a tuple of it and metrics; where NNX objects are updated in
-            place, metrics alone. Made by `parallelize`; any other function will do, but cannot be planned anew.
-        state: To begin with; not used if there is a checkpoint.
+        step: `step(state, batch)` returns the new state, or a tuple of it and metrics; if it updates NNX objects in place,
+            only metrics. Made by `parallelize`; any other function works, but cannot be planned anew.
+        state: The initial state; not used if there is a checkpoint.
         batches: A list or dataset, whose first n batches are dropped when the run resumes after n steps; a loader that
             knows its position (`state_dict` and `load_state_dict`, as torchdata's, or `get_state` and `set_state`, as
-            grain's), which is saved with each checkpoint; or a function from n to an iterator over the batches from
-            there on. Must be the same each time. Or a function `batches(host, hosts)` (perhaps with `start`, the number to
-            begin with) to one of these, of which each batch is portion `host` of `hosts` equal ones that lie one below the
-            other: on a Ray cluster each worker reads its own, by this function, and nothing goes through this process but
-            the first batch, to plan for; elsewhere there is one part. Tensors of torch and TensorFlow become NumPy arrays.
-        num_steps: How many steps in all, those before a break counted; None: until the batches end.
-        checkpoint_dir: Where checkpoints are and go; None: none are.
-        save_every: Steps between checkpoints; there is one of the beginning and one of the end too.
+            grain's), which is saved with each checkpoint; or a function from n to an iterator over the batches from n on.
+            Must give the same batches each time. Or a function `batches(host, hosts)` (perhaps with `start`, the number
+            of the first batch) that returns one of these, in which each batch is portion `host` of `hosts` equal,
+            consecutive portions: on a Ray cluster each worker reads its own by this function, and only the first batch
+            goes through this process, for planning; elsewhere there is one portion. Tensors of torch and TensorFlow are
+            converted to NumPy arrays.
+        num_steps: Total number of steps, including those before an interruption; None: until the batches end.
+        checkpoint_dir: The directory of checkpoints; None: none are saved.
+        save_every: Steps between checkpoints; there is also one of the initial and one of the final state.
         keep: How many checkpoints to keep; None: all.
-        on_failure: `"replan"`: on a `WorkerError` plan for the devices that are left, and go on from the newest
-            checkpoint. `"raise"`: pass it on.
-        cluster: Called after a failure for the machine as it is then; None: what the step finds (`step.replan`).
-        max_failures: Failures in a row, without a new checkpoint between them, that are mended; the next is passed on. One
-            while another is being mended counts too.
+        on_failure: `"replan"`: on a `WorkerError`, plan for the devices that are left, and continue from the newest
+            checkpoint. `"raise"`: raise it.
+        cluster: Called after a failure, returns the machine as it is then; None: as `step.replan` finds it.
+        max_failures: The most failures in a row, without a new checkpoint between them, from which to recover; the next is
+            raised. A failure during recovery counts too.
         on_step: Called after each step with its number, from 0, and its metrics, perhaps still being computed.
-        eval_step: `eval_step(state, batch)` returns metrics, and leaves the state as it is; a step made by
-            `autopar.follow(..., step)` takes it where it lies, also after a failure. Its scalars are averaged over the
-            eval batches, each weighed by its rows, or by the sum of its array `mask`, if it has one.
-        eval_batches: As `batches`, but no iterator: they are gone through again each time.
-        eval_every: Steps between evaluations; None: `save_every`. There is one at the end, too.
+        eval_step: `eval_step(state, batch)` returns metrics, and does not change the state; a step made by
+            `autopar.follow(..., step)` uses the state where it is, also after a failure. Its scalars are averaged over the
+            eval batches, each weighted by its number of rows, or by the sum of its array `mask`, if it has one.
+        eval_batches: As `batches`, but not an iterator, since they are iterated over each time.
+        eval_every: Steps between evaluations; None: `save_every`. There is also one at the end.
         loggers: Functions of the number of steps done and a dict of floats: the scalars that the last of these steps
             returned, its time and rate, and `eval/...`. `autopar.loggers` has some.
         log_every: Steps between calls of the loggers.
-        progress: Show a bar, or lines where stderr is no terminal; None: only on a terminal.
-        prefetch: How many batches to draw ahead and begin to move to the devices while they work.
-        remainder: What becomes of a batch with fewer rows than the first. `"keep"`: the step is planned for it, too.
-            `"drop"`: it is left out; one in the middle, too, but for a function's, where it is the last. `"pad"`: its
-            last row is repeated, and its array `mask` is 0 there: the same as without, if the step weighs by the mask.
-            `"error"`: it is refused.
+        progress: Whether to show a bar, or lines if stderr is not a terminal; None: only on a terminal.
+        prefetch: How many batches to draw ahead, and start to move to the devices while they work.
+        remainder: How to treat a batch with fewer rows than the first. `"keep"`: the step is planned for it too. `"drop"`:
+            it is left out, also in the middle, except from a function, where it ends the batches. `"pad"`: its last row
+            is repeated, and its array `mask` is 0 for the copies: exact, if the step weights rows by the mask. `"error"`:
+            it is refused.
 
     Returns:
-        The state (of objects new ones), and the metrics of each step that ran here, by its number, as NumPy arrays.
+        The state (new objects, if it has objects), and the metrics of each step that ran in this call, by its number, as
+        NumPy arrays.
 
     Raises:
-        AutoparError: A setting is none that there is.
-        CheckpointError: There are checkpoints and none is whole, or they are of another state; or one cannot be written;
-            or another run, which has not ended, has its checkpoints in this directory.
-        WorkerError: The machine failed, and that was not to be mended.
+        AutoparError: A setting is invalid.
+        CheckpointError: There are checkpoints, but all are damaged, or they are of another state; or one cannot be
+            written; or another run that has not ended has its checkpoints in this directory.
+        WorkerError: The machine failed, and `fit` did not recover.
         NodeLostError: The same, before the workers had started.
     """
     counts = {"save_every": save_every, "keep": keep, "eval_every": eval_every, "log_every": log_every}
@@ -142,7 +144,7 @@ def _feed(
 def _survive(
     run: _Run, state: Any, on_failure: str, cluster: Callable[[], Cluster] | None, max_failures: int
 ) -> tuple[Any, dict[int, Any]]:
-    """The run to its end, through the failures that are to be mended."""
+    """Train to the end, and recover from failures."""
     failures, num_saved, failed = 0, -1, ""
     try:
         while True:
@@ -157,7 +159,7 @@ def _survive(
                 run.train()
                 return run.state, run.metrics
             except (WorkerError, NodeLostError) as error:
-                with contextlib.suppress(AutoparError):  # what counts is which checkpoints are whole
+                with contextlib.suppress(AutoparError):  # only complete checkpoints count
                     run.settle()
                 if on_failure == "raise" or run.directory is None or not hasattr(run.step, "replan"):
                     raise
@@ -176,7 +178,7 @@ def _survive(
 
 
 def _on_arrays(step: Any, eval_step: Any, shell: Shell) -> tuple[Any, Any]:
-    """Steps on objects as steps on their arrays: these are what a run moves, saves and reads back."""
+    """The steps on objects as steps on their arrays, which a run moves, saves and restores."""
     on_arrays = getattr(step, "on_arrays", None)
     step = on_arrays(shell, updates=True) if on_arrays is not None else shell.of_step(step, updates=True)
     match eval_step:
@@ -212,19 +214,19 @@ def _evaluation(step: Any, batches: Any, every: int, remainder: Remainder) -> Ev
 
 
 def _back_off(failures: int) -> None:
-    """The first failure is mended at once; after more of them the machine may need time, and Ray to see what is lost."""
+    """Wait after repeated failures: the machine may need time, and Ray must notice what is lost."""
     if failures > 1:
         time.sleep(min(BACK_OFF_SECONDS * 2.0 ** (failures - 2), MOST_SECONDS))
 
 
 @dataclass(eq=False)
 class _Run:
-    """A run of training: owns the state, the batches, and the checkpoint being written; attributes also as of `fit`.
+    """A training run: owns the state, the batches, and the checkpoint being written; other attributes as in `fit`.
 
     Attributes:
-        first: Types of the state to begin with.
-        number: How many steps are done.
-        num_saved: How many checkpoints it has written.
+        first: Types of the initial state.
+        number: Number of steps done.
+        num_saved: Number of checkpoints written.
     """
 
     step: Any
@@ -250,22 +252,22 @@ class _Run:
         self._serve()
 
     def replan(self, cluster: Cluster | None) -> None:
-        """Plan the step anew; an eval step that follows it, too."""
+        """Plan the step anew, and an eval step that follows it."""
         self.step = self.step.replan(cluster)
         self._serve()
         if self.evaluation is not None:
             self.evaluation.follow(self.step)
 
     def _serve(self) -> None:
-        """Hosts read what the plan of this step wants of them."""
+        """Have hosts read the portions that the plan of this step wants."""
         if isinstance(self.batches, HostBatches):
             self.batches.serve(self.step, self.first)
 
     def resume(self, state: Any) -> None:
-        """Go to the newest whole checkpoint; if there was none when it began, to the beginning, with this state."""
+        """Continue from the newest complete checkpoint; if there was none when the run began, from this state."""
         self.reports.paused()
         if self.directory is None or (not self._has_begun and not steps(self.directory)):
-            # Numbers become arrays here, as they would in the first step: else it alone would be planned for numbers.
+            # Convert numbers to arrays, as the first step does; otherwise the step would be planned for numbers first.
             self.state, self.number = jax.tree.map(as_array, state), 0
             self._save()
             self._has_begun = True
@@ -276,7 +278,7 @@ class _Run:
             self.batches.go_to(manifest.step, note.get("position"), note.get("rows"))
             compiled = None
             if hasattr(self.step, "compiled"):
-                with contextlib.suppress(EndOfBatches):  # nothing is left to do
+                with contextlib.suppress(EndOfBatches):  # no steps are left
                     batch = self.batches.at(manifest.step)
                     self.batches.put_back(manifest.step, batch)
                     compiled = self.step.compiled(self.first, batch)
@@ -287,7 +289,7 @@ class _Run:
         self.reports.resumed(self.number)
 
     def train(self) -> None:
-        """Run to the end, and wait until its checkpoint is there."""
+        """Train until the batches end, and wait for the last checkpoint."""
         first = self.number
         while True:
             try:
@@ -299,7 +301,7 @@ class _Run:
             self.reports.dispatched(self.number, batch)
             ahead = range(self.number + 1, self.number + 1 + self.prefetch)
             self.batches.fetch_ahead(ahead, placed_for(self.step, batch))
-            # One step may be under way while the next is dispatched, not more: XLA's CPU client would starve.
+            # At most one step may be in flight while the next is dispatched: XLA's CPU client would starve.
             self._collect(self.number)
             if self.on_step is not None:
                 self.on_step(self.number, metrics)
@@ -325,14 +327,15 @@ class _Run:
         """Wait for the checkpoint that is being written.
 
         Raises:
-            WorkerError: A worker was lost before it had written its part; CheckpointError: it failed otherwise.
+            WorkerError: A worker was lost before it had written its part.
+            CheckpointError: It failed in another way.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
             try:
                 saving.wait()
             except CheckpointError as error:
-                if isinstance(error.__cause__, WorkerError):  # the state is lost with it: mended as in a step
+                if isinstance(error.__cause__, WorkerError):  # the state on it is lost: recover as from a failed step
                     raise error.__cause__ from None
                 raise
             self.num_saved += 1
@@ -344,7 +347,7 @@ class _Run:
             return
         with self.reports.aside():
             self.settle()
-            # A checkpoint of this number that is there is damaged, or of steps that have been done again.
+            # Overwrite: an existing checkpoint of this number is damaged, or of steps that were repeated.
             note = {"position": self.batches.position(self.number), "rows": self.batches.rows}
             self._saving = begin_save(
                 self.directory, self.state, self.number, keep=self.keep, overwrite=True, note=note
@@ -357,7 +360,7 @@ class _Run:
             self.reports.measured(evaluation.measure(self.state))
 
     def _collect(self, stop: int) -> None:
-        """Wait for the steps before this one, and bring their metrics to the host."""
+        """Wait for the steps before `stop`, and copy their metrics to the host."""
         while self._came < stop:
             number = self._came
             self.metrics[number] = jax.tree.map(on_host, self.metrics[number])

@@ -1,8 +1,8 @@
-"""One portion of each batch, as a function of a host's number and the number of hosts reads it.
+"""Reads one portion of each batch, by the user's function of a host's number and the number of hosts.
 
 In:     the user's `batches(host, hosts)`, or `batches(host, hosts, start)`.
-Out:    `PortionReader`, which goes to the workers and opens portions there; `PortionOfBatches`, a portion being read.
-Method: what the function returns is a source as any other (`batches.py`).
+Out:    `PortionReader`, which is sent to the workers and opens portions there; `PortionOfBatches`, an open portion.
+Method: what the function returns is a source like any other (`batches.py`).
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from autopar.fit.batches import Batches, EndOfBatches
 from autopar.fit.positions import has_position
 
 ByHost = Callable[..., Iterable[Any]]
-"""`(host, hosts)` or `(host, hosts, start)` to the host's portion of each batch, from number `start` on if it takes one."""
+"""A function of `(host, hosts)`, or of `(host, hosts, start)`, to portion `host` of each batch, from batch `start` on."""
 
 
 def is_by_host(source: Any) -> bool:
-    """Whether it is a function of a host and the number of hosts: by the names of its parameters."""
+    """Whether a source is such a function, by the names of its parameters."""
     try:
         names = list(inspect.signature(source).parameters) if callable(source) else []
-    except (TypeError, ValueError):  # of a builtin that tells none
+    except (TypeError, ValueError):  # a builtin without a signature
         return False
     return names[:2] == ["host", "hosts"] and names[2:] in ([], ["start"])
 
 
 class PortionReader:
-    """Opens portions of batches; goes to the workers."""
+    """Opens portions of batches; it is sent to the workers."""
 
     def __init__(self, function: ByHost, every: int):
-        """Opens nothing; at multiples of `every` it is known where the source was."""
+        """Opens nothing yet; `every`: positions of the source are recorded at multiples of it."""
         self._function, self._every = function, every
         self._begins_anywhere = "start" in inspect.signature(function).parameters
 
     def open(self, host: int, hosts: int, number: int, position: Any | None = None) -> PortionOfBatches:
-        """Portion `host` of `hosts`, from batch `number` on, where the source is at a position."""
+        """Portion `host` of `hosts`, from batch `number` on; `position`: of the source there, if it has one."""
         batches = self._batches(host, hosts, every=self._every)
         batches.go_to(number, position)
         return PortionOfBatches(batches, self._every)
 
     def here(self, **options: Any) -> Batches:
-        """All of the batches, in one portion, read in this process."""
+        """The whole batches, as one portion, read in this process."""
         return self._batches(0, 1, **options)
 
     def _batches(self, host: int, hosts: int, **options: Any) -> Batches:
@@ -55,7 +55,7 @@ class PortionReader:
 
 
 class _Again:
-    """What is begun anew each time."""
+    """An iterable that calls the function anew for each iteration."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]):
         self._make = make
@@ -65,13 +65,13 @@ class _Again:
 
 
 class PortionOfBatches:
-    """One portion of each batch, one after the other."""
+    """One portion of each batch, in order."""
 
     def __init__(self, batches: Batches, every: int):
         self._batches, self._every = batches, every
 
     def at(self, number: int) -> Any | None:
-        """The portion of batch `number`, which is the next; None: there is none."""
+        """The portion of batch `number`, which is the next; None: the batches have ended."""
         if number % self._every == 0:
             self._batches.forget(number)
         try:
@@ -80,5 +80,5 @@ class PortionOfBatches:
             return None
 
     def position(self, number: int) -> Any | None:
-        """Where the source is when batch `number` is the next, as JSON; None: it cannot tell."""
+        """The position of the source before batch `number`, as JSON; None: it has none."""
         return self._batches.position(number)

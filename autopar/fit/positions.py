@@ -1,10 +1,9 @@
-"""Saves where a loader is and takes it back there, where it can tell: so nothing is drawn only to be dropped.
+"""Saves and restores the position of a loader, so that no batches need be drawn and dropped.
 
 In:     a source of batches and the iterator over it.
 Out:    its position, as JSON; later, the iterator at that position.
-Method: `state_dict` and `load_state_dict` are those of torchdata's loaders, `get_state` and `set_state` those of grain's
-        iterators, `skip` that of tf.data's datasets, which have a place and no position. Bytes, arrays and tensors are
-        written as base64.
+Method: `state_dict` and `load_state_dict` as in torchdata's loaders, `get_state` and `set_state` as in grain's iterators, and
+        `skip` as in tf.data's datasets, which have no position. Bytes, arrays and tensors are encoded as base64.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _WAYS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
 def position_of(source: Any, iterator: Iterator[Any]) -> Any | None:
-    """Where it is, to be written as JSON; None: it cannot tell, or not in what can be written."""
+    """The position of a source or its iterator, as JSON; None: it has none, or one that cannot be encoded."""
     found = _holder(source, iterator)
     if found is None:
         return None
@@ -34,7 +33,7 @@ def position_of(source: Any, iterator: Iterator[Any]) -> Any | None:
 
 
 def iterator_at(source: Any, position: Any) -> Iterator[Any] | None:
-    """An iterator that goes on from a position; None: the source does not go there, and the caller draws and drops."""
+    """An iterator at a position; None: the source cannot go there, and the caller must draw and drop."""
     state = _decoded(position)
     tell, go = _WAYS[0]
     if hasattr(source, tell) and hasattr(source, go):
@@ -59,19 +58,19 @@ def _goes(holder: Any, go: str, state: Any) -> bool:
 
 
 def has_position(source: Any) -> bool:
-    """Whether it can go back to where it was."""
+    """Whether a source can save and restore its position."""
     return any(all(hasattr(source, name) for name in way) for way in _WAYS)
 
 
 def iterator_after(source: Any, number: int) -> tuple[Iterator[Any], int]:
-    """An iterator, and how many batches it has left behind: as many as asked for where the source can skip, else none."""
+    """An iterator, and the number of batches that it has skipped: `number` if the source can skip, else 0."""
     if number and type(source).__module__.partition(".")[0] == "tensorflow" and hasattr(source, "skip"):
         return iter(source.skip(number)), number
     return iter(source), 0
 
 
 def as_arrays(batch: Any) -> Any:
-    """Tensors of torch and TensorFlow as NumPy arrays; what else there is stays as it is."""
+    """The batch with tensors of torch and TensorFlow converted to NumPy arrays."""
     import jax
 
     def as_array(leaf: Any) -> Any:
@@ -89,7 +88,7 @@ def _of_torch(tensor: Any) -> np.ndarray:
     tensor = tensor.detach().cpu()
     try:
         return tensor.numpy()
-    except TypeError:  # of a dtype that NumPy has not, and JAX brings, such as bfloat16
+    except TypeError:  # a dtype that only JAX adds to NumPy, such as bfloat16
         import torch
 
         bits = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]

@@ -1,9 +1,9 @@
-"""Moves batches to the devices ahead of time, while these still work on the one before.
+"""Moves batches to the devices ahead of time, while these still work on the batch before.
 
-In:     the step, as it was last compiled; a batch of the host.
-Out:    the same batch, its arrays where the step wants them, perhaps still on the way.
-Method: a batch like the last one is put where that was wanted. What would become another type on the way, what is no NumPy
-        array, what is for workers elsewhere, and what the step takes the memory of stays as it is: the step moves it.
+In:     the step, as it was last compiled; a batch in host memory.
+Out:    the same batch, its arrays in the shardings of the step, perhaps still in transit.
+Method: a batch of the same types as the last one is placed in the same shardings. The step itself moves what is not a NumPy
+        array, or would change its dtype, or is for workers, or is donated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.step import ParallelStep
 
 
 def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
-    """What begins to move a batch like the last to where the step wants it; only one made by `parallelize` tells."""
+    """A function that starts to move a batch like `last` to where the step wants it; the identity if that is not known."""
     compiled = step.latest() if isinstance(step, ParallelStep) else None
     if compiled is None or compiled.executable.is_remote:
         return lambda batch: batch
@@ -28,12 +28,12 @@ def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
     if not arguments or arguments[-1] != tree:
         return lambda batch: batch
     first, stop = argument_slices(program)[len(arguments) - 1]
-    if any(compiled.plan.attached.roles.donated[first:stop]):  # what is put there may share memory with the user's own
+    if any(compiled.plan.attached.roles.donated[first:stop]):  # a placed array may share memory with the user's
         return lambda batch: batch
     shardings = jax.tree.leaves(compiled.in_shardings, is_leaf=lambda sharding: sharding is None)[first:stop]
     types = [_type_of(leaf) for leaf in jax.tree.leaves(last)]
     if [aval.shape for aval in program.in_avals[first:stop]] != [shape for shape, _ in types]:
-        return lambda batch: batch  # it was compiled last for others
+        return lambda batch: batch  # it was compiled last for other batches
 
     def place(batch: Any) -> Any:
         leaves, found = jax.tree.flatten(batch)

@@ -1,10 +1,9 @@
-"""A batch with fewer rows than the others: dropped, padded, or refused.
+"""Treats a batch with fewer rows than the others: keeps, drops, pads or refuses it.
 
-In:     a batch, the rows of a whole one, what is wanted.
-Out:    the batch, or one of as many rows as the others have, or none.
-Method: rows are the leading dim that all arrays of a batch share. Padding repeats the last row, so that nothing in it is
-        out of the ordinary, and is false in the batch's own mask; a batch without a mask cannot be padded, for the step
-        would count the copies.
+In:     a batch, the number of rows of a whole batch, the user's choice.
+Out:    the batch, padded if wanted; or None, if it is dropped.
+Method: rows are the leading dim that all arrays of a batch share. Padding repeats the last row, whose values are ordinary,
+        and is 0 in the batch's mask; a batch without a mask cannot be padded, since the step would count the copies.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ MASK = "mask"
 
 
 def check_remainder(remainder: Any) -> None:
-    """Raises `AutoparError` if there is no such choice."""
+    """Raises `AutoparError` for an unknown choice."""
     do = "drop it, pad it (the batch needs a mask), refuse it, or leave it out to plan the step for it, too."
     check_choice("fit", "remainder", remainder, get_args(Remainder), do=do)
 
 
 def rows_of(batch: Any) -> int | None:
-    """The leading dim of its arrays; None: they have none in common."""
+    """The leading dim that all arrays share; None: there is none."""
     lengths = {np.shape(leaf)[0]: None for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
     return next(iter(lengths)) if len(lengths) == 1 else None
 
 
 def weight_of(batch: Any) -> float:
-    """What a batch counts for in a mean over several: what its mask lets through, else its rows."""
+    """The weight of a batch in a mean over batches: the sum of its mask, or its number of rows."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if _is_mask(path):
             return float(np.sum(leaf))
@@ -41,9 +40,9 @@ def weight_of(batch: Any) -> float:
 
 
 def whole(batch: Any, rows: int | None, remainder: Remainder, number: int) -> Any | None:
-    """A batch, drawn for a step of this number, as the step is to have it; None: it is left out.
+    """The batch of step `number` as the step gets it; None: it is dropped.
 
-    Whole ones have so many rows; None: that is not known, or batches have none.
+    `rows`: of a whole batch; None: not known, or batches have no rows.
 
     Raises:
         BatchError: It is refused, or cannot be padded.

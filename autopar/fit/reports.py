@@ -1,11 +1,11 @@
-"""What is told of a run while it goes on: to loggers every so many steps, to people all the time, in a bar.
+"""Reports the progress of a run: calls the loggers, and draws the bar.
 
-In:     each batch when its step is dispatched, each step's metrics when they have come, what was measured besides.
-Out:    calls of the loggers, each with all values of one number of steps; a line on stderr that is drawn anew, or, where that
-        is asked for and there is no terminal, one every `LINE_SECONDS`. Of a run that is done, how it ended.
-Method: rates are those since the last call: what was in the batches, by the time that has passed, that for checkpoints and
-        eval steps left out. A row waits for the next, so that what is measured at the same step is in it. The bar, `rich`'s,
-        begins with the first step that is done: what is planned before has a line of its own.
+In:     each batch when its step is dispatched, each step's metrics when they have arrived, and the results of evaluations.
+Out:    calls of the loggers, each with all values of one number of steps; a progress bar on stderr, or, if wanted without a
+        terminal, a line every `LINE_SECONDS`; a last line about how the run ended.
+Method: rates are samples or tokens since the last call, over the time since then without checkpoints and eval steps. A row is
+        held until the next, so that an evaluation after the same step is in it. The bar, of `rich`, starts with the first
+        step that is done, since planning before it has a bar of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.search.figures import amount_of
 
 
 class Reports:
-    """Owns the bar and what has not been told yet."""
+    """Reports a run; owns the bar and the values not reported yet."""
 
     def __init__(self, loggers: Sequence[Logger], log_every: int, bar: Bar):
         self._loggers, self._every, self._bar = loggers, log_every, bar
@@ -36,7 +36,7 @@ class Reports:
         self._done, self._told, self._clock = 0, 0, _Clock()
 
     def resumed(self, number: int) -> None:
-        """The run goes on from here."""
+        """Continue from a number of steps done."""
         self._row, self._metrics, self._done, self._told = None, None, number, number
         self._amounts.clear()
         self._clock = _Clock()
@@ -46,12 +46,12 @@ class Reports:
         self._bar.go_to(number)
 
     def dispatched(self, number: int, batch: Any) -> None:
-        """The step of this batch, counted from 0, has been handed to the devices."""
+        """Step `number` has been dispatched with this batch."""
         if self._bar.is_shown or self._loggers:
             self._amounts[number] = amount_of(batch)
 
     def came(self, number: int, metrics: Any) -> None:
-        """What the step of this number returned is there."""
+        """The metrics of step `number` have arrived."""
         self._done = number + 1
         if not self._bar.is_shown and not self._loggers:
             return
@@ -64,19 +64,19 @@ class Reports:
             self._tell_step()
 
     def measured(self, values: dict[str, float]) -> None:
-        """What the eval step says of the state after the steps that are done."""
+        """Report the result of an evaluation after the steps that are done."""
         named = {f"eval/{name}": value for name, value in values.items()}
         self._tell(named)
         self._bar.note(self._done, named)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """The time that this takes is none of the steps'."""
+        """A context whose time does not count as steps' time."""
         with self._clock.stopped():
             yield
 
     def ended(self, failed: bool = False) -> None:
-        """Tell what is left to tell."""
+        """Report what has not been reported, and the end of the run."""
         if not failed and self._told < self._done:
             self._tell_step()
         self._flush()
@@ -86,7 +86,7 @@ class Reports:
         self._bar.stop(self._done, scalars_of(self._metrics), failed)
 
     def paused(self) -> None:
-        """Something else is shown for a while: a plan in the making."""
+        """Hide the bar for a while, for that of planning."""
         self._bar.pause()
 
     def _tell_step(self) -> None:
@@ -108,7 +108,7 @@ class Reports:
 
 
 class _Clock:
-    """How much was done in how much time, since the start and since it was asked last; the first step starts it."""
+    """Counts steps and amounts over time, since the start and since the last question; starts after the first step."""
 
     def __init__(self) -> None:
         self._begun: float | None = None
@@ -116,7 +116,7 @@ class _Clock:
         self._steps, self._amount = 0, 0
 
     def count(self, amount: int) -> None:
-        """A step is done; the first one, in which all is planned and compiled, does not count."""
+        """Count a step; the first, which includes planning and compilation, only starts the clock."""
         if self._begun is None:
             self._begun = time.monotonic()
             self._mark = self._begun, 0, 0
@@ -125,11 +125,11 @@ class _Clock:
         self._amount += amount
 
     def rate(self) -> float:
-        """Of what is counted, per second, from the start."""
+        """The amount per second since the start."""
         return 0.0 if self._begun is None else self._amount / max(time.monotonic() - self._begun, 1e-9)
 
     def since_last(self, unit: str) -> dict[str, float]:
-        """Seconds of a step, and what is counted per second, since this was asked last; nothing if nothing was counted."""
+        """Seconds per step, and amount per second, since the last call; {} if no step was counted."""
         if self._begun is None or self._steps == self._mark[1]:
             return {}
         now = time.monotonic()
@@ -140,7 +140,7 @@ class _Clock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Time that does not count."""
+        """A context whose time does not count."""
         begun = time.monotonic()
         yield
         if self._begun is not None:
@@ -151,14 +151,14 @@ class _Clock:
 
 LINE_SECONDS = 10.0
 MOST_VALUES = 4
-"""How many values are shown."""
+"""The most values shown."""
 
 
 class Bar:
-    """Owns the bar; shows nothing where it is not wanted."""
+    """The progress bar, or lines without a terminal; shows nothing if that is not wanted."""
 
     def __init__(self, name: str, total: int | None, wanted: bool | None, console: Console | None = None):
-        """Shows nothing yet; `total` steps are not known if None, and `wanted` None is on a terminal, and in a notebook."""
+        """Shows nothing yet. `total`: number of steps, if known. `wanted`: None: on a terminal or in a notebook."""
         self._console = console or Console(file=sys.stderr)
         self.is_shown = self._console.is_terminal or self._console.is_jupyter if wanted is None else wanted
         self._name, self._total = name, total
@@ -167,13 +167,13 @@ class Bar:
         self._first = 0
 
     def go_to(self, number: int) -> None:
-        """The run goes on from here."""
+        """Continue from a number of steps done."""
         self.pause()
         self._first = number
         self._begun = self._line = time.monotonic()
 
     def show(self, number: int, values: Mapping[str, float], rate: float, unit: str) -> None:
-        """So many steps are done; values of the last, and how much is done per second."""
+        """Show the number of steps done, the values of the last one, and the amount per second."""
         if not self.is_shown:
             return
         text = "  ".join([*_most(values), *_rate(rate, unit)])
@@ -186,18 +186,18 @@ class Bar:
             self._print(f"{self._name}: step {self._of(number)}  {text}{self._left(number)}")
 
     def note(self, number: int, values: Mapping[str, float]) -> None:
-        """A line that stays: what was measured after so many steps."""
+        """Print a permanent line: values after so many steps."""
         if self.is_shown and values:
             self._print(f"{self._name}: after step {self._of(number)}  {'  '.join(_most(values))}")
 
     def pause(self) -> None:
-        """Take the bar away, until there is something to show."""
+        """Remove the bar, until the next `show`."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def stop(self, number: int, values: Mapping[str, float], failed: bool) -> None:
-        """The run has ended."""
+        """Remove the bar, and print how the run ended."""
         self.pause()
         if self.is_shown:
             how = "ended by an error after" if failed else "done:"
@@ -228,7 +228,7 @@ class Bar:
 
 
 def _most(values: Mapping[str, float]) -> list[str]:
-    """The first few values in words, losses before others."""
+    """The first few values as text, losses first."""
     names = sorted(values, key=lambda name: "loss" not in name)[:MOST_VALUES]
     return [f"{name} {values[name]:.4g}" for name in names]
 

@@ -1,8 +1,8 @@
-"""What a step returned: the state and the metrics, their leaves as the loop, a checkpoint and the host have them.
+"""Splits the result of a step into state and metrics, and converts their leaves.
 
-In:     what a step returned; leaves.
-Out:    the state and the metrics; leaves; metrics as numbers with names, `{"loss": 0.25, "grads/norm": 1.5}`.
-Method: a scalar is named by its path, one without a path `loss`: it is what nearly every step returns alone.
+In:     the result of a step; leaves.
+Out:    the state and the metrics; converted leaves; metrics as named numbers, `{"loss": 0.25, "grads/norm": 1.5}`.
+Method: a scalar is named by its path; one without a path is named `loss`, since most steps return it alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.errors import StructureChangedError
 
 
 def parts_of(result: Any, like: Any) -> tuple[Any, Any]:
-    """The state and the metrics in what a step returned."""
+    """The state and the metrics in the result of a step; `like`: has the structure of the state."""
     tree = jax.tree.structure(like)
     if jax.tree.structure(result) == tree:
         return result, None
@@ -33,27 +33,27 @@ def parts_of(result: Any, like: Any) -> tuple[Any, Any]:
 
 
 def type_of(leaf: Any) -> Any:
-    """What a step is planned for of a leaf."""
+    """The type of a leaf for which a step is planned."""
     leaf = as_array(leaf)
     if not hasattr(leaf, "dtype"):
-        return leaf  # a function, part of the program; what else is no array, the step or the checkpoint refuses
+        return leaf  # a function, part of the program; other objects are refused by the step or the checkpoint
     sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
 
 def as_array(leaf: Any) -> Any:
-    """Numbers become arrays; what else there is stays."""
+    """The leaf as a JAX array, if it is a number or a NumPy array."""
     return jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic) else leaf
 
 
 def on_host(leaf: Any) -> Any:
-    """As NumPy has it; keys stay keys."""
+    """The leaf as a NumPy array; keys stay keys."""
     return leaf if is_key(leaf) else np.asarray(leaf)
 
 
 def scalars_of(metrics: Any) -> dict[str, float]:
-    """Every scalar among the metrics; waits for them."""
+    """All scalars among the metrics, by name; waits for them."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
         if not is_key(leaf) and np.size(leaf) == 1 and np.ndim(leaf) == 0:
