@@ -110,9 +110,9 @@ def _check_buffers(mesh: MeshId, streams: Streams) -> int:
     for instruction in streams.instructions[mesh]:
         for buffer in reads(instruction):
             if buffer in freed:
-                raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} was let go of before.")
+                raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} was freed before.")
             if buffer not in alive:
-                raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not there yet.")
+                raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not written yet.")
             kind, key, _ = streams.names[buffer]
             if kind in IN_PLACE and newest.get((kind, key), buffer) != buffer:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} was overwritten before.")
@@ -132,13 +132,13 @@ def _check_buffers(mesh: MeshId, streams: Streams) -> int:
         if isinstance(instruction, Free):
             for buffer in instruction.buffers:
                 if buffer not in alive:
-                    raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not there to be let go of.")
+                    raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is freed and not live.")
                 del alive[buffer]
                 freed[buffer] = None
                 now -= num_bytes[buffer]
     leaked = [b for b in alive if b not in results and b not in given]
     if leaked:
-        raise StreamError(f"mesh {mesh}: b{leaked[0]} is never let go of.")
+        raise StreamError(f"mesh {mesh}: b{leaked[0]} is never freed.")
     missing = [b for b in results if streams.buffers[b].mesh == mesh and b not in alive]
     if missing:
         raise StreamError(f"b{missing[0]}, a result of the step, is not on mesh {mesh} at the end.")

@@ -386,10 +386,10 @@ def never_freed(s):
         (operands_turned_round, "reads b[0-9]+, which holds "),
         (one_operand_less, "reads [0-9]+ buffers, the program has [0-9]+"),
         (residual_of_another_microbatch, "makes b[0-9]+, which holds loop of microbatch 1"),
-        (backward_first, "is not there yet"),
-        (freed_before_it_is_read, "was let go of before"),
-        (freed_twice, "is not there to be let go of"),
-        (never_freed, "is never let go of"),
+        (backward_first, "is not written yet"),
+        (freed_before_it_is_read, "was freed before"),
+        (freed_twice, "is freed and not live"),
+        (never_freed, "is never freed"),
     ],
 )
 def test_what_is_wrong_is_told(change, message):
