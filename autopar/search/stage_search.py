@@ -64,7 +64,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     cut, counts = _first_cut(cuts, _counts(request), found.tried)
     reference = counts[len(counts) // 2]
     forward_only = not any(cut.chain.backward)
-    if forward_only:  # nothing is accumulated over microbatches, and few fill the pipeline
+    if forward_only:  # nothing is accumulated, and there is no backward pass to wait for: few microbatches may do
         counts = [*(m for m in TUNING.few_microbatches if request.divides_into(m) and m not in counts), *counts]
     # Layers are made of the same segments for every number of microbatches.
     chain = weigh_segments(cut, 1, cluster.device).chain
