@@ -224,17 +224,14 @@ def reader_of(
         others: Readers of fields whose type does not say enough.
     """
     known = known or {}
-    readers = {**_readers(kind), **dict.fromkeys(infinite, _number_or_inf), **others}
+    or_infinite: Callable[[Entry], Any] = functools.partial(Entry.number, or_infinite=True)
+    readers = {**_readers(kind), **dict.fromkeys(infinite, or_infinite), **others}
     readers = {name: own for name, own in readers.items() if name not in known}
 
     def read(entry: Entry) -> _T:
         return kind(**known, **{n: own(entry[n]) for n, own in readers.items() if n not in later or n in entry.value})
 
     return read
-
-
-def _number_or_inf(entry: Entry) -> float:
-    return entry.number(or_infinite=True)
 
 
 @functools.cache

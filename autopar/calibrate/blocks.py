@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.calibrate.cases import SMALL, Case
+from autopar.calibrate.cases import SMALL, Case, normed
 from autopar.cost.kernels import Kernel, Pass
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
@@ -41,13 +41,13 @@ def _layer(batch: int, length: int, width: int, heads: int, layers: int) -> Case
         mixed, up, scale = weights
         queries, keys, values = (
             part.reshape(batch, length, heads, width // heads)
-            for part in jnp.split(_normed(x, scale) @ mixed, 3, axis=-1)
+            for part in jnp.split((normed(x) * scale) @ mixed, 3, axis=-1)
         )
         scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys)
         scores = jnp.where(jnp.tri(length, dtype=bool), scores, -1e9)
         found = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), values)
         x = x + found.reshape(x.shape)
-        return x + jax.nn.gelu(_normed(x, scale) @ up)
+        return x + jax.nn.gelu((normed(x) * scale) @ up)
 
     def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
         if layers == 1:
@@ -74,11 +74,6 @@ def _update(size: int) -> Case:
 
     kernel = Pass(7 * 4.0 * size, 1.0, "parameters")  # reads four arrays, writes three
     return Case("update", f"Adam of {size} float32", ((size,),) * 4, "float32", turn, (kernel,), num_made=3)
-
-
-def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale
 
 
 def kernels_of(

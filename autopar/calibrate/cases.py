@@ -90,14 +90,19 @@ def _passes(is_cpu: bool) -> Iterator[Case]:
         )
 
 
+def normed(x: jax.Array) -> jax.Array:
+    """Rows with mean 0 and variance 1."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
 def _rows(is_cpu: bool) -> Iterator[Case]:
     """Work between products in models: norms, softmax, an activation, a transpose."""
     rows, width = (2**11, 256) if is_cpu else (2**15, 2**11)
     size = 4.0 * rows * width
 
     def norm(x: jax.Array, y: jax.Array) -> jax.Array:
-        centred = x - x.mean(-1, keepdims=True)
-        return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) + y
+        return normed(x) + y
 
     def softmax(x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.nn.softmax(x) + y

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from autopar.calibrate.cases import collective
-from autopar.calibrate.timing import turn_seconds
+from autopar.calibrate.timing import turn_times
 from autopar.cost import collective_seconds
 from autopar.cost.steps import CollectiveKind
 from autopar.mesh import Cluster
@@ -61,9 +61,9 @@ def one_program(plan: Decision, devices: Sequence[jax.Device], step_seconds: flo
     for kind, axes, num_bytes in largest:
         groups = _groups(devices, mesh.shape, [mesh.axis_names.index(axis) for axis in axes])
         case = collective(kind, num_bytes, math.prod(mesh.size_of(axis) for axis in axes))
-        found = turn_seconds(case, groups, time.monotonic() + COLLECTIVE_SECONDS)
+        found = turn_times(case, groups, time.monotonic() + COLLECTIVE_SECONDS)
         if found is not None:
-            alone[kind, axes, num_bytes] = found * predicted[kind, axes, num_bytes][1]
+            alone[kind, axes, num_bytes] = found[0] * predicted[kind, axes, num_bytes][1]
     told = sum(predicted[key][0] for key in alone)
     scale = sum(alone.values()) / told if told else 1.0
     lanes: dict[str, tuple[int, float, float]] = {}

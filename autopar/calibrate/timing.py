@@ -41,12 +41,6 @@ _Call = Callable[[int], tuple[float, float]]
 """Runs so many turns; returns wall-clock seconds, and busy seconds per core."""
 
 
-def turn_seconds(case: Case, devices: Sequence[jax.Device], deadline: float) -> float | None:
-    """Wall-clock seconds of one turn; None: the deadline came too early to tell."""
-    found = turn_times(case, devices, deadline)
-    return None if found is None else found[0]
-
-
 def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tuple[float, float] | None:
     """Wall-clock seconds of one turn, and busy seconds per core if devices share cores (else wall-clock seconds again).
 

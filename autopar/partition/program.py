@@ -129,7 +129,8 @@ def _run_instruction(
             }
         case Compute(eqn, rule, strategy):
             operands = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, strategy.operands, strict=True)]
-            results = run_equation(eqn, rule, strategy, axis_sizes, _first_after(operands, earlier), platform)
+            operands[:1] = [after(operand, earlier) for operand in operands[:1]]
+            results = run_equation(eqn, rule, strategy, axis_sizes, operands, platform)
             return dict(zip(zip(eqn.outvars, strategy.results, strict=True), results, strict=True))
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
@@ -151,10 +152,6 @@ def _move(
         return apply_fused(arrays, steps, axis_sizes)
 
     return without_loss(arrays, steps, axis_sizes, carry_out) if exact else carry_out(arrays)
-
-
-def _first_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> list[jax.Array]:
-    return [after(operands[0], earlier), *operands[1:]] if operands else []
 
 
 def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> list[jax.Array]:

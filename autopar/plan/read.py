@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import jax
@@ -22,7 +23,7 @@ from autopar.options import MicrobatchSemantics
 from autopar.plan.decision import Cost, Decision, Recomputed, Search, Stage, Submesh, Value
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.record import INSTRUCTIONS
-from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES, ValueRole
+from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import Event, Timeline
@@ -179,11 +180,8 @@ def _value(entry: Entry, mesh: LogicalMesh) -> Value:
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
         raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
     later = ("on_host",)  # absent from older files
-    return reader_of(Value, known={"shape": shape, "sharding": sharding}, later=later, role=_role, dtype=_dtype)(entry)
-
-
-def _role(entry: Entry) -> ValueRole:
-    return entry.one_of(VALUE_ROLES)
+    known, role = {"shape": shape, "sharding": sharding}, partial(Entry.one_of, known=VALUE_ROLES)
+    return reader_of(Value, known=known, later=later, role=role, dtype=_dtype)(entry)
 
 
 def _dtype(entry: Entry) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -94,12 +93,9 @@ def _append_trips(eqns: Equations, scan: Region) -> list[Atom]:
         rows.append(made[len(carried) :])
     if scan.eqn.params["reverse"]:
         rows.reverse()
-    return [*carried, *(eqns.call_one(_stacked, of_turns, source) for of_turns in zip(*rows, strict=True))]
+    stacked = (eqns.call_one(lambda *rows: jnp.stack(rows), of_turns, source) for of_turns in zip(*rows, strict=True))
+    return [*carried, *stacked]
 
 
 def _outer(scan: Region, role: Role) -> list[Atom]:
     return [b.outer for b in scan.of_role(role) if b.outer is not None]
-
-
-def _stacked(*rows: jax.Array) -> jax.Array:
-    return jnp.stack(rows)

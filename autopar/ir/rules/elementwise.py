@@ -76,7 +76,7 @@ def annotation(eqn: JaxprEqn) -> ShardingRule:
 
     Except copies to or from host memory, which each device does for its shard.
     """
-    return passed_through(eqn, _copied if copies_to_or_from_host(eqn) else _identity)
+    return passed_through(eqn, _copied if copies_to_or_from_host(eqn) else lambda eqn, shard, *operands: operands)
 
 
 def passed_through(eqn: JaxprEqn, local: LocalProgram | None = None) -> ShardingRule:
@@ -84,10 +84,6 @@ def passed_through(eqn: JaxprEqn, local: LocalProgram | None = None) -> Sharding
     fresh = factor_names()
     terms = [new_term(var.aval.shape, fresh) for var in eqn.invars]
     return rule_of(eqn, terms, terms, [tuple(range(len(terms)))], moves=True, local=local)
-
-
-def _identity(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-    return operands
 
 
 def _copied(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
