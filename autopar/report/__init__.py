@@ -1,1 +1,1 @@
-"""A plan for people: its page as text and HTML, what differs between two, and why each decision was made."""
+"""Reports for people: a plan as text and HTML, the difference between two plans, and explanations of decisions."""

@@ -1,9 +1,9 @@
-"""What the whole step, or a whole stage of a pipeline, would cost if one decision were forced.
+"""Computes what the whole step, or a stage of a pipeline, would cost if one decision were forced.
 
 In:     a plan with its planning problems in memory.
-Out:    `Study`, one for each stage; for a decision an `Outcome` per alternative, in seconds, or why it cannot be.
-Method: the choice problem is solved again with the decision's cost vector restricted to one choice, under the same
-        memory budget. What the user or the method forbids is costed with that one restriction lifted.
+Out:    `Study`, one for each stage; for a decision an `Outcome` per alternative: its seconds, or why it is impossible.
+Method: the choice problem is solved again with the decision restricted to one choice, under the same memory budget. A choice
+        that the user or the method forbids is priced with that one restriction lifted.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text
 
 MAX_ALTERNATIVES = 9
-"""Choices solved for one decision: those that cost least while their neighbours stay."""
+"""The most choices solved for one decision: those that cost least if their neighbours keep their choices."""
 MAX_LIFTED = 4
-"""Forbidden choices solved for one decision."""
+"""The most forbidden choices solved for one decision."""
 SECONDS = 10.0
-"""Time limit of one solve."""
+"""The time limit of one solve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The step if a choice is forced: predicted seconds; inf where it cannot be, and why not."""
+    """The step if a choice is forced: its predicted seconds; inf if that is impossible, and why."""
 
     choice: int
     seconds: float
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def studies(plan: Decision) -> list[Study]:
-    """The planning problem of each stage, to ask what else it could be."""
+    """The planning problem of each stage."""
     planned = plan.attached.pipeline
     path_of = dict(zip(planned.program.jaxpr.invars, planned.program.in_paths, strict=False))  # constants have none
     found = []
@@ -58,14 +58,14 @@ def studies(plan: Decision) -> list[Study]:
 
 
 class Study:
-    """The planning problem of one plan, or of one stage of it; nothing of the plan is changed.
+    """The planning problem of a plan, or of one stage of it; leaves the plan unchanged.
 
     Attributes:
-        stage: Which; None: the whole step is one.
-        paths: Position among the problem's inputs -> name, for those that are arguments of the step.
-        aliases: Output position -> position of the input whose new value it is.
-        chosen: The plan's choice per decision; identical layers are one decision.
-        base: Predicted time of the step, or of the stage's work in one step, in the problem's own seconds.
+        stage: The stage; None: the whole step is one.
+        paths: Position of an input of the problem -> path, for inputs that are arguments of the step.
+        aliases: Position of an output -> position of the input whose new value it is.
+        chosen: The plan's choice for each decision; identical layers are one decision.
+        base: Predicted seconds of the step, or of the stage's work in one step, by the costs of the problem.
     """
 
     def __init__(self, plan: Decision, stage: int | None, planned: StagePlan, paths: Mapping[int, str]):
@@ -84,18 +84,18 @@ class Study:
         self.held = held_values(self.graph)
 
     def allowed(self, number: int) -> np.ndarray:
-        """Which choices of a decision the planner had."""
+        """A mask of the choices of a decision that were allowed."""
         return np.isfinite(self.problem.costs[number])
 
     def outcomes(self, number: int) -> list[Outcome]:
-        """The plan's choice first, then the nearest alternatives by step time."""
+        """The plan's choice, then the nearest alternatives, by step time."""
         order = [k for k in self._nearest(self.problem, number) if self.allowed(number)[k] and k != self.chosen[number]]
         found = [self._force(self.problem, number, k) for k in order[: MAX_ALTERNATIVES - 1]]
         found.sort(key=lambda outcome: (outcome.seconds, outcome.choice))
         return [Outcome(self.chosen[number], self.base), *found]
 
     def lifted_outcomes(self, number: int) -> list[Outcome]:
-        """The nearest choices that the user or the method forbids, as if this decision were free of that."""
+        """The nearest choices that the user or the method forbids, with the restriction of this decision lifted."""
         masks = {k: mask for k, mask in self.sharded.allowed.masks.items() if self.class_of[k] != number}
         lifted = build_problem(self.graph, self.device, self.class_of, masks, self.sharded.exposure)
         order = [
@@ -142,7 +142,7 @@ class Study:
         return lower(self.graph, [choices[c] for c in self.class_of])
 
     def forbidden_by(self, number: int) -> str:
-        """What the user asked for that restricts this decision; "" if nothing does."""
+        """What restricts this decision: the user's constraints or the method; "": nothing."""
         allowed = self.sharded.allowed
         node = next((k for k in allowed.masks if self.class_of[k] == number), None)
         if node is None:
@@ -150,7 +150,7 @@ class Study:
         return "; ".join(dict.fromkeys(allowed.reasons.get(node, ()))) or f"the method, {self.plan.method}"
 
     def compared(self, outcome: Outcome) -> tuple[str, str]:
-        """Time of the step or stage, and how it compares with the plan's."""
+        """The time of the step or stage, and the difference to the plan's, as text."""
         if outcome.why_not:
             return "-", outcome.why_not
         more = outcome.seconds - self.base
@@ -160,6 +160,6 @@ class Study:
         return seconds_text(outcome.seconds), text
 
     def unsolved(self, number: int, shown: int) -> str:
-        """What the table of alternatives leaves out."""
+        """A note on how many alternatives the table leaves out."""
         left = int(self.allowed(number).sum()) - shown
         return f"and {left} more, further away" if left > 0 else ""

@@ -1,9 +1,9 @@
-"""Where a device's seconds of compute go, by operation.
+"""Lists the operations that a device's compute time goes into.
 
 In:     a plan with its planning problem in memory.
-Out:    `Page`: the operations that take longest, each with how often it runs, its time, and what it reaches.
-Method: read off the tasks of every stage, loops looked into, with the seconds that the planner counted for each kernel.
-        Operations of one line of the user's are one row, whatever layer or stage they are in. All branches count.
+Out:    `Page`: the operations that take longest, each with its number of runs, its time, and the rate that it reaches.
+Method: read off the tasks of every stage, including loop bodies, with the planner's seconds of each kernel. Operations of the
+        same primitive and line are one row, in whatever layer or stage they are. All branches count.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_OPERATIONS = 24
 
 @dataclass(slots=True)
 class Operation:
-    """What the operations of one name come to in one step, all stages together, on one device of each.
+    """The operations of one name in one step, over all stages, on one device of each.
 
     Attributes:
         name: Primitive and line.
-        times: How often they run.
-        seconds: Of all runs.
-        flops: Of those that multiply; 0: none does.
-        num_bytes: That go through memory.
+        times: Number of runs.
+        seconds: Seconds of all runs.
+        flops: FLOPs of the runs that are products; 0: none is.
+        num_bytes: Bytes that go through memory.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Operation:
     num_bytes: float = 0.0
 
     def add(self, times: int, seconds: float, kernel: Kernel, flops: float) -> None:
-        """One more place in the program."""
+        """Add an operation of this name, which runs `times` times."""
         self.times += times
         self.seconds += times * seconds
         self.num_bytes += times * kernel.num_bytes
@@ -50,7 +50,7 @@ class Operation:
 
     @property
     def reaches(self) -> str:
-        """FLOPs per second of products, else bytes."""
+        """The rate as text: FLOP/s of products, else bytes per second."""
         if not self.seconds:
             return ""
         return (
@@ -61,7 +61,7 @@ class Operation:
 
 
 def operations_of(plan: Decision) -> list[Operation]:
-    """All operations of a step, by name, those that take longest first."""
+    """All operations of a step, by name, the longest first."""
     found: dict[str, Operation] = {}
     planned = plan.attached.pipeline
     for stage in planned.stages:
@@ -79,7 +79,7 @@ def operations_of(plan: Decision) -> list[Operation]:
 
 
 def compute_page(plan: Decision) -> Page:
-    """Where the seconds of compute go."""
+    """The page about where the compute time goes."""
     operations = operations_of(plan)
     total = sum(operation.seconds for operation in operations)
     products = [operation for operation in operations if operation.flops]

@@ -1,10 +1,10 @@
-"""Why a pipeline is cut where it is: what crosses each border, how even the stages are, and what other places would give.
+"""Explains why a pipeline is cut where it is: bytes that cross each border, balance of stages, and alternative places.
 
-In:     a plan of stages with its planning problem in memory.
-Out:    `Page`: of each border the chosen place, the places beside it, and the one between its neighbours that least
-        crosses.
-Method: read off the chain of segments that the borders were chosen on (`inter_op/chain.py`): bytes over a border and
-        operations of a segment, both of one microbatch.
+In:     a plan with stages and its planning problem in memory.
+Out:    `Page`: for each border the chosen place, the places next to it, and the place between its neighbours that the fewest
+        bytes cross.
+Method: read off the chain of segments on which the borders were chosen (`inter_op/chain.py`): bytes over a border and work of
+        a segment, both of one microbatch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.streams.assemble import PipelinePlan
 
 
 def cuts_page(plan: Decision) -> Page:
-    """Why the step is cut where it is."""
+    """The page about where the step is cut."""
     pipeline = plan.attached.pipeline
     assert isinstance(pipeline, PipelinePlan), "one program is not cut"
     device = plan.attached.cluster.device

@@ -1,8 +1,8 @@
-"""What differs between two plans, as text.
+"""Describes the differences between two plans.
 
-In:     two plans, of one program or of two.
-Out:    a page: facts that differ, arguments and activations that are sharded otherwise, communication per kind and
-        axes; "" where nothing differs. The time that planning took is no difference.
+In:     two plans, of the same program or of two.
+Out:    a page: facts that differ, arguments and activations with another sharding, communication per kind and axes; "" if
+        nothing differs. Planning time is not compared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ABSENT = "(not there)"
 
 
 def diff_text(this: Decision, other: Decision) -> str:
-    """What differs, each row: what it is, in `this`, in `other`.
+    """The differences as text, in rows: name, value in `this`, value in `other`.
 
     Raises:
-        AutoparError: `other` is no plan.
+        AutoparError: `other` is not a plan.
     """
     if not isinstance(other, Decision):
         raise AutoparError(
@@ -41,7 +41,7 @@ def diff_text(this: Decision, other: Decision) -> str:
 
 
 def diff_tables(this: Decision, other: Decision) -> list[Table]:
-    """What differs, as tables; those without a difference are left out."""
+    """The differences as tables; tables without a difference are left out."""
     tables = (_facts(this, other), _values(this, other, False), _values(this, other, True), _collectives(this, other))
     return [table for table in tables if table.rows or table.note]
 
@@ -90,7 +90,7 @@ def _values(this: Decision, other: Decision, activations: bool) -> Table:
 
 
 def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
-    """Type and sharding of each value; of those with one name, all that occur."""
+    """Type and sharding of each value by name; for several values of one name, all that occur."""
     found: dict[str, Counter[str]] = {}
     for value in plan.values:
         if (value.role == "activation") == activations:

@@ -1,12 +1,11 @@
-"""Why an argument or an operation is sharded as it is.
+"""Explains why an argument or an operation is sharded as it is.
 
-In:     a plan with its planning problem in memory; the path of an argument, a glob, or part of an operation's name and
-        line.
-Out:    text: each alternative with the predicted step time if it is forced and everything else is chosen anew; what
-        forbids the others; who reads the value and the conversions that costs.
-Method: alternatives are solved (`alternatives.py`); conversions are read off the sharded program. Identical layers were
-        planned as one decision: forcing it forces all of them. Each stage of a pipeline is a problem of its own, equal
-        stages are told together; `"stages"` asks why the step is cut where it is, `"compute"` where its time goes.
+In:     a plan with its planning problem in memory; the path of an argument, a glob, or part of an operation's name and line.
+Out:    text: each alternative with the predicted step time if it is forced and everything else is chosen anew; what forbids
+        other choices; the readers of the value, and the conversions for them.
+Method: alternatives are solved (`alternatives.py`); conversions are read off the sharded program. Identical layers are one
+        decision: forcing it forces all of them. Each stage of a pipeline is a problem of its own, and equal stages are
+        explained together. `"stages"` explains where the step is cut, `"compute"` where its time goes.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ MAX_FORBIDDEN = 6
 
 
 def explain(plan: Decision, path_or_op: str) -> str:
-    """Why an argument or an operation is sharded as it is.
+    """Explain why an argument or an operation is sharded as it is.
 
     Args:
-        plan: From `step.plan`, or from a file and compiled.
+        plan: From `step.plan`, or from a file and compiled since.
         path_or_op: Path of an argument ("state/params/w"), its end ("params/w"), a glob, or part of an operation's name
-            and line ("dot_general at train.py:12"); or "compute": which operations a step's time goes into; or, of a
+            and line ("dot_general at train.py:12"); or "compute": the operations that take the step's time; or, for a
             pipeline, "stages": why it is cut where it is.
 
     Raises:
@@ -93,7 +92,7 @@ def _stages_page(plan: Decision) -> Page:
 
 
 def _matching_paths(paths: Sequence[str], asked: str) -> list[str]:
-    """The argument of this path, or all parts of it; else those whose path ends so; else those a glob matches."""
+    """The argument with this path, or all its parts; else arguments whose paths end with it, else those a glob matches."""
     for matches in (
         lambda path: path == asked,
         lambda path: path.endswith("/" + asked),
@@ -106,14 +105,14 @@ def _matching_paths(paths: Sequence[str], asked: str) -> list[str]:
 
 
 _PART = re.compile(r"\[(:, )*\d+:\d+\]$")
-"""What stands behind the path of a stack that lies on several stages: which of its layers."""
+"""The end of the path of a part of a stack over several stages: its layers."""
 
 
 def _unknown(plan: Decision, of_stages: Sequence[Study], asked: str) -> AutoparError:
     paths = list(dict.fromkeys(path for s in of_stages for path in s.paths.values()))
     operations = list(dict.fromkeys(_name(n) for s in of_stages for n in s.graph.nodes if n.kind == "op"))
     near = difflib.get_close_matches(asked, paths + operations, n=5, cutoff=0.4)
-    if not near:  # the end of a path may be right while its beginning is not
+    if not near:  # perhaps only the beginning of the path is wrong
         near = [path for path in paths if path.rpartition("/")[2] == asked.rpartition("/")[2]][:5]
     return AutoparError(
         "there is no such argument or operation.",
@@ -128,14 +127,14 @@ def _unknown(plan: Decision, of_stages: Sequence[Study], asked: str) -> AutoparE
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """A decision that was asked for: the same one in all stages that are equal.
+    """A decision to explain, the same in all equal stages.
 
     Attributes:
-        study: Of the first of them.
-        number: Which decision.
-        stages: All of them.
-        titles: What was asked for, in all of them.
-        places: Where it stands in the first: positions of inputs, or numbers of nodes.
+        study: The problem of the first of these stages.
+        number: The decision.
+        stages: These stages.
+        titles: The arguments or operations that were asked for, in all of them.
+        places: Their positions among the inputs, or numbers of their nodes, in the first stage.
     """
 
     study: Study
@@ -146,11 +145,11 @@ class _Decision:
 
 
 _Asked = Iterator[tuple[int, str, int]]
-"""Of a stage what is asked for: (decision, title, position of the input or number of the node)."""
+"""What is asked for in a stage: (decision, title, position of the input or number of the node)."""
 
 
 def _decisions(of_stages: Sequence[Study], asked: Callable[[Study], _Asked]) -> list[_Decision]:
-    """Decisions by what is asked for in each stage."""
+    """The decisions that are asked for in each stage, equal stages merged."""
     found: dict[Hashable, _Decision] = {}
     for study in of_stages:
         alike: Hashable = None
@@ -188,7 +187,7 @@ def _stage_facts(decision: _Decision) -> list[tuple[str, str]]:
 def _time_fact(study: Study) -> tuple[str, str]:
     step = seconds_text(study.plan.cost.step_seconds)
     if study.stage is None:
-        apart = seconds_text(study.base)  # what alternatives are compared by: the integer program hides nothing
+        apart = seconds_text(study.base)  # the costs by which alternatives are compared, without overlap
         one_by_one = "" if apart == step else f"; {apart} if nothing ran at once, as below"
         return "step time", f"{step} predicted{one_by_one}"
     return "stage time", f"{seconds_text(study.base)} predicted, its work in one step; the step takes {step}"
@@ -235,7 +234,7 @@ def _alternatives(
     cells: Callable[[int], tuple[str, str]],
     numbers: tuple[int, ...],
 ) -> Table:
-    """What the choices of a decision cost, the plan's first; `cells` says what each is."""
+    """A table of the costs of a decision's choices, the plan's first; `cells`: the first cells of a choice's row."""
     outcomes = study.outcomes(number)
     compared = [(seconds_text(study.base), "chosen"), *map(study.compared, outcomes[1:])]
     return Table(
@@ -248,7 +247,7 @@ def _alternatives(
 
 
 def _forbidden_shardings(study: Study, number: int, node: Node) -> Table:
-    """Every other way to lay the array out, by what forbids it."""
+    """A table of the other shardings of the array, and what forbids them."""
     shape, sizes = tuple(node.var.aval.shape), study.mesh.axis_sizes
     by_reason: dict[str, list[str]] = {}
     listed = set(node.shardings)
@@ -275,7 +274,7 @@ def _forbidden_strategies(study: Study, number: int, node: Node) -> Table:
 
 
 def _forbidden(study: Study, number: int, what: str, names: Sequence[str], impossible: dict[str, list[str]]) -> Table:
-    """What the user or the method forbids, with its cost were it free; and what cannot be (`impossible`, by reason)."""
+    """A table of choices that the user or the method forbids, with their cost if allowed, and of `impossible` ones."""
     rows: list[tuple[str, ...]] = []
     masked = [k for k, ok in enumerate(study.allowed(number)) if not ok]
     reason = study.forbidden_by(number)
@@ -315,7 +314,7 @@ def _moves_text(moves: Sequence[str], none: str) -> str:
 
 
 def _new_value_tables(study: Study, argument: int) -> Iterator[Table]:
-    """For state: where its new value comes from, and what it takes to have it in the old one's sharding."""
+    """For state: where its new value comes from, and the conversions to the sharding of the old value."""
     body = study.sharded.body
     for output, source in study.aliases.items():
         atom, sharding = body.outputs[output]

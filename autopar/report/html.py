@@ -1,9 +1,8 @@
-"""A plan as one page of HTML: pictures, then the tables of its text.
+"""Renders a plan as a page of HTML: pictures, then the tables of its text.
 
-In:     `Decision`, or two.
-Out:    a piece for a notebook (`plan_html`), or a whole file (`whole_file`); neither needs anything else, and
-        both can be printed.
-Method: each picture is a file of `pictures/`; a picture that has nothing to show is left out.
+In:     `Decision`.
+Out:    a fragment for a notebook (`plan_html`), or a whole file (`whole_file`); both load nothing, and can be printed.
+Method: one file of `pictures/` per picture; pictures that have nothing to show are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from autopar.report.style import SCRIPT, STYLE
 
 
 def plan_html(plan: Decision) -> str:
-    """The page of a plan, as a piece of HTML."""
+    """The page of a plan, as a fragment of HTML."""
     page = page_of(plan)
     facts = tag("table", *(tag("tr", tag("th", escape(n)), tag("td", escape(t))) for n, t in page.facts))
     tables = "\n".join(table_html(table) for table in page.tables)
@@ -40,12 +39,12 @@ def plan_html(plan: Decision) -> str:
 
 
 def wrapped(body: str) -> str:
-    """A page's body with its style and script."""
+    """The body of a page, with style and script."""
     return f'{STYLE}\n<div class="autopar-plan">\n{body}\n</div>\n{SCRIPT}'
 
 
 def whole_file(title: str, body: str) -> str:
-    """A whole HTML file of a page."""
+    """A page as a whole HTML file."""
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>'
@@ -54,7 +53,7 @@ def whole_file(title: str, body: str) -> str:
 
 
 def _cards(plan: Decision) -> Iterator[str]:
-    """The figures that one asks for first."""
+    """The main figures."""
     cost = plan.cost
     step = cost.step_seconds or math.inf
     yield _card(seconds_text(cost.step_seconds), "a step, predicted")
@@ -98,7 +97,7 @@ def section(title: str, picture: str) -> str:
 
 
 def device_places(plan: Decision) -> dict[int, str]:
-    """Per mesh, its devices in words."""
+    """The devices of each mesh, as text."""
     found = {}
     for mesh, submesh in enumerate(dict.fromkeys(stage.submesh for stage in plan.stages)):
         found[mesh] = f"device{'s' * (submesh.num_devices > 1)} {submesh}"
@@ -106,7 +105,7 @@ def device_places(plan: Decision) -> dict[int, str]:
 
 
 def table_html(table: Table, is_open: bool = False) -> str:
-    """A table that opens, or `is_open` already."""
+    """A table that can be opened; `is_open`: it is open at first."""
     kinds = [
         "number" if k in table.numbers else "code name" if k in table.names else "code"
         for k in range(len(table.columns))

@@ -1,10 +1,10 @@
-"""What limits a pipeline: the busiest mesh, and what it waits for.
+"""Finds what limits a pipeline: the busiest mesh, and when it waits.
 
 In:     the events of a step, simulated or measured.
 Out:    `Limit`: the busiest mesh's seconds of work, and its idle seconds before, between and after its microbatches.
-Method: a step lasts as long as its busiest mesh works and waits. Before its first microbatch a mesh waits for the stages
-        in front (the pipeline fills), after its last for what they have left to do (it drains), between them for
-        activations and gradients that are not there yet.
+Method: a step lasts as long as its busiest mesh works and waits. A mesh waits for earlier stages before its first microbatch
+        (the pipeline fills), for activations and gradients between its microbatches, and for other stages after its last
+        (the pipeline drains).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.streams.timeline import Event
 class Limit:
     """The busiest mesh of a step: its work, and its idle time before, between and after its microbatches.
 
-    `transfer_seconds` is the work of the busiest sender.
+    `transfer_seconds`: the busiest sender's time.
     """
 
     mesh: int

@@ -1,7 +1,7 @@
-"""Timelines as pictures in a notebook: a simulated step, and a measured one beside its prediction, lane by lane.
+"""Shows timelines: of a simulated step, and of a measured step beside its prediction, part by part.
 
-In:     a timeline; what was measured (`compiled.measure`), each lane with its prediction.
-Out:    `ShownTimeline`; `MeasuredStep`: a timeline, a table as text and as HTML; where the two part, as text.
+In:     a timeline; the measurements of `compiled.measure`, each part with its prediction.
+Out:    `ShownTimeline`; `MeasuredStep`: a timeline, a table as text and as HTML; the largest differences, as text.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.report.text import page_text
 from autopar.streams.timeline import Timeline, timetable_text
 
 SAME = 0.1
-"""Lanes that differ by no more than this part are not told of."""
+"""Lanes whose relative difference is smaller are not listed."""
 
 
 @dataclass(frozen=True, repr=False)
 class ShownTimeline(Timeline):
-    """A `Timeline`, for people: in a notebook it shows its timetable."""
+    """A `Timeline` that a notebook shows as a timetable."""
 
     def _repr_html_(self) -> str:
         return wrapped(timetable_picture(self.events, {}) or "nothing runs")
@@ -32,13 +32,13 @@ class ShownTimeline(Timeline):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A part of a step.
+    """A part of a step, predicted and measured.
 
     Attributes:
         name: `"step"`, `"kernels"`, `"stage0/F"`, `"all-reduce over x"`, `"mesh 0 to mesh 1"`, ...
-        times: How often it runs in a step.
-        predicted_seconds: All its times together.
-        measured_seconds: The same.
+        times: Number of runs in a step.
+        predicted_seconds: Predicted seconds of all runs together.
+        measured_seconds: Measured seconds of all runs together.
     """
 
     name: str
@@ -48,21 +48,21 @@ class Lane:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured; None: nothing was measured of it."""
+        """Predicted over measured seconds; None: it was not measured."""
         return self.predicted_seconds / self.measured_seconds if self.measured_seconds > 0 else None
 
 
 @dataclass(frozen=True, repr=False)
 class MeasuredStep(ShownTimeline):
-    """A step that was measured, beside the prediction: what `compiled.measure(...)` returns.
+    """A measured step beside its prediction; `compiled.measure(...)` returns it.
 
-    It is a `Timeline` too: of a pipeline that of its programs and messages, with the times that were measured; of one program
-    an empty one.
+    It is a `Timeline` too: for a pipeline, of its programs and messages with their measured times; for a single program, an
+    empty one.
 
     Attributes:
-        name: Of the step.
-        step_seconds: Median of the whole steps that were timed, from the call until all results were there.
-        num_steps: How many these are.
+        name: The name of the step.
+        step_seconds: Median time of the steps that were timed, from the call until all results were computed.
+        num_steps: Number of these steps.
         lanes: The step and its parts, each predicted and measured.
         note: How the parts were measured.
     """
@@ -82,7 +82,7 @@ class MeasuredStep(ShownTimeline):
 
     @property
     def title(self) -> str:
-        """What was measured, in a line."""
+        """What was measured, as one line."""
         steps = f", median of {count_text(self.num_steps, 'step')}" if self.num_steps > 1 else ""
         return f"A step of `{self.name}`: {seconds_text(self.step_seconds)} measured{steps}"
 
@@ -94,7 +94,7 @@ class MeasuredStep(ShownTimeline):
         return wrapped(tag("h1", escape(self.title)) + drawing + self.picture() + table_html(self._table()))
 
     def picture(self) -> str:
-        """Two bars for each lane."""
+        """A picture with two bars for each lane."""
         return lanes_picture([(lane.name, lane.predicted_seconds, lane.measured_seconds) for lane in self.lanes])
 
 
@@ -107,7 +107,7 @@ def _row(lane: Lane) -> tuple[str, ...]:
 
 
 def parting_text(measured: MeasuredStep) -> str:
-    """Where prediction and measurement part: lanes that differ by more than a tenth, the largest difference first."""
+    """The lanes whose prediction and measurement differ by more than a tenth, the largest difference first; "": none."""
     apart = [
         lane
         for lane in measured.lanes

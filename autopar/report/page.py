@@ -1,9 +1,9 @@
-"""What a plan's page says, before it is laid out: facts and tables of words.
+"""Writes the content of a plan's page: facts and tables of text, without a layout.
 
 In:     the plan, a `Decision` from the planner or from a file.
-Out:    `Page`; `text.py` prints it, `html.py` shows it in a notebook.
-Method: what repeats is said once: paths that differ in a number are written `layers/{0..23}/kernel`, activations of one
-        line and shape are counted, collectives of one place are added up.
+Out:    `Page`; `text.py` prints it, `html.py` renders it for a notebook.
+Method: repetitions are merged: paths that differ in a number are written `layers/{0..23}/kernel`, activations of the same line
+        and shape are counted, collectives of the same operation are added up.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from autopar.streams.timeline import timetable_text
 _Key = TypeVar("_Key", bound=Hashable)
 
 MAX_ROWS = 32
-"""Longer tables show their largest rows."""
+"""The most rows of a table: longer ones show their largest rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of words; the columns in `numbers` hold numbers, those in `names` words that stay on one line."""
+    """Rows of text; `numbers`: columns of numbers, `names`: columns whose text stays on one line."""
 
     title: str
     columns: tuple[str, ...]
@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A title, facts by name, tables; `drawing` is text of fixed width between them."""
+    """A title, facts by name, tables; `drawing`: text of fixed width between facts and tables."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -115,7 +115,7 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
 
 
 def _figures(plan: Decision) -> Iterable[tuple[str, str]]:
-    """How well the devices are used, how fast it learns, what it sends, and what it costs, as far as that is known."""
+    """Utilization, rate, bytes sent, energy and price, as far as they are known."""
     cost, figures = plan.cost, plan.cost.figures
     if figures.model_seconds:
         again = f", {share_text(cost.hfu)} with what is computed again" if cost.hfu > 1.01 * cost.mfu else ""
@@ -131,13 +131,13 @@ def _figures(plan: Decision) -> Iterable[tuple[str, str]]:
 
 
 def _nothing_is_split(plan: Decision) -> bool:
-    """Whether every device holds all of every value, where there are several on one mesh."""
+    """Whether the step is on one mesh of several devices, each of which holds every value whole."""
     is_one_mesh = plan.is_one_program and plan.mesh.num_devices > 1
     return is_one_mesh and not plan.cost.collectives and not any(any(v.sharding.dims) for v in plan.values)
 
 
 def _stages_text(plan: Decision) -> str:
-    """How many stages, and how many of them share a mesh where they do."""
+    """The number of stages, and of stages per mesh if they share meshes, as text."""
     num_stages, num_meshes = len(plan.stages), len({stage.submesh for stage in plan.stages})
     text = count_text(num_stages, "stage")
     return text if num_meshes == num_stages else f"{text} on {num_meshes} meshes, {num_stages // num_meshes} on each"
@@ -163,7 +163,7 @@ def _limited_by(plan: Decision) -> Iterable[tuple[str, str]]:
 
 
 def _also_tried(plan: Decision) -> list[str]:
-    """What else was tried, each once: by predicted time, with how much longer that is; then what could not be."""
+    """The other candidates, each once: by predicted time, with the difference to the plan; then those that failed."""
     seconds_of: dict[str, float] = {}
     failed: dict[str, str] = {}
     for what, outcome in plan.alternatives:
@@ -182,11 +182,11 @@ def _also_tried(plan: Decision) -> list[str]:
 
 
 _SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?e[+-]?[0-9]+) s")
-"""An outcome that is a time, as the planner writes it."""
+"""An outcome that is a time, in the planner's format."""
 
 
 def _chosen(plan: Decision) -> str:
-    """The plan itself, in the words of the search."""
+    """The plan itself, as the search describes it."""
     sizes = "+".join(str(stage.submesh.num_devices) for stage in plan.stages)
     return f"{len(plan.stages)} stages on {sizes}, {plan.num_microbatches} microbatches, {plan.schedule}"
 
@@ -198,14 +198,14 @@ def _microbatches(plan: Decision) -> str:
 
 
 def levels_text(plan: Decision) -> str:
-    """What the stages' backward passes run again, as one asks for it."""
+    """The stages' levels of recomputation, as the user would write them."""
     names = {0.0: "'cheap'", math.inf: "'all'"}
     levels = [names.get(stage.recomputed.level, f"{stage.recomputed.level:g}") for stage in plan.stages]
     return f"recompute={levels[0]}" if len(set(levels)) == 1 else f"recompute=({', '.join(levels)})"
 
 
 def _recomputed(recomputed: Recomputed) -> tuple[str, str]:
-    """What a stage keeps for a microbatch, and what it runs again for that."""
+    """What a stage keeps for a microbatch, and what it recomputes, as text."""
     kept = bytes_text(recomputed.kept_bytes)
     if not recomputed.operations:
         return kept, "what is cheap"
@@ -232,7 +232,7 @@ def _stages(plan: Decision) -> Table:
 
 
 def solver_text(status: str, gap: float) -> str:
-    """The solver's status and gap in words."""
+    """The solver's status and gap, as text."""
     if status == "optimal" and gap < 1e-5:
         return "optimal: under these costs no sharding on this mesh is cheaper (gap 0)"
     return (
@@ -243,9 +243,9 @@ def solver_text(status: str, gap: float) -> str:
 
 
 def merged_values(plan: Decision) -> Iterator[tuple[Value, int, int]]:
-    """Values as a page tells of them, those that differ in a number as one: each, how many there are, bytes on a device of one.
+    """Values, those that differ in a number merged: (value, how many, bytes on a device of one of them).
 
-    First arguments and results, then activations.
+    Arguments and results first, then activations.
     """
     arguments = [
         (v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage, v.on_host))
@@ -281,7 +281,7 @@ def _activations(plan: Decision) -> Table:
 
 
 def collective_totals(plan: Decision, key: Callable[[Collective], _Key]) -> dict[_Key, list[float]]:
-    """Of the collectives of one key: executions, bytes, seconds, and how many of these no kernel hides."""
+    """Totals of the collectives by key: executions, bytes, seconds, and exposed seconds."""
     totals: dict[_Key, list[float]] = {}
     for c, exposed in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True):
         each = collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
@@ -312,7 +312,7 @@ def _collectives(plan: Decision) -> Table:
 
 
 def _largest(title: str, columns: tuple[str, ...], rows: Sequence[tuple[int, tuple[str, ...]]]) -> Table:
-    """A table of rows, each with its bytes: the largest in their own order, and how many are left out."""
+    """A table of the largest rows, in their given order, with a note on how many are left out; `rows`: (bytes, cells)."""
     order = sorted(range(len(rows)), key=lambda k: (-rows[k][0], k))[:MAX_ROWS]
     note = f"and {len(rows) - MAX_ROWS} smaller ones: plan.values has them all" if len(rows) > MAX_ROWS else ""
     numbers = (len(columns) - 2, len(columns) - 1)

@@ -1,7 +1,7 @@
-"""Paths that differ in a number, as one: `layers/{0..23}/kernel`.
+"""Merges paths that differ in a number: `layers/{0..23}/kernel`.
 
-In:     (path, what is told of it) pairs.
-Out:    the same, those that tell the same merged, each with how many it stands for.
+In:     (path, key) pairs.
+Out:    the same, those with equal keys merged, each with the number of paths that it stands for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def collapse_paths(entries: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key,
     """Merge (path, key) entries whose paths differ in numbers only and whose keys are equal.
 
     Returns:
-        (path with number ranges, key, how many) in order of first appearance.
+        (path with number ranges, key, number of paths) in order of first appearance.
     """
     merged: list[tuple[_Parts, _Key, int]] = [(tuple(path.split("/")), key, 1) for path, key in entries]
     while True:
@@ -44,7 +44,7 @@ def collapse_paths(entries: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key,
 
 
 def _groups(entries: Sequence[tuple[_Parts, _Key, int]], position: int) -> list[list[int]]:
-    """Entries that differ in the number at `position` only."""
+    """Groups of entries that differ only in the number at `position`."""
     groups: dict[object, list[int]] = {}
     for k, (parts, key, _) in enumerate(entries):
         number = _number(parts[position]) if position < len(parts) else None

@@ -1,7 +1,7 @@
-"""The plan as its user holds it: the decision, and what one can ask of it.
+"""The plan that users hold: the decision, with methods to print, explain, compare, verify, save and load it.
 
 In:     `Decision`, from the planner or from a file.
-Out:    `Plan`: prints itself, says why, says what differs from another, is saved and loaded.
+Out:    `Plan`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autopar.report.text import page_text
 
 @dataclass(frozen=True, repr=False)
 class Plan(Decision):
-    """A plan for one step on one cluster: its attributes are those of `Decision`.
+    """A plan for one step on one cluster; other attributes as in `Decision`.
 
     Attributes:
-        verifier: What holds it against the compiler; of a plan that its step has made or attached.
+        verifier: Verifies it with a compiler; None: the plan is from a file and not attached to its step.
     """
 
     verifier: Callable[[Plan, str | None], Any] | None = field(default=None, compare=False, repr=False, hash=False)
@@ -46,7 +46,7 @@ class Plan(Decision):
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that `save` wrote; its shardings are by path until it is compiled for its program.
+        """Read a plan that `save` wrote; until it is compiled for its program, its shardings are by path.
 
         Raises:
             PlanFileError: The file is missing, damaged, or of another version.
@@ -64,29 +64,30 @@ class Plan(Decision):
         return Plan(**{part.name: getattr(decided, part.name) for part in dataclasses.fields(decided)})
 
     def explain(self, path_or_op: str) -> str:
-        """Why this sharding: what the alternatives would cost, and what forbids them.
+        """Explain a sharding: what the alternatives would cost, or what forbids them.
 
         Args:
-            path_or_op: Path of an argument ("state/params/w"), a glob, or part of an operation's name and line.
+            path_or_op: Path of an argument ("state/params/w"), a glob, or part of an operation's name and line; or "compute"
+                or "stages".
         """
         return explain(self, path_or_op)
 
     def diff(self, other: Plan | MeasuredStep) -> str:
-        """What differs between this plan and another, as text; "" where nothing does.
+        """The differences between this plan and another, as text; "": there are none.
 
         Args:
-            other: A plan; or what `compiled.measure(...)` found: then where prediction and measurement part.
+            other: A plan; or a measured step of `compiled.measure(...)`: then the largest differences to the prediction.
         """
         return parting_text(other) if isinstance(other, MeasuredStep) else diff_text(self, other)
 
     def verify(self, target: str | None = None) -> Any:
-        """Compile every program of the plan, and compare memory and collectives with what is predicted.
+        """Compile every program of the plan, and compare memory and collectives with the prediction.
 
         Args:
-            target: A device that need not be there: `"h100"`, `"a100"`, `"b200"`, `"tpu-v5e"`; None: those it is for.
+            target: A device, which you need not have: `"h100"`, `"a100"`, `"b200"`, `"tpu-v5e"`; None: that of the plan.
 
         Returns:
-            `autopar.verify.Verification`: prints itself; `.ok`, `.problems`.
+            `autopar.verify.Verification`, which prints itself, with `.ok` and `.problems`.
 
         Raises:
             AutoparError: The plan was read from a file and not attached to its step, or the compiler for the target is

@@ -1,7 +1,7 @@
-"""Who reads a value in the sharded program, and what is communicated so that it can.
+"""Finds the readers of a value in the sharded program, and the conversions for them.
 
 In:     `Body` and a variable of its program.
-Out:    readers with the sharding they ask for; conversions, one line each. Bodies of scans are looked into.
+Out:    readers with the shardings that they need; conversions, one line each. Bodies of scans are included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.plan.words import bytes_text, seconds_text
 
 
 def readers(body: Body, var: Var, times: int = 1) -> Iterator[tuple[str, Sharding, int]]:
-    """Operations that read a value; loops are looked into."""
+    """The operations that read a value, in scans too: (operation, sharding, number of runs)."""
     for instruction in body.instructions:
         match instruction:
             case Compute(eqn, _, strategy):
@@ -36,7 +36,7 @@ def readers(body: Body, var: Var, times: int = 1) -> Iterator[tuple[str, Shardin
 
 
 def conversions(body: Body, var: Var, mesh: LogicalMesh, times: int = 1) -> Iterator[str]:
-    """What is communicated to have a value in another sharding, one line each."""
+    """The conversions of a value to other shardings, one line each."""
     for instruction in body.instructions:
         match instruction:
             case Move():
@@ -66,11 +66,11 @@ def _move_text(move: Move, mesh: LogicalMesh, times: int, companions: int) -> st
 
 
 def describe_phase(eqn: JaxprEqn) -> str:
-    """An equation for people, and whether it belongs to the backward pass."""
+    """An equation as text, and whether it belongs to the backward pass."""
     return describe(eqn) + (", backward" if is_backward(eqn) else "")
 
 
 def result_sharding(instruction: Compute | Region, var: Var) -> Sharding:
-    """The sharding in which an instruction makes one of its results."""
+    """The sharding in which an instruction leaves one of its results."""
     results = instruction.strategy.results if isinstance(instruction, Compute) else instruction.results
     return results[list(instruction.eqn.outvars).index(var)]

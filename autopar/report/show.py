@@ -1,9 +1,9 @@
-"""`autopar.show`: a plan, or two, as a page in the notebook, or in the browser.
+"""`autopar.show`: shows a plan, or two, as a page in the notebook or in the browser.
 
-In:     plans, of one program or of two; or one plan and a measured timeline of it.
-Out:    the path of the page, where it is a file.
-Method: two plans have the same pictures, one above the other on the same scales, so that lengths can be compared; what
-        differs in words is `diff.py`'s.
+In:     plans, of the same program or of two; or one plan and a measured timeline of it.
+Out:    the path of the page, if it is a file.
+Method: two plans have the same pictures, one above the other on the same scales, so that lengths can be compared; `diff.py`
+        adds the differences as tables.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from autopar.streams.timeline import Timeline
 
 
 def show(plan: Decision, other: Decision | Timeline | None = None, *, path: str | Path | None = None) -> Path | None:
-    """Show a plan as a page of pictures; with a second one, or a measured step, both beside each other.
+    """Show a plan as a page of pictures; with a second plan, or a measured step, both on the same scales.
 
     Args:
         plan: From `step.plan(...)` or `Plan.load(...)`.
-        other: Another, to compare it with; or what `compiled.measure(...)` found: the step as predicted, and as measured.
-        path: Where to write the page, which then is not opened; None: in a notebook it is shown there, elsewhere it is
-            written to a temporary file and opened in the browser.
+        other: Another plan to compare with; or a measured step of `compiled.measure(...)`.
+        path: The file to write the page to, without opening it; None: the page is shown in the notebook, or else written
+            to a temporary file and opened in the browser.
 
     Returns:
-        Where the page was written; None: it is shown in the notebook.
+        The file of the page; None: it is shown in the notebook.
 
     Raises:
-        AutoparError: What is to be shown is no plan, or the file cannot be written.
+        AutoparError: An argument is not a plan, or the file cannot be written.
     """
     for each, kinds in ((plan, Decision), (other, Decision | Timeline | None)):
         if not isinstance(each, kinds):
@@ -104,13 +104,13 @@ MAX_ROWS = 200
 
 
 def pair_title(this: Decision, other: Decision) -> str:
-    """What the page is called."""
+    """The title of the page of two plans."""
     names = f"`{this.name}`" if this.name == other.name else f"`{this.name}` and `{other.name}`"
     return f"Two plans of {names}"
 
 
 def pair_html(this: Decision, other: Decision) -> str:
-    """Two plans as a piece of HTML."""
+    """The page of two plans, as a fragment of HTML."""
     plans = (this, other)
     seconds = max(plan.cost.step_seconds for plan in plans)
     most = max(map(peak_bytes, plans))
@@ -147,7 +147,7 @@ def _both(plans: tuple[Decision, Decision], pictures: list[str]) -> str:
 
 
 def _moved(this: Decision, other: Decision) -> Iterator[str]:
-    """Rows of the arguments and results that are in both plans, and lie otherwise."""
+    """Rows of the arguments and results whose sharding or stage differs between the plans."""
     before = {v.name: v for v in this.values if v.role != "activation"}
     changed = []
     for value in other.values:
@@ -170,7 +170,7 @@ def _moved(this: Decision, other: Decision) -> Iterator[str]:
 
 
 def measured_html(plan: Decision, timeline: Timeline) -> str:
-    """A step as predicted above the same as it was measured: a pipeline's timetables on one scale, and every lane."""
+    """The page of a step as predicted and as measured: a pipeline's timetables on one scale, and all lanes."""
     seconds = max(plan.events.seconds, timeline.seconds)
     places = device_places(plan)
     parts = []

@@ -1,9 +1,9 @@
-"""How a page looks: one style sheet for light, dark and paper; and the few lines of script that answer the mouse.
+"""The style of a page: one style sheet for light, dark and print, and a short script for tooltips and search.
 
 In:     nothing.
-Out:    `STYLE`, `SCRIPT`, to be put into a page; both speak of what is inside an element of class `autopar-plan` only.
-Method: colours are variables. Dark is what the reader's system or notebook says. Without the script everything is there:
-        what is said of a bar is then its title.
+Out:    `STYLE`, `SCRIPT`, to be put into a page; both affect only elements of class `autopar-plan`.
+Method: colours are variables; dark mode follows the reader's system or notebook. The page works without the script:
+        tooltips are then titles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS = {
 
 
 def _fills() -> str:
-    """A fill for shapes and a background for what stands in text, of each colour."""
+    """CSS rules with the fill (for shapes) and background (for swatches in text) of each colour."""
     pairs = [(f"k-{kind}", f"var(--{name})") for kind, name in _KINDS.items()]
     pairs += [(f"c{k}", colour) for k, colour in enumerate(_PARTS)]
     pairs += [(f"p{k}", colour) for k, colour in enumerate(_PIECES)]

@@ -1,8 +1,8 @@
-"""A plan as text, one page.
+"""Prints a page as text.
 
-In:     the plan, a `Decision`.
-Out:    plain text, 120 columns, no colours: the same in a terminal, a log and a golden file.
-Method: tables laid out by rich.
+In:     `Page`, or tables.
+Out:    plain text of 120 columns without colours: the same in a terminal, a log and a golden file.
+Method: rich lays out the tables.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _print(page: Page, console: Console) -> None:
 
 
 def _console(width: int) -> Console:
-    """Of so many columns, which writes everything as it stands."""
-    # In a notebook rich displays what it is asked to write, unless it is told that this is none.
+    """A console of so many columns that writes text unchanged."""
+    # In a notebook rich would display the text, unless it is told otherwise.
     return Console(
         width=width,
         color_system=None,
@@ -77,14 +77,14 @@ def _plain(table: Table) -> RichTable:
 
 
 def _paths_broken(table: Table, excess: int) -> Table:
-    """The table with paths, in its first column, that break behind a "/" where they are too long by `excess` columns."""
+    """The table with long paths in its first column broken behind a "/", to save `excess` columns."""
     width = max(len(row[0]) for row in table.rows) - excess
     return dataclasses.replace(table, rows=tuple((_broken(row[0], width), *row[1:]) for row in table.rows))
 
 
 def _broken(path: str, width: int) -> str:
     if " " in path:
-        return path  # words, which rich breaks between them
+        return path  # several words, between which rich breaks
     lines = [""]
     for part in re.findall(r"[^/]*/|[^/]+$", path):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -94,7 +94,7 @@ def _broken(path: str, width: int) -> str:
 
 
 def _laid_out(table: Table, laid_out: RichTable, no_wrap: bool = False) -> RichTable:
-    """The table's columns and rows in one of rich's; `no_wrap`: every cell stays on one line, and not numbers alone."""
+    """The columns and rows added to a table of rich; `no_wrap`: all cells stay on one line, not only numbers."""
     for position, name in enumerate(table.columns):
         is_number = position in table.numbers
         justify: JustifyMethod = "right" if is_number else "left"

@@ -1,7 +1,7 @@
-"""Memory of one device over a step, against its budget, and what it consists of at its highest point.
+"""Draws the memory of one device over a step, against the budget, and what it consists of at its peak.
 
 In:     a plan's profile and budget.
-Out:    for each mesh a curve, and beside it its peak taken apart.
+Out:    for each mesh a curve, and beside it the parts of its peak.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.plan.words import bytes_text, seconds_text
 
 WIDE, HIGH, LEFT, TOP, BOTTOM = 560, 150, 70, 14, 22
 MAX_MESHES = 8
-"""Of more meshes, the fullest are shown."""
+"""The most meshes shown: the fullest."""
 NEAR_BUDGET = 4.0
-"""A budget that is so many times the peak is told in words: the curve would lie on the floor."""
+"""A budget over so many times the peak is not drawn, since the curve would be flat."""
 
 
 def memory_pictures(plan: Decision, most_bytes: float = 0.0) -> str:
-    """All meshes, in their order; `most_bytes` is the height of the axis, 0: that of the fullest."""
+    """The pictures of all meshes, in order; `most_bytes`: the height of the axis; 0: the highest peak."""
     meshes = [m for m in plan.profile.memory if m.curve]
     shown = sorted(sorted(meshes, key=lambda m: -_peak(m))[:MAX_MESHES], key=lambda m: m.mesh)
     if not shown:
@@ -37,7 +37,7 @@ def memory_pictures(plan: Decision, most_bytes: float = 0.0) -> str:
 
 
 def peak_bytes(plan: Decision) -> float:
-    """The highest point of all curves."""
+    """The highest peak of all curves."""
     return max((_peak(m) for m in plan.profile.memory if m.curve), default=0.0)
 
 
@@ -46,7 +46,7 @@ def _peak(memory: Memory) -> int:
 
 
 def _colours(meshes: Sequence[Memory]) -> dict[str, str]:
-    """A colour for each part: its own for what every plan has; arguments, in the order of their names, have the others."""
+    """A colour for each part: a fixed one for parts that every plan has, the others by name for arguments."""
     names = sorted({name for m in meshes for name, _ in m.peak})
     others = [name for name in names if name not in _COLOURS]
     return {name: _COLOURS.get(name) or f"c{_FREE[others.index(name) % len(_FREE)]}" for name in names}
@@ -98,7 +98,7 @@ def _curve(plan: Decision, memory: Memory, most: float) -> str:
 
 
 def _below(memory: Memory, end: float, across: float) -> Iterator[str]:
-    """Labels along the axis: times, or that operations are in order."""
+    """The labels of the axis: times, or a note that it counts operations."""
     if memory.unit == "operations":
         yield text(LEFT, HIGH - 6, "operations of the program, in order", "small soft")
         return
@@ -109,7 +109,7 @@ def _below(memory: Memory, end: float, across: float) -> Iterator[str]:
 
 
 def _parts(memory: Memory, colours: dict[str, str]) -> str:
-    """The peak as a bar, and its parts by name."""
+    """The peak as a bar, and a table of its parts."""
     total, width, x, bar = sum(size for _, size in memory.peak) or 1, 330.0, 0.0, []
     for name, size in memory.peak:
         bar.append(box(x, 0, width * size / total, 14, colours[name], f"{name}: {bytes_text(size)}"))

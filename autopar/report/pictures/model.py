@@ -1,9 +1,10 @@
-"""The model as blocks in the user's names: which stage holds which, where it is cut, what crosses.
+"""Draws the model as blocks with the user's names: the blocks of each stage, and what crosses between stages.
 
 In:     a plan.
-Out:    a column per stage with its blocks of parameters, arrows with their bytes between them.
-Method: of the state's paths those of the parameters are told from the optimizer's copies of them: what ends alike is a
-        copy, and the shortest path is the original. A block is what one level of names below that holds, layers by number.
+Out:    a column per stage with its blocks of parameters, and arrows with bytes between them.
+Method: among the state's paths, parameters are distinguished from the optimizer's copies of them: subtrees with the same paths
+        are copies, and the one with the shortest path is the original. A block is one level of names below it, and for
+        numbered layers two.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from autopar.plan.words import bytes_text, count_text, local_bytes
 from autopar.report.paths import collapse_paths
 
 Block = tuple[str, int, int, int]
-"""Name, arrays, bytes of the whole, bytes on one device."""
+"""Name, number of arrays, bytes of the whole, bytes on one device."""
 
 
 def model_picture(plan: Decision) -> str:
-    """Stages in their order, with what goes from each to the next."""
+    """The picture of all stages, in order, with the bytes between them."""
     root = parameter_root([v.name for v in plan.values if v.role == "state"])
     values = [v for v in plan.values if v.role == "state" and (not root or v.name.startswith(f"{root}/"))]
     if not values:
@@ -42,7 +43,7 @@ def model_picture(plan: Decision) -> str:
 
 
 def parameter_root(paths: Sequence[str]) -> str:
-    """The path under which the parameters lie, beside which others end alike; "" where none does."""
+    """The path of the parameters' subtree, of which the state has copies elsewhere; "": there is none."""
     below: dict[str, dict[str, None]] = {}
     for path in paths:
         parts = path.split("/")
@@ -52,7 +53,7 @@ def parameter_root(paths: Sequence[str]) -> str:
     for root, ends in below.items():
         alike.setdefault(tuple(sorted(ends)), []).append(root)
     repeated = [(len(ends), roots) for ends, roots in alike.items() if len(roots) > 1]
-    # Layers that are equal to each other end alike too, but hold less than the model does.
+    # Equal layers have the same paths too, but fewer than the model.
     best = max(repeated, key=lambda pair: (pair[0], -pair[1][0].count("/")), default=(0, [""]))
     covered = best[0] * len(best[1]) >= len(paths) / 2
     roots = best[1] if covered and not _are_siblings(best[1]) else []
@@ -109,7 +110,7 @@ def _column(plan: Decision, number: int, stage: Stage, blocks: Sequence[Block], 
 
 
 def _border(crossings: Sequence[Crossing], number: int) -> str:
-    """What goes over the border behind a stage, each message once."""
+    """The bytes that cross the border behind a stage, each message once."""
     lines = []
     for kind, arrow in (("forward", "→"), ("backward", "←")):
         over = [c for c in crossings if c.kind == kind and min(c.source, c.target) <= number < max(c.source, c.target)]

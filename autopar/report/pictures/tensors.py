@@ -1,9 +1,9 @@
-"""How each tensor lies on its mesh: a grid of devices, each in the colour of the piece that it holds.
+"""Draws the sharding of each tensor: a grid of devices, each in the colour of the piece that it holds.
 
 In:     a plan's values.
-Out:    a table that can be searched by path; a row opens and says in words what its grid shows.
-Method: devices that hold the same piece have the same colour; a partial sum is hatched, for every device holds a part of
-        each number. What repeats is said once (`paths.collapse_paths`).
+Out:    a table that can be searched by path; each row can be opened for a description of its grid.
+Method: devices that hold the same piece have the same colour; a partial sum is hatched, since every device holds a term of
+        each number. Equal layers are merged (`paths.collapse_paths`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from autopar.report.page import merged_values
 
 MAX_ROWS = 400
 MAX_DEVICES = 256
-"""Larger meshes are told in words."""
+"""The most devices drawn; larger meshes are described by text."""
 MAX_TIPS = 64
-"""On larger ones no cell says which part it holds."""
+"""The most devices whose cells have tooltips."""
 NUM_COLOURS = 12
 
 
 def tensor_table(plan: Decision) -> str:
-    """All arguments and results, and the activations that go through memory."""
+    """The table of all arguments and results, and of the activations that go through memory."""
     rows = [_row(plan, *each) for each in merged_values(plan)]
     sizes = sorted((-size, k) for k, (size, _) in enumerate(rows))
     kept = sorted(k for _, k in sizes[:MAX_ROWS])
@@ -42,7 +42,7 @@ def tensor_table(plan: Decision) -> str:
 
 
 def _row(plan: Decision, value: Value, count: int, each: int) -> tuple[int, str]:
-    """(bytes on a device, the row) of a value of which there are so many, each of so many bytes."""
+    """(bytes on a device, the row) of `count` equal values of `each` bytes."""
     mesh = plan.stages[value.stage].logical_mesh
     words = _in_words(value, mesh, plan)
     cells = (
@@ -57,7 +57,7 @@ def _row(plan: Decision, value: Value, count: int, each: int) -> tuple[int, str]
 
 
 def _in_words(value: Value, mesh: LogicalMesh, plan: Decision) -> str:
-    """What a row says when it is opened."""
+    """The description in an opened row."""
     split = [
         f"dim {dim} of {size} is in {math.prod(map(mesh.size_of, axes))} parts over {', '.join(axes)}"
         for dim, (size, axes) in enumerate(zip(value.shape, value.sharding.dims, strict=True))
@@ -81,7 +81,7 @@ def _in_words(value: Value, mesh: LogicalMesh, plan: Decision) -> str:
 
 
 def device_grid(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> str:
-    """The devices of a mesh, its last axis across; each in the colour of its piece."""
+    """The grid of a mesh's devices, its last axis across, each in the colour of its piece."""
     if mesh.num_devices > MAX_DEVICES:
         return tag("span", f"1/{sharding.num_shards(mesh)} on each", class_="soft")
     across = mesh.shape[-1] if mesh.num_devices > 1 else 1

@@ -1,11 +1,10 @@
-"""Where a step's time goes: a bar per mesh, of compute by kind, communication by kind, and waiting; or two bars for each
-part of it, predicted and measured.
+"""Draws where a step's time goes: a bar per mesh with compute, communication and waiting; or two bars for each part of it,
+predicted and measured.
 
 In:     a plan; or parts with both times.
 Out:    a picture.
-Method: compute is the profile's, communication what the plan's collectives take that no kernel hides; what is left of the
-        step is waiting. What is hidden is a thin bar below. What a pipeline sends goes on beside these and is in the
-        timetable.
+Method: compute is from the profile, communication is the exposed time of the plan's collectives, and the rest of the step is
+        waiting. Hidden communication is a thin bar below. Transfers between stages are only in the timetable.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LANE, BEHIND, LONGEST_NAME = 12, 90, 320
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A mesh's step: seconds by kind, in drawing order, together the step; and those hidden behind kernels."""
+    """The step of one mesh: seconds by kind, in drawing order, which add up to the step; and hidden seconds by kind."""
 
     name: str
     seconds: dict[str, float]
@@ -33,7 +32,7 @@ class Bar:
 
 
 def time_bars(plan: Decision) -> list[Bar]:
-    """Each mesh's step, taken apart."""
+    """The bar of each mesh."""
     meshes: dict[object, list[int]] = {}
     for number, stage in enumerate(plan.stages):
         meshes.setdefault(stage.submesh, []).append(number)
@@ -55,7 +54,7 @@ def time_bars(plan: Decision) -> list[Bar]:
 
 
 def time_picture(plan: Decision, seconds: float = 0.0) -> str:
-    """The bars; `seconds` is the length of the axis, 0: of the step."""
+    """The picture of all bars; `seconds`: the length of the axis; 0: that of the step."""
     bars, end = time_bars(plan), max(seconds, plan.cost.step_seconds)
     if not end or not plan.profile.work:
         return ""
@@ -87,7 +86,7 @@ def _segments(
 
 
 def lanes_picture(lanes: Sequence[tuple[str, float, float]]) -> str:
-    """The bars: (name, predicted seconds, measured seconds) of each part."""
+    """The picture of parts, given as (name, predicted seconds, measured seconds)."""
     end = max((max(predicted, measured) for _, predicted, measured in lanes), default=0.0)
     if not end:
         return ""

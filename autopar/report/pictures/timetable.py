@@ -1,8 +1,8 @@
-"""The pipeline's timetable: a row per mesh, each run as long as it takes, what is sent below it.
+"""Draws the pipeline's timetable: a row per mesh with its runs, and its transfers below them.
 
 In:     the events of a step, simulated or measured.
-Out:    a picture; pointing at a run tells which it is, how long it takes, and what it has waited for.
-Method: a run that does not follow the one before it has waited; what arrives just when it begins is what it waited for.
+Out:    a picture; the tooltip of a run says what it is, how long it takes, and what it waited for.
+Method: a run that starts later than the one before it ends has waited, for the message that arrives when it starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Arrivals = Mapping[tuple[int, float], int]
 
 
 def timetable_picture(events: Sequence[Event], places: Mapping[int, str], seconds: float = 0.0) -> str:
-    """The timetable, over so many seconds, or 0: those of the step; `places` are each mesh's devices in words."""
+    """The picture; `places`: each mesh's devices, as text; `seconds`: the length of the axis; 0: that of the step."""
     meshes = sorted({e.mesh for e in events})
     end = max((e.end for e in events), default=0.0)
     if not meshes or not end:
@@ -49,7 +49,7 @@ def timetable_picture(events: Sequence[Event], places: Mapping[int, str], second
 
 
 def clock_axis(seconds: float, scale: float, height: float, left: float = LEFT) -> list[str]:
-    """Times above a picture, and lines through it."""
+    """The time labels above a picture, and the lines through it."""
     found = []
     for time in ticks(seconds):
         x, words = left + time * scale, seconds_text(time)
