@@ -1,4 +1,4 @@
-"""One file per framework whose steps take objects; each is imported only if the framework is.
+"""Registers the adapters: one file per framework whose steps take objects, imported only if the framework is.
 
 In:     `import autopar`.
 Out:    the adapters, registered in `frameworks.py`.

@@ -1,9 +1,9 @@
-"""Steps on Equinox modules with functions, flags and other leaves that are no arrays, as under `eqx.filter_jit`.
+"""Supports steps on Equinox modules with functions, flags and other leaves that are not arrays, as `eqx.filter_jit` does.
 
 In:     a call that passes such a module.
-Out:    arrays, where all else is None, as `eqx.partition` has it; what is no array is part of the program.
-Method: Equinox's own: everything in the call that is no array is static, numbers too, and so is what the step returns. A
-        call whose modules hold nothing but arrays is one of pytrees, and goes as under `jax.jit`.
+Out:    the call with None for leaves that are not arrays, as `eqx.partition` returns it; these leaves are part of the program.
+Method: as in Equinox, everything in the call that is not an array is static, numbers too, and so it is in the result. A call
+        whose modules have only arrays is a call with pytrees, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopar.ir.trace.returned import Objects, Returned
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """What is no array.
+    """The static part of a pytree.
 
     Attributes:
-        tree: Structure of the whole.
-        leaves: Those that are no array; None for one.
-        kinds: Classes of the same: 1, 1.0 and True are equal, and three programs.
+        tree: The structure of the pytree.
+        leaves: Its leaves, with None for arrays.
+        kinds: The classes of these leaves: 1, 1.0 and True are equal, but give three programs.
     """
 
     tree: Any
@@ -35,7 +35,7 @@ class _Static:
     kinds: tuple[type, ...]
 
     def joined(self, arrays: Any) -> Any:
-        """The whole with these arrays."""
+        """The whole pytree, with these arrays."""
         given = self.tree.flatten_up_to(arrays)
         return self.tree.unflatten([x if x is not None else y for x, y in zip(given, self.leaves, strict=True)])
 
@@ -46,12 +46,12 @@ class EquinoxAdapter:
     updates_in_place = False
 
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether there is a module with a leaf that is no array."""
+        """Whether a call has a module with a leaf that is not an array."""
         modules = filter(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))
         return any(not _is_array(leaf) for module in modules for leaf in jax.tree.leaves(module))
 
     def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
-        """The arrays of a call."""
+        """Take a call apart into arrays and static leaves."""
         static, (dynamic_args, dynamic_kwargs) = _partition((args, kwargs))
         return Apart(self, dynamic_args, dynamic_kwargs, static)
 
@@ -66,7 +66,7 @@ class EquinoxAdapter:
         return Returned((), result, Objects(static=after))
 
     def put_together(self, apart: Apart, returned: Returned) -> Any:
-        """The result, with what is no array in it."""
+        """The result, including its static leaves."""
         return returned.objects.static.joined(returned.result)
 
 
@@ -81,7 +81,7 @@ def _is_module(value: object) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    """NumPy's too, types of arrays, and handles of arrays elsewhere; but no class, such as `np.float32`, which has both."""
+    """Whether a leaf is an array of JAX or NumPy, the type of one, or a remote array; not a class such as `np.float32`."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 

@@ -1,11 +1,11 @@
-"""Keras 3 on JAX: `model.fit` whose training step runs on many devices.
+"""Supports Keras 3 on JAX: `model.fit` runs its training step on many devices.
 
 In:     a compiled Keras model.
-Out:    the same model; its `fit` calls a parallel step, its `evaluate` and `predict` ones that take the weights as they lie.
-Method: Keras' own hook: on JAX a model's `train_function` maps (state, iterator) to (logs, state), where the state is lists
-        of variables' values, and `fit` makes its own only where there is none. The lists become dicts by the variables'
-        paths, so that plans and constraints name them as Keras does. Before anything has been trained the weights lie where
-        Keras has put them: it then evaluates and predicts itself.
+Out:    the same model; its `fit` calls a parallel step, `evaluate` and `predict` ones that use the weights where they are.
+Method: Keras' own hook: on JAX a model's `train_function` maps (state, iterator) to (logs, state), where the state is lists of
+        variables' values, and `fit` makes its own only if there is none. The lists are converted to dicts by the variables'
+        paths, so that plans and constraints use Keras' names. Before the first training step Keras itself evaluates and
+        predicts, since the weights are where it has put them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def distribute(
 ) -> ParallelStep:
     """Make `model.fit`, `model.evaluate` and `model.predict` run on many devices.
 
-    Call it after each `model.compile(...)`, which forgets it. The plan is made at the first batch.
+    Call it after each `model.compile(...)`, which undoes it. The plan is made at the first batch.
 
     Args:
-        model: On Keras' JAX backend, compiled.
-        cluster: As of `parallelize`.
-        method: As of `parallelize`.
+        model: A compiled model, on Keras' JAX backend.
+        cluster: As in `parallelize`.
+        method: As in `parallelize`.
 
     Returns:
         The training step, `(state, batch)` to `(state, logs)`: after a `fit`, `step.latest().plan` is its plan.
 
     Raises:
-        AutoparError: Keras has another backend, or the model is not compiled, or works through several steps at once.
+        AutoparError: Keras has another backend, the model is not compiled, or it has several steps per execution.
     """
     _check(model)
     variables = _Variables()
@@ -56,10 +56,10 @@ def distribute(
 
 
 class _Variables:
-    """A model's variables by group: as Keras has them, lists of values, and as its steps here do, by their paths.
+    """Converts a model's variables between Keras' lists of values and dicts by path, by group.
 
     Attributes:
-        names: Of each group; read at the first batch, for `fit` makes the variables that are not there.
+        names: The paths of each group; read at the first batch, since `fit` creates missing variables.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Variables:
 
 
 def _steps(model: Any, variables: _Variables) -> list[Callable[..., tuple[Any, Any]]]:
-    """The model's steps of training, evaluation and prediction, on variables by their paths."""
+    """The model's training, evaluation and prediction steps, on dicts of variables by path."""
     values, named = variables.values, variables.named
 
     def train_step(state: dict[str, Any], batch: Any) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ def _steps(model: Any, variables: _Variables) -> list[Callable[..., tuple[Any, A
 
 
 def _set_functions(model: Any, variables: _Variables, step: Any, test: Any, predict: Any) -> None:
-    """Have Keras call these steps, by its own hook; until one has trained, its own functions where the weights lie."""
+    """Have Keras call these steps by its own hook; before the first training step, Keras' own functions."""
     values, named = variables.values, variables.named
     model.make_test_function(force=True)
     model.make_predict_function(force=True)
@@ -135,7 +135,7 @@ def _groups(model: Any) -> dict[str, Sequence[Any]]:
 
 
 def _paths(variables: Sequence[Any]) -> list[str]:
-    """The variables' paths; those that several have are numbered."""
+    """The variables' paths; equal ones are numbered."""
     counts = Counter(v.path for v in variables)
     return [v.path if counts[v.path] == 1 else f"{v.path}/{number}" for number, v in enumerate(variables)]
 

@@ -1,11 +1,11 @@
-"""Steps on Flax NNX objects (models, optimizers, metrics, random streams), as under `nnx.jit`.
+"""Supports steps on Flax NNX objects (models, optimizers, metrics, random streams), as `nnx.jit` does.
 
-In:     a call that passes graph nodes, alone or in containers, which may share what they refer to.
+In:     a call that passes graph nodes, alone or in containers, which may share variables.
 Out:    their arrays under the user's paths ("model/layers/0/kernel"); after the step the same objects, updated in place.
-Method: NNX's own four moves (`nnx.update_context`): flatten the nodes outside, build them again inside of the trace,
-        flatten them there with the numbers that they had outside, and build what comes out into the objects that bear
-        these numbers. All nodes of a call are flattened together, so that what is shared is one array. An argument in which
-        no array has changed is no result of the program: it is read, not trained.
+Method: the four steps of NNX (`nnx.update_context`): flatten the nodes outside of the trace, rebuild them inside, flatten them
+        there with the index numbers that they had outside, and update the objects with these numbers. All nodes of a call
+        are flattened together, so that a shared variable is one array. An argument of which no array has changed is not a
+        result of the program: it is read, not trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.ir.trace.returned import Objects, Returned
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A graph node without its arrays: NNX's definition of it, and the paths of its arrays."""
+    """A graph node without its arrays: its `GraphDef`, and the paths of its arrays."""
 
     definition: Any
     paths: tuple[tuple[Any, ...], ...]
@@ -35,7 +35,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """A pytree without the arrays of the graph nodes in it; of each leaf the node, None: it is none."""
+    """A pytree without the arrays of its graph nodes; `nodes`: the node of each leaf, None if the leaf is not a node."""
 
     outer: Any
     nodes: tuple[_Node | None, ...]
@@ -43,7 +43,7 @@ class _Tree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """What has become of the nodes of a call, and its result."""
+    """The arguments of a call after it, and its result, without arrays."""
 
     arguments: tuple[_Tree, ...]
     result: _Tree
@@ -55,12 +55,12 @@ class NnxAdapter:
     updates_in_place = True
 
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether there is a graph node or a variable; an `nnx.State` is a pytree, of the functional style."""
+        """Whether a call has a graph node or a variable; an `nnx.State` is a plain pytree."""
         values = [*args, *kwargs.values()]
         return any(map(_is_node, values)) or any(map(_is_node, jax.tree.leaves(values, is_leaf=_is_leaf)))
 
     def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
-        """The arrays of all nodes of a call, each once."""
+        """Take a call apart into the arrays of its nodes, each once, and the nodes without arrays."""
         numbers = graph.RefMap()
         trees, arrays = [], []
         for value in _in_order(args, kwargs):
@@ -71,11 +71,11 @@ class NnxAdapter:
         return Apart(self, *_as_passed(arrays, kwargs), tuple(trees), graph.IndexMap.from_refmap(numbers))
 
     def rebuild(self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """New nodes around these arrays."""
+        """The arguments, with new nodes of these arrays."""
         return _rebuild(static, args, kwargs, graph.IndexMap())
 
     def run(self, fn: Callable[..., Any], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Call the function on new nodes, and flatten what they have become."""
+        """Call the function on new nodes, and flatten them and the result afterwards."""
         found = graph.IndexMap()
         made_args, made_kwargs = _rebuild(static, args, kwargs, found)
         result = fn(*made_args, **made_kwargs)
@@ -102,7 +102,7 @@ class NnxAdapter:
         return Returned(tuple(updates), result, objects)
 
     def put_together(self, apart: Apart, returned: Returned) -> Any:
-        """The result; the nodes that were passed hold the new arrays, and are in the result where they were returned."""
+        """The result, in which the user's own nodes stand for those that were passed; these are updated in place."""
         after, made = returned.objects.static, graph.IndexMap()
         updates = dict(zip(returned.objects.updated, returned.updates, strict=True))
         before = _in_order(apart.args, apart.kwargs)
@@ -127,21 +127,20 @@ def _is_leaf(value: object) -> bool:
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments by position, then those by name, by their names."""
+    """The positional arguments, then keyword arguments sorted by name."""
     return [*args, *(kwargs[name] for name in sorted(kwargs))]
 
 
 def _as_passed(values: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What stands in that order, by position and by these names again."""
+    """Values in that order, split into positional and keyword arguments again."""
     count = len(values) - len(kwargs)
     return tuple(values[:count]), dict(zip(sorted(kwargs), values[count:], strict=True))
 
 
 def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> tuple[_Tree, Any]:
-    """A pytree of these leaves and structure, and the same with arrays in the place of nodes.
+    """The pytree of these leaves and structure without its nodes' arrays, and the same with nested arrays for nodes.
 
-    Nodes that are seen here are added to `numbers`; `outside` are those that they had outside of the trace, None: this
-    is outside.
+    `numbers`: index numbers of nodes; extended. `outside`: their numbers outside of the trace; None: this is outside.
     """
     nodes: list[_Node | None] = []
     arrays: list[Any] = []
@@ -172,7 +171,7 @@ def _array(path: tuple[Any, ...], leaf: Any) -> Any:
 
 
 def _nested(paths: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> Any:
-    """Values in dicts by the parts of their paths, in their order; a node that is one variable is its value."""
+    """Values in nested dicts by the parts of their paths; for a node that is one variable, its value."""
     if paths == ((),):
         return values[0]
     root: OrderedDict[Any, Any] = OrderedDict()
@@ -193,7 +192,7 @@ def _values(paths: Sequence[tuple[Any, ...]], nested: Any) -> Iterator[Any]:
 
 
 def _unflatten(tree: _Tree, arrays: Any, made: Any, outside: Any) -> Any:
-    """A pytree of nodes around these arrays; with `outside`, in the objects that bear their numbers."""
+    """A pytree of nodes with these arrays; `outside`: the existing objects to update, by number."""
     leaves = [
         leaf
         if node is None
@@ -213,7 +212,7 @@ def _rebuild(
 
 
 def _has_changed(was: _Tree, before: Any, now: _Tree, after: Any) -> bool:
-    """Whether an array of a node is another than before, or has another place."""
+    """Whether an array of a node was replaced, or has another path."""
     pairs = zip(was.nodes, was.outer.flatten_up_to(before), now.nodes, now.outer.flatten_up_to(after), strict=True)
     for node, old, new_node, new in pairs:
         if node is not None:

@@ -1,8 +1,8 @@
-"""`autopar.compare`: which machine, and which method: one step on several of them, in one table.
+"""`autopar.compare`: compares machines and methods for one step, in one table.
 
-In:     a step, its arguments or their types; clusters, which one need not own; methods; what a device costs, from the user.
+In:     a step, its arguments or their types; clusters, which one need not own; methods; the user's prices of devices.
 Out:    `Comparison`, as text and as a page.
-Method: `compare.py` plans and reads the user's prices, `comparison.py` holds what follows from the plans, and shows it.
+Method: `compare.py` plans and reads the prices, `comparison.py` derives the figures and shows them.
 """
 
 from autopar.compare.compare import compare

@@ -1,9 +1,9 @@
-"""Plan a step for several machines, by several methods, and put the plans into one order.
+"""Plans a step for several machines, by several methods, and sorts the plans.
 
 In:     a step, its arguments or their types; clusters, methods, prices.
-Out:    `Comparison`: a row for each cluster and method, the quickest first; what cannot be planned says why.
-Method: each is planned as it would be to run it; the figures are those of the plans (`Cost`). Prices and watts that are
-        given here, by the user, come before what clusters and devices state: none is built in.
+Out:    `Comparison`: a row for each cluster and method, the fastest first; a row without a plan says why.
+Method: each is planned as if it were to be run; the figures are those of the plans (`Cost`). Prices and watts that the user
+        gives here override those that clusters and devices state; no price is built in.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def compare(
     """Plan a step for several clusters, by several methods; touches no device.
 
     Args:
-        step: A step, made by `parallelize` or not.
+        step: A step, made by `parallelize`, or a plain function.
         args: Its arguments, or their types (`jax.ShapeDtypeStruct`).
-        clusters: Machines, as `Cluster` or as `Cluster.of` reads them.
-        methods: As `parallelize` takes them; None: the step's own.
-        prices: By name of a device `{"per_hour": ..., "watts": ...}`, of one device, and perhaps `"currency"`; or a TOML
-            file with such tables. None: no column of prices and energy.
+        clusters: Machines, as `Cluster` or as text for `Cluster.of`.
+        methods: Methods, as in `parallelize`; None: the step's own.
+        prices: `{"per_hour": ..., "watts": ...}` of one device, by the device's name, and perhaps `"currency"`; or a TOML
+            file with such tables. None: prices and watts as clusters and devices state them.
         sort: `"step"`, `"rate"`, `"price"` or `"energy"`.
 
     Raises:
         ClusterError: A cluster cannot be read.
-        AutoparError: A method, a price or the order cannot be.
+        AutoparError: A method, a price or the order cannot be read.
     """
     step = step if isinstance(step, ParallelStep) else parallelize(step)
     chosen = [method_of(m) if isinstance(m, str) else m for m in (methods or [step.method])]
@@ -90,17 +90,19 @@ def _row(
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of one device: money per hour, and power; None: not stated."""
+    """The price per hour and the power of one device; None: not stated."""
 
     per_hour: float | None = None
     watts: float | None = None
 
 
 def read_prices(given: Mapping[str, Any] | str | PathLike | None) -> tuple[dict[str, Price], str]:
-    """Prices as `compare` takes them, by the catalog's name of a device or the user's own; and the currency.
+    """Prices by the name of a device, the catalog's or the user's own; and the currency.
+
+    `given`: as in `compare`.
 
     Raises:
-        AutoparError: It is no such table.
+        AutoparError: It is not such a table.
     """
     if given is None:
         return {}, ""
@@ -119,7 +121,7 @@ def read_prices(given: Mapping[str, Any] | str | PathLike | None) -> tuple[dict[
             if not isinstance(value, int | float) or not value >= 0:
                 raise _no_prices(f"{name}.{what} = {value!r}", "it is no number, 0 or more.")
         model = known_device(name)
-        key = name if model is None else model.device.name  # a name that the catalog lacks is of a device of the user's
+        key = name if model is None else model.device.name  # a name that the catalog lacks is one of the user's devices
         found[key] = Price(figures.get("per_hour"), figures.get("watts"))
     return found, str(given.get("currency", ""))
 

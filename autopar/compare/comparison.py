@@ -1,7 +1,7 @@
-"""Clusters and methods beside each other: what follows from the plan of each, as a table, and a page with a bar for each.
+"""Compares clusters and methods by their plans: as a table, and as a page with a bar for each.
 
-In:     plans, what the devices cost.
-Out:    `Row`s: rates, what is left of the memory, price and energy; `Comparison`: text, and HTML that needs nothing else.
+In:     plans, prices and watts of the devices.
+Out:    `Row`s: rates, free memory, price and energy; `Comparison`: text, and HTML that loads nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.report.text import wide_text
 Sort = Literal["step", "rate", "price", "energy"]
 ROW, BAR = 30, 20
 PARTS = (("F", "kernels"), ("all-gather", "exposed communication"), ("wait", "bubbles"))
-"""What a step consists of, and the colour's class."""
+"""The parts of a step: (CSS class of the colour, name)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Row:
     """One cluster and method.
 
     Attributes:
-        cluster: In words.
-        method: In words.
-        plan: None: there is none.
-        problem: Why there is none, one line.
-        price_per_hour: Of all devices; None: not stated.
-        watts: Of all devices; None: not stated.
+        cluster: The cluster, as text.
+        method: The method, as text.
+        plan: The plan; None: there is none.
+        problem: Why there is no plan, in one line.
+        price_per_hour: Price of all devices; None: not stated.
+        watts: Power of all devices; None: not stated.
     """
 
     cluster: str
@@ -52,17 +52,17 @@ class Row:
 
     @property
     def step_seconds(self) -> float:
-        """Of one step; inf: there is no plan."""
+        """Predicted seconds of one step; inf: there is no plan."""
         return math.inf if self.plan is None else self.plan.cost.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the devices' peak that the step's own multiplications take, 0 to 1."""
+        """Model FLOPs utilization, 0 to 1."""
         return 0.0 if self.plan is None else self.plan.cost.mfu
 
     @property
     def amount(self) -> int:
-        """What one step learns from: so many of `unit`."""
+        """How many of `unit` one step trains on."""
         return 0 if self.plan is None else self.plan.cost.figures.amount
 
     @property
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def exposed_seconds(self) -> float:
-        """Part of the step in which devices wait for collectives."""
+        """Seconds of the step in which devices wait for collectives."""
         return 0.0 if self.plan is None else self.plan.cost.exposed_communication_seconds
 
     @property
@@ -82,17 +82,17 @@ class Row:
 
     @property
     def left_bytes(self) -> float:
-        """Of the budget, on the fullest device."""
+        """Free bytes of the memory budget on the fullest device."""
         return 0.0 if self.plan is None else self.plan.budget_bytes - max(self.plan.cost.peak_bytes)
 
     @property
     def price_per_million(self) -> float | None:
-        """Of a million units."""
+        """Price of a million units; None: not stated."""
         return self._per_million(self.price_per_hour, 3600)
 
     @property
     def kwh_per_million(self) -> float | None:
-        """Energy for a million units."""
+        """Energy for a million units, in kWh; None: the watts are not stated."""
         return self._per_million(self.watts, 3.6e6)
 
     def _per_million(self, per_hour: float | None, seconds: float) -> float | None:
@@ -101,12 +101,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Rows, the best first; those without a plan are the last.
+    """Rows, the best first, those without a plan last.
 
     Attributes:
-        name: The step's.
+        name: The name of the step.
         rows: One for each cluster and method.
-        currency: Of the prices.
+        currency: The currency of the prices.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Comparison:
     currency: str = ""
 
     def sorted_by(self, key: Sort) -> Comparison:
-        """By `"step"` time, `"rate"`, `"price"` or `"energy"`; what has no such figure is behind."""
+        """Sorted by `"step"` time, `"rate"`, `"price"` or `"energy"`; rows without the figure come last."""
         check_choice("compare", "sort", key, get_args(Sort))
 
         def place(row: Row) -> tuple[bool, float]:
@@ -134,12 +134,12 @@ class Comparison:
         return "\n".join(filter(None, [wide_text([table], 240), table.note]))
 
     def _repr_html_(self) -> str:
-        figures = table_html(self._table(), is_open=True)  # they are what one asks for
+        figures = table_html(self._table(), is_open=True)  # the main content
         bars = section("Where the time goes", _bars(self.rows))
         return wrapped("\n".join([tag("h1", escape(self._title)), bars, figures]))
 
     def save_html(self, path: str | PathLike) -> Path:
-        """Write the page as a file that needs nothing else."""
+        """Write the page as a file that loads nothing; returns its path."""
         return write_page(Path(path), whole_file(self._title, self._repr_html_()))
 
     @property
@@ -147,7 +147,7 @@ class Comparison:
         return f"{self.name}, one step"
 
     def _table(self) -> Table:
-        """The figures, in words."""
+        """The figures as a table of text."""
         rows = self.rows
         unit = next((row.unit for row in rows if row.plan is not None), "samples")
         has_price = any(row.price_per_million is not None for row in rows)

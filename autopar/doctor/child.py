@@ -1,9 +1,9 @@
-"""A probe in a process of its own: whatever it does, it ends.
+"""Runs a probe in a process of its own, and ends it if it hangs.
 
-In:     the words of a command, how long it may be silent.
-Out:    `Answer`: what it reported before it ended, or was ended.
-Method: the child writes JSON lines with a mark before them, because libraries write to standard output too. Its process
-        group is killed when it is silent for too long, so that nothing that it has started stays.
+In:     a command, and how long it may be silent.
+Out:    `Answer`: what it reported before it ended, or was killed.
+Method: the child writes JSON lines marked by a prefix, since libraries write to standard output too. Its process group is
+        killed when it is silent for too long, so that nothing that it has started is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARK = "@autopar-doctor "
 
 @dataclass(slots=True)
 class Answer:
-    """What a probe reported, by name; why it ended early, if it did; and what else it wrote."""
+    """What a probe reported, by name; the error, if it failed; and its other output."""
 
     reports: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -34,13 +34,13 @@ class Answer:
 
 def ask_probe(name: str, silence_seconds: float) -> Answer:
     """Run a function of `probe.py`."""
-    # A probe must not take the whole of a GPU's memory away from its neighbours.
+    # A probe must not take all of a GPU's memory from other processes.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return ask([sys.executable, "-m", "autopar.doctor.probe", name], silence_seconds, environment)
 
 
 def ask(command: Sequence[str], silence_seconds: float, environment: Mapping[str, str] | None = None) -> Answer:
-    """Run a command until it ends, or is silent for too long."""
+    """Run a command until it ends, and kill it if it is silent for too long."""
     answer = Answer()
     try:
         process = subprocess.Popen(
@@ -51,7 +51,7 @@ def ask(command: Sequence[str], silence_seconds: float, environment: Mapping[str
             text=True,
             errors="replace",
             start_new_session=True,
-            # Else what Python prints comes after its error.
+            # Otherwise Python's output arrives after its error.
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
         )
     except OSError as error:

@@ -1,9 +1,9 @@
-"""What the probes' answers mean: a finding per part, and what to do about each that is missing.
+"""Interprets the answers of the probes: a finding per part, and what to do about a missing one.
 
 In:     `Answer`s.
-Out:    `Finding`s, in the order in which they are read; as a table or as JSON.
-Method: all probes run side by side. Necessary are devices that compute, reduce and transfer, and the default solver; the
-        rest is for those who want it.
+Out:    `Finding`s, in reading order; as a table or as JSON.
+Method: all probes run at the same time. Devices that compute, reduce and transfer, and the default solver are necessary; the
+        other parts are optional.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Finding:
     """One part of the machine.
 
     Attributes:
-        part: Its name.
-        status: `"ok"`; `"absent"`: not there, and one can do without it; `"failed"`.
-        found: What there is, or what is wrong.
-        fix: What to do; "" where nothing is to be done.
-        necessary: Whether autopar cannot work without it.
+        part: The name of the part.
+        status: `"ok"`; `"absent"`: missing, but optional; `"failed"`.
+        found: What was found, or what is wrong.
+        fix: What to do; "": nothing.
+        necessary: Whether autopar needs it.
     """
 
     part: str
@@ -52,14 +52,14 @@ class Finding:
 
 
 def examine(silence_seconds: float = 60.0, ray_address: str | None = None) -> list[Finding]:
-    """Try every part of the machine that autopar may need.
+    """Test every part of the machine that autopar may need.
 
     Args:
-        silence_seconds: A probe that says nothing for so long is ended.
-        ray_address: Of a Ray cluster, host:port; None: the one that `ray status` finds.
+        silence_seconds: A probe that is silent for so long is killed.
+        ray_address: The address of a Ray cluster, host:port; None: as `ray status` finds it.
 
     Raises:
-        AutoparError: That is no time to wait.
+        AutoparError: `silence_seconds` is invalid.
     """
     check_number("examine", "silence_seconds", silence_seconds, most=threading.TIMEOUT_MAX, do="leave it out for 60 s.")
     names = ("devices", "solver_highs", "solver_cbc", "orbax", "cupy")
@@ -82,7 +82,7 @@ _MARKS = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "failed": "[bold 
 
 
 def print_report(findings: Sequence[Finding], as_json: bool) -> int:
-    """Print findings; 0 if everything necessary works, else 1."""
+    """Print findings; returns 0 if everything necessary works, else 1."""
     broken = [f.part for f in findings if f.status == "failed" and f.necessary]
     if as_json:
         print(json.dumps({"ok": not broken, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
@@ -111,7 +111,7 @@ def _version(package: str) -> str | None:
 
 
 def _cuda_driver() -> int | None:
-    """The newest major CUDA version that the NVIDIA driver can run; None: there is no driver."""
+    """The newest major CUDA version that the NVIDIA driver supports; None: there is no driver."""
     if shutil.which("nvidia-smi") is None:
         return 12 if Path("/dev/nvidia0").exists() else None
     found = re.search(r"CUDA Version:\s*(\d+)", ask(["nvidia-smi"], 20.0).output)
@@ -119,7 +119,7 @@ def _cuda_driver() -> int | None:
 
 
 def _devices(answer: Answer, cuda: int | None) -> Iterator[Finding]:
-    """JAX, its devices, the sum over them, the transfers between them."""
+    """Findings about JAX, its devices, an all-reduce over them, and transfers between them."""
     reports = answer.reports
     versions = f"jax {_version('jax')}, jaxlib {_version('jaxlib')}, Python {sys.version.split()[0]}"
     yield Finding("JAX", "ok", versions, necessary=True)
@@ -205,7 +205,7 @@ def _cupy_package() -> str | None:
 
 
 def _cupy(answer: Answer | None, devices: Answer, cuda: int | None) -> Iterator[Finding]:
-    """CuPy, and whether JAX and CuPy load the same NCCL."""
+    """Findings about CuPy, and whether JAX and CuPy load the same NCCL."""
     if devices.reports.get("backend") != "gpu":
         yield Finding("CuPy, NCCL", "ok", "not needed: JAX uses no NVIDIA GPU")
         return

@@ -1,9 +1,9 @@
-"""The probes: each tries one part of the machine for real. Run as `python -m autopar.doctor.probe NAME`.
+"""The probes: each tests one part of the machine by using it. Run as `python -m autopar.doctor.probe NAME`.
 
 In:     the name of a function here.
-Out:    facts, as marked JSON lines, each as soon as it is known: where a probe hangs can then be told.
-Method: what is asked of a part is the least that training needs of it: a device computes, all devices reduce, each pair
-        transfers and the bytes are compared, a solver solves, orbax writes and reads.
+Out:    facts, as marked JSON lines, each as soon as it is known, which shows where a probe hangs.
+Method: each test is the least that training needs: every device computes, all devices reduce, each pair of devices transfers
+        bytes, which are compared, a solver solves, orbax writes and reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def report(**facts: Any) -> None:
 
 
 def devices() -> None:
-    """JAX and its devices: a computation on each, a sum over all, a transfer between each pair."""
+    """Test JAX and its devices: a computation on each, a sum over all, a transfer between each pair."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -75,12 +75,12 @@ def solver_highs() -> None:
 
 
 def solver_cbc() -> None:
-    """Solve it with CBC."""
+    """Solve the same problem with CBC."""
     _solve("cbc")
 
 
 def _solve(name: str) -> None:
-    """Three choices whose best is known."""
+    """Solve a problem whose optimum is known."""
     import numpy as np
 
     from autopar.intra_op.ilp import solve_ilp
@@ -93,7 +93,7 @@ def _solve(name: str) -> None:
 
 
 def orbax() -> None:
-    """A checkpoint, there and back."""
+    """Save and restore a checkpoint."""
     import numpy as np
 
     from autopar import checkpoint
@@ -105,7 +105,7 @@ def orbax() -> None:
 
 
 def cupy() -> None:
-    """CuPy and the NCCL it loads."""
+    """Test CuPy, and report the NCCL that it loads."""
     import cupy
 
     report(version=cupy.__version__, devices=cupy.cuda.runtime.getDeviceCount())
@@ -118,13 +118,13 @@ def cupy() -> None:
 def _memory_bytes(device: Any) -> int | None:
     try:
         stats = device.memory_stats() or {}
-    except Exception:  # not every backend tells
+    except Exception:  # not every backend reports it
         return None
     return stats.get("bytes_limit")
 
 
 def _loaded_nccl() -> dict[str, Any]:
-    """The libnccl in this process; where none is loaded yet, the one that would be."""
+    """The libnccl of this process; if none is loaded yet, the one that would be."""
     import ctypes
 
     path = _mapped("libnccl.so")
