@@ -17,8 +17,7 @@ import pytest
 import autopar
 from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.errors import CheckpointError, NodeLostError, StructureChangedError, TraceError, WorkerError
-from autopar.fit.batches import Batches, EndOfBatches
-from autopar.fit.prefetch import placed_for
+from autopar.fit.batches import Batches, EndOfBatches, placed_for
 from tests.checkpoint_model import batches, create_state, loss_fn, step_on, train_step
 from tests.patience import PATIENCE_SECONDS
 

@@ -1,12 +1,14 @@
-"""Gives batches by number, so that a resumed run sees the same batches as an uninterrupted one.
+"""Gives batches by number, so that a resumed run sees the same batches as an uninterrupted one; moves them ahead of time.
 
 In:     a list; an iterable that can be iterated over again; an iterator; or a function from a number to an iterator that
         starts there.
-Out:    the batch of a step, perhaps fetched ahead.
+Out:    the batch of a step, perhaps fetched ahead, its arrays perhaps still in transit to the shardings of the step.
 Method: to start at a number, a function is called with it, a loader restores its position (`positions.py`), and for other
         sources except lists the earlier batches are drawn and dropped. An iterator cannot be restarted, so its batches are
         kept while they may be needed again. Batches are drawn ahead by the training thread, while the devices work, so that
-        a loader sees the context that the user's program has set.
+        a loader sees the context that the user's program has set. A batch of the same types as the last one is moved to the
+        same shardings meanwhile. The step itself moves what is not a NumPy array, or would change its dtype, or is for
+        workers, or is donated.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from autopar.errors import CheckpointError
 from autopar.fit.positions import as_arrays, has_position, iterator_after, iterator_at, position_of
 from autopar.fit.remainder import Remainder, rows_of, whole
+from autopar.ir.trace.state import argument_slices
+from autopar.step import ParallelStep
 
 Source = Iterable[Any] | Callable[[int], Iterator[Any]]
 
@@ -156,3 +163,43 @@ class Batches:
         if self._once:
             self._kept.append(made)
         return made
+
+
+def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
+    """A function that starts to move a batch like `last` to where the step wants it; the identity if that is not known."""
+    compiled = step.latest() if isinstance(step, ParallelStep) else None
+    if compiled is None or compiled.executable.is_remote:
+        return lambda batch: batch
+    program, tree = compiled.program, jax.tree.structure(last)
+    arguments = program.in_tree.children()[0].children()
+    if not arguments or arguments[-1] != tree:
+        return lambda batch: batch
+    first, stop = argument_slices(program)[len(arguments) - 1]
+    if any(compiled.plan.attached.roles.donated[first:stop]):  # a placed array may share memory with the user's
+        return lambda batch: batch
+    shardings = jax.tree.leaves(compiled.in_shardings, is_leaf=lambda sharding: sharding is None)[first:stop]
+    types = [_type_of(leaf) for leaf in jax.tree.leaves(last)]
+    if [aval.shape for aval in program.in_avals[first:stop]] != [shape for shape, _ in types]:
+        return lambda batch: batch  # it was compiled last for other batches
+
+    def place(batch: Any) -> Any:
+        leaves, found = jax.tree.flatten(batch)
+        if found != tree or [_type_of(leaf) for leaf in leaves] != types:
+            return batch
+        moved = [
+            k
+            for k, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+            if isinstance(leaf, np.ndarray)
+            and isinstance(sharding, jax.sharding.Sharding)
+            and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+        ]
+        arrays = jax.device_put([leaves[k] for k in moved], [shardings[k] for k in moved])
+        for k, array in zip(moved, arrays, strict=True):
+            leaves[k] = array
+        return tree.unflatten(leaves)
+
+    return place
+
+
+def _type_of(leaf: Any) -> Any:
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))

@@ -45,7 +45,9 @@ def test_products_with_vectors_are_passes(terms, is_pass):
     assert 0 < kernel.num_bytes <= 4 * sum(8 ** len(term) for term in terms.replace("->", ",").split(","))
 
 
-@pytest.mark.parametrize("device", [Device("one rate", 1e12), Device("by dtype", {"bfloat16": 1e12, "float32": 1e11})], ids=str)
+@pytest.mark.parametrize(
+    "device", [Device("one rate", 1e12), Device("by dtype", {"bfloat16": 1e12, "float32": 1e11})], ids=str
+)
 def test_a_product_of_masks_takes_time(device):
     masks = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bool_), jax.ShapeDtypeStruct((WIDTH, ROWS), jnp.bool_)
     graph = build_graph(trace_step(lambda a, b: a @ b, masks).jaxpr, MESH, {})
