@@ -188,7 +188,7 @@ def _time_fact(study: Study) -> tuple[str, str]:
     step = seconds_text(study.plan.cost.step_seconds)
     if study.stage is None:
         apart = seconds_text(study.base)  # by the costs of the problem, by which alternatives are compared
-        one_by_one = "" if apart == step else f"; {apart} if nothing ran at once, as below"
+        one_by_one = "" if apart == step else f"; {apart} by the costs that are compared below"
         return "step time", f"{step} predicted{one_by_one}"
     return "stage time", f"{seconds_text(study.base)} predicted, its work in one step; the step takes {step}"
 
