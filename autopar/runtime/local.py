@@ -29,7 +29,7 @@ from autopar.streams.timeline import Timeline
 
 
 class Executable:
-    """A step that is one program, on the devices of this process; attributes as of `Runtime`."""
+    """A step that is one program, on the devices of this process; attributes as in `Runtime`."""
 
     closed = False
     is_remote = False

@@ -48,7 +48,7 @@ from autopar.streams.timeline import Timeline
 
 
 class Pipeline:
-    """A pipeline on the devices of this process; attributes as of `Runtime`.
+    """A pipeline on the devices of this process; attributes as in `Runtime`.
 
     Attributes:
         num_compiled: How many programs were compiled; the others are equal to one of these.
