@@ -136,9 +136,7 @@ class _Instance:
 
     def begin_at(self, known: Sequence[Sharded]) -> None:
         """Solve by axes from here on, beginning with the best of answers from other meshes and those found since."""
-        starts: list[tuple[int, ...]] = []
-        for sharded in known:
-            starts.append(self.classes(lift(sharded.choices, sharded.graph, self.graph)))
+        starts = [self.classes(lift(sharded.choices, sharded.graph, self.graph)) for sharded in known]
         does = behaviours(self.graph, self.class_of)
 
         def by_axes(problem: Problem, *how: Any) -> Solution:
@@ -214,15 +212,14 @@ class _Instance:
     def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
         nodes, graph = self.nodes(choices), self.graph
         if nodes not in self._moments:
-            body, held, most = self._body_of(nodes), held_values(graph), TUNING.memory_rows
-            over = self.budget_search.budget
-            found = fullest_moments(body, graph.mesh, held, self.donated, most, self.waiting, over=over)
+            how = held_values(graph), self.donated, TUNING.memory_rows, self.waiting
+            found = fullest_moments(self._body_of(nodes), graph.mesh, *how, over=self.budget_search.budget)
             self._moments = {nodes: found}
         return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
 
     def _floor(self) -> Floor:
-        costs = self.prices.problem().costs
-        return memory_floor(self.graph, costs, self.class_of, self.donated, self.waiting.elsewhere)
+        rest = self.class_of, self.donated, self.waiting.elsewhere
+        return memory_floor(self.graph, self.prices.problem().costs, *rest)
 
 
 def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:
@@ -270,13 +267,9 @@ def _explore(
         return best, last
     tried.append(solution.choices)
     found, last = _follow_clock(instance, instance.read_off(problem, solution, exposure), tried)
-    if last.exposure is None or found.step_seconds >= best.step_seconds:
-        found = best
+    found = min(best, found, key=lambda sharded: sharded.step_seconds)
     # Price it by the latest exposure, as the meshes will be that it is compared with.
-    seconds = last.problem.cost(found.solution.choices)
-    priced = Solution(found.solution.choices, seconds, seconds, "feasible", found.solution.solver)
-    priced = priced.bounded(last.solution.bound)
-    return dataclasses.replace(found, problem=last.problem, solution=priced, exposure=last.exposure), last
+    return _repriced(found, found.solution.choices, last.problem, last.solution.bound, last.exposure), last
 
 
 def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool], turns: int) -> Sharded:
@@ -311,10 +304,7 @@ def _around(
         problem, solution = instance.solve_under(exposure)
         if not solution.choices:
             break
-        choices = instance.classes(best.choices)
-        seconds = problem.cost(choices)
-        priced = Solution(choices, seconds, seconds, "feasible", best.solution.solver).bounded(solution.bound)
-        other = dataclasses.replace(best, problem=problem, solution=priced, exposure=exposure)
+        other = _repriced(best, instance.classes(best.choices), problem, solution.bound, exposure)
         best = min(best, other, key=lambda sharded: sharded.gap)
         if solution.choices in tried:
             break
@@ -324,6 +314,15 @@ def _around(
         if last.liveness.peak_bytes <= budget:
             best = min(best, last, key=lambda sharded: sharded.step_seconds)
     return best
+
+
+def _repriced(
+    sharded: Sharded, choices: tuple[int, ...], problem: Problem, bound: float, exposure: Exposure | None
+) -> Sharded:
+    """The same program with the costs and the bound of another problem, in which these are its choices."""
+    seconds = problem.cost(choices)
+    priced = Solution(choices, seconds, seconds, "feasible", sharded.solution.solver).bounded(bound)
+    return dataclasses.replace(sharded, problem=problem, solution=priced, exposure=exposure)
 
 
 def _shown(sharded: Sharded) -> Exposure:
