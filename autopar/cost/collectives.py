@@ -2,7 +2,7 @@
 
 In:     bytes on one device, the size of the group, the link.
 Out:    seconds of one collective over one axis; `collective_seconds` for several axes at once; `transfer_seconds` between
-        two meshes.
+        two meshes; `sent_bytes`: for each axis, the bytes that one device sends along it, at the least.
 Method: ring algorithms; for all-reduces also a tree, which is faster for small ones, or in-network reduction by the switch.
         Short messages may use a protocol of less latency and a lower rate, as in NCCL. Over several axes a collective goes
         axis by axis, so that slow links carry only what is left after the fast ones; the best order counts. Each cost is
@@ -218,3 +218,29 @@ def transfer_seconds(num_bytes: float, num_senders: int, num_receivers: int, lin
     """
     lanes = min(num_senders, num_receivers)
     return link.latency_seconds + num_bytes / lanes / link.bytes_per_second if num_bytes else 0.0
+
+
+def sent_bytes(
+    kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh
+) -> Iterator[tuple[str, float]]:
+    """(axis, bytes that one device sends along it): the least necessary, inner axes first.
+
+    Chan et al., "Collective communication: theory, practice, and experience", 2007, sec. 4. An outer axis carries what is
+    left after the inner ones.
+
+    Args:
+        kind: Kind of collective.
+        num_bytes: Operand bytes on one device; for an all-gather, result bytes.
+        axes: Mesh axes.
+        mesh: The mesh.
+    """
+    inner_first = [axis for axis in reversed(tuple(mesh.axis_sizes)) if axis in axes and mesh.size_of(axis) > 1]
+    left = float(num_bytes)
+    for axis in inner_first:
+        size = mesh.size_of(axis)
+        if kind == "collective-permute":
+            yield axis, left
+            return
+        yield axis, (2 if kind == "all-reduce" else 1) * left * (size - 1) / size
+        if kind not in ("all-to-all", "ragged-all-to-all"):
+            left /= size

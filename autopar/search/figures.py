@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import JaxprEqn
-from autopar.cost.volume import sent_bytes
+from autopar.cost.collectives import sent_bytes
 from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.sharded import Collective, computed
 from autopar.ir.gradient import is_recomputed

@@ -25,7 +25,6 @@ from autopar.plan.words import padding_text, seconds_text
 from autopar.report.plan import Plan
 from autopar.search.accumulation import best_meshes, memory_binds, search_accumulation
 from autopar.search.alone import search_alone
-from autopar.search.anytime import Anytime
 from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
@@ -45,7 +44,7 @@ from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.padding import Lengths, lengths_that_do_not_divide, padded_program, worth_padding
 from autopar.search.parts import finds_what_it_made
 from autopar.search.pins import find_pins
-from autopar.search.progress import Report, part_of, silent
+from autopar.search.progress import Anytime, Report, part_of, silent
 from autopar.search.request import Request
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import Stages, search_pipelines

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from autopar import Auto, Cluster, ShardParallel
-from autopar.search.anytime import Anytime
 from autopar.search.planner import make_plan
-from autopar.search.progress import silent
+from autopar.search.progress import Anytime, silent
 
 CLUSTER = Cluster.of("2x2 h100")
 

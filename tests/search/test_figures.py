@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, ThreeD
-from autopar.cost.volume import sent_bytes
+from autopar.cost.collectives import sent_bytes
 from autopar.mesh import LogicalMesh
 
 ROWS, WIDTH, LAYERS = 64, 32, 4
