@@ -2,7 +2,7 @@
 
 In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
 Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
-        `check_behind("trace", check, made)` runs a checker on a pass's result, and names the pass if the check fails.
+        `check_after("trace", check, made)` runs a checker on a pass's result, and names the pass if the check fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def xla_flags() -> tuple[str, ...]:
     return tuple(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
 
 
-def check_behind(pass_name: str, check: Callable[[_Made], None], made: _Made) -> None:
+def check_after(pass_name: str, check: Callable[[_Made], None], made: _Made) -> None:
     """With `AUTOPAR_CHECK=1`, run a checker on the result of a pass.
 
     `check`: raises an `AssertionError` if the result is ill-formed.

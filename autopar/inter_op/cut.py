@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from autopar._jax import Jaxpr, Var
-from autopar.debug import check_behind
+from autopar.debug import check_after
 from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
 from autopar.inter_op.pass_order import pass_order
@@ -28,7 +28,7 @@ from autopar.ir.region import equations_within, is_region
 from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.rewrite.steps_written_out import write_out_steps
+from autopar.ir.rewrite.unrolled_steps import unroll_steps
 from autopar.ir.split.layers.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
 from autopar.ir.split.rounds.stage_phases import split_at_joins, whole_batch
@@ -221,9 +221,9 @@ FREE: Pass[Any] = Pass(
 )
 APART: tuple[Pass[TakenApart], ...] = (
     Pass(
-        "steps_written_out",
+        "unrolled_steps",
         "loops of a few training steps, step by step",
-        lambda step: step.by(lambda jaxpr: write_out_steps(jaxpr, TUNING.written_steps)),
+        lambda step: step.by(lambda jaxpr: unroll_steps(jaxpr, TUNING.written_steps)),
     ),
     SORTED,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
@@ -268,7 +268,7 @@ def cut_step(
     else:
         jaxpr, split = whole_batch(program.jaxpr, roles.batch)
     program = dataclasses.replace(program, jaxpr=jaxpr)
-    check_behind("microbatch", check_phases(program.jaxpr), split)
+    check_after("microbatch", check_phases(program.jaxpr), split)
     first = 1 + len(split.invariants)
     order = pass_order(split)
     chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), order)

@@ -70,7 +70,7 @@ def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
     return found[::-1]
 
 
-def behind_gradients(jaxpr: Jaxpr) -> list[bool]:
+def after_gradients(jaxpr: Jaxpr) -> list[bool]:
     """For each equation, whether it depends on the backward pass, and the backward pass does not depend on it."""
     made: set[Var] = set()
     found = []
@@ -80,11 +80,11 @@ def behind_gradients(jaxpr: Jaxpr) -> list[bool]:
     return found
 
 
-def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:
+def made_by_backward(jaxpr: Jaxpr) -> dict[Var, None]:
     """The results of the backward passes, and everything computed from them."""
-    return descendants(jaxpr.eqns, is_behind)
+    return descendants(jaxpr.eqns, is_of_backward)
 
 
-def is_behind(eqn: JaxprEqn, behind: Collection[Var] = ()) -> bool:
-    """Whether an equation is of a backward pass (or recomputed for one), or reads one of the values `behind`."""
-    return is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in inputs_of(eqn))
+def is_of_backward(eqn: JaxprEqn, later: Collection[Var] = ()) -> bool:
+    """Whether an equation is of a backward pass (or recomputed for one), or reads one of the `later` values."""
+    return is_backward(eqn) or is_recomputed(eqn) or any(a in later for a in inputs_of(eqn))

@@ -52,7 +52,7 @@ class KnownValues:
                     self.rows.update(dict.fromkeys(b.variables, b.outer))
                 self.rows.update({b.result: b.value for b in region.of_role("ys") if b.result is not None})
 
-    def made(self, atom: Atom) -> tuple[Atom, JaxprEqn | None]:
+    def definition(self, atom: Atom) -> tuple[Atom, JaxprEqn | None]:
         """The same value outside of the bodies that it enters as a constant, and before barriers; and its equation."""
         while isinstance(atom, Var) and atom in self.outside:
             atom = self.outside[atom]
@@ -60,36 +60,36 @@ class KnownValues:
 
     def origin(self, atom: Atom) -> Atom:
         """The integers that this value is, before reshapes and changes of dtype."""
-        atom, eqn = self.made(atom)
+        atom, eqn = self.definition(atom)
         while eqn is not None and eqn.primitive.name in RESHAPES:
             before = eqn.invars[0].aval
             if before.size != atom.aval.size or not np.issubdtype(before.dtype, np.integer):
                 break
-            atom, eqn = self.made(eqn.invars[0])
+            atom, eqn = self.definition(eqn.invars[0])
         return atom
 
-    def parts(self, atom: Atom, whole: Collection[Var]) -> Iterator[tuple[Atom, JaxprEqn | None]]:
+    def expression(self, atom: Atom, whole: Collection[Var]) -> Iterator[tuple[Atom, JaxprEqn | None]]:
         """All values of the elementwise expression of `atom`, each with its equation; None: a leaf, as each of `whole` is."""
-        atom, eqn = self.made(self.origin(atom))
+        atom, eqn = self.definition(self.origin(atom))
         if eqn is None or atom in whole or eqn.primitive.name not in (*OPERATIONS, *RESHAPES):
             yield atom, None
             return
         yield atom, eqn
         for operand in eqn.invars:
-            yield from self.parts(operand, whole)
+            yield from self.expression(operand, whole)
 
-    def function(self, atom: Atom, values: Mapping[Var, np.ndarray]) -> np.ndarray | None:
+    def evaluate(self, atom: Atom, values: Mapping[Var, np.ndarray]) -> np.ndarray | None:
         """Evaluate the elementwise expression of `atom`, given the values of its leaves; None: it is not known."""
-        atom, eqn = self.made(self.origin(atom))
+        atom, eqn = self.definition(self.origin(atom))
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if atom in values:
             return values[atom]
         if atom in self.rows:  # a row of a uniform stack is uniform
-            return self.constant(self.rows[atom])
+            return self.uniform_value(self.rows[atom])
         if eqn is None or eqn.primitive.name not in (*OPERATIONS, *RESHAPES):
             return None
-        operands = [self.function(operand, values) for operand in eqn.invars]
+        operands = [self.evaluate(operand, values) for operand in eqn.invars]
         known = [operand for operand in operands if operand is not None]
         if len(known) < len(operands):
             return None
@@ -98,9 +98,9 @@ class KnownValues:
         with np.errstate(all="ignore"):
             return np.asarray(OPERATIONS[eqn.primitive.name](eqn.params, *known)).astype(atom.aval.dtype)
 
-    def constant(self, atom: Atom) -> np.ndarray | None:
+    def uniform_value(self, atom: Atom) -> np.ndarray | None:
         """The number that all elements of a value equal; None: it is not known, or they differ."""
-        made = self.function(atom, {})
+        made = self.evaluate(atom, {})
         return made if made is not None and made.ndim == 0 else None
 
     def is_count(self, atom: Atom) -> bool:
@@ -109,23 +109,23 @@ class KnownValues:
 
     def is_order(self, var: Var) -> bool:
         """Whether a value is a permutation as `argsort` makes it: a `sort` carries a counting operand along."""
-        _, sort = self.made(var)
+        _, sort = self.definition(var)
         if sort is None or sort.primitive.name != "sort" or len(var.aval.shape) != 1:
             return False
         return self.is_count(sort.invars[[out is var for out in sort.outvars].index(True)])
 
     def is_uniform(self, atom: Atom, dim: int) -> bool:
         """Whether all slices of a value along a dim are equal."""
-        atom, eqn = self.made(atom)
+        atom, eqn = self.definition(atom)
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             return dim not in eqn.params["broadcast_dimensions"] or eqn.invars[0].aval.ndim == 0
-        return self.constant(atom) is not None
+        return self.uniform_value(atom) is not None
 
     # Values that count.
 
     def counts(self, atom: Atom, column: Position | None = None) -> int | None:
         """The dim along which an array, or one column of it, is 0, 1, 2, ...; None: it is not known to count."""
-        atom, eqn = self.made(atom)
+        atom, eqn = self.definition(atom)
         if isinstance(atom, Var) and atom in self.constants:
             return _counts_along(np.asarray(self.constants[atom]), column)
         if eqn is None:
@@ -154,7 +154,7 @@ class KnownValues:
 
     def is_trip(self, atom: Atom, scan: Region) -> bool:
         """Whether a value of a scan's body is the index of the row that this trip reads."""
-        atom, eqn = self.made(atom)
+        atom, eqn = self.definition(atom)
         if not isinstance(atom, Var) or not _holds(atom, scan.trips):
             return False
         for b in scan.of_role("xs", "carry"):
@@ -164,21 +164,21 @@ class KnownValues:
             case "convert_element_type", [of]:
                 return self.is_trip(of, scan)
             case "select_n", [which, of, _]:
-                _, test = self.made(which)
+                _, test = self.definition(which)
                 if test is not None and test.primitive.name == "lt" and _is_number(test.invars[1], 0):
                     return self.is_trip(test.invars[0], scan) and self.is_trip(of, scan)
         return False
 
     def counts_trips(self, carry: Binding, scan: Region) -> bool:
         """Whether a carry starts at 0 and each trip adds 1."""
-        _, step = self.made(carry.value)
+        _, step = self.definition(carry.value)
         if scan.eqn.params["reverse"] or not _is_number(carry.outer, 0) or step is None:
             return False
         return step.primitive.name == "add" and step.invars[0] is carry.var and _is_number(step.invars[1], 1)
 
     def is_false(self, atom: Atom, column: Position | None) -> bool:
         """Whether a predicate is known to be false: a false constant, or `i < 0` of an `i` that counts."""
-        atom, eqn = self.made(atom)
+        atom, eqn = self.definition(atom)
         if isinstance(atom, Literal):
             return not atom.val
         if atom in self.constants:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from autopar.debug import check_behind
+from autopar.debug import check_after
 
 Form = TypeVar("Form")
 
@@ -42,5 +42,5 @@ def run_passes(passes: Sequence[Pass[Form]], given: Form, check: Callable[[Form]
     """
     for each in passes:
         given = each.run(given)
-        check_behind(each.name, check, given)
+        check_after(each.name, check, given)
     return given

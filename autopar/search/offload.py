@@ -15,7 +15,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 
 from autopar._jax import on_host
-from autopar.debug import check_behind
+from autopar.debug import check_after
 from autopar.errors import InfeasibleError
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
@@ -106,5 +106,5 @@ def offloaded_program(program: Program, roles: Roles, paths: Collection[str]) ->
         return program
     inputs = [k for k, path in enumerate(program.in_paths) if path in paths]
     jaxpr = state_on_host(program.jaxpr, inputs, roles.aliases)
-    check_behind("offload", check_program, jaxpr)
+    check_after("offload", check_program, jaxpr)
     return dataclasses.replace(program, jaxpr=jaxpr)

@@ -23,7 +23,7 @@ from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_bo
 from autopar.intra_op.shard import shard
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
-from autopar.ir.rewrite.fission import cut_behind_gradients
+from autopar.ir.rewrite.fission import cut_after_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.split.microbatches.microbatch import NO_BATCH
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
@@ -45,7 +45,7 @@ WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN, FREE)
 """The passes of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
     SORTED,
-    Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(cut_behind_gradients)),
+    Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(cut_after_gradients)),
     Pass("late_narrowing", "casts to 16 bits leave loops", lambda step: step.by(narrow_late)),
     LEAN,
     FREE,

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from autopar.debug import check_behind
+from autopar.debug import check_after
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.problem import planning_seconds
 from autopar.intra_op.strategies import split_fraction
@@ -37,7 +37,7 @@ def padded_program(program: Program, lengths: Lengths) -> Program:
     if not lengths:
         return program
     jaxpr = pad_dims(program.jaxpr, lengths)
-    check_behind("padding", check_program, jaxpr)
+    check_after("padding", check_program, jaxpr)
     return dataclasses.replace(program, jaxpr=jaxpr)
 
 

@@ -153,11 +153,11 @@ def test_values_flow_forward_and_cotangents_back(name):
     crossing: dict[int, dict] = {k: {} for k in range(chain.num_segments + 1)}
     for eqn, segment, behind in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
         for var in operands_of(eqn):
-            maker, made_behind = made.get(var, (-1, False))
+            maker, made_by_backward = made.get(var, (-1, False))
             if maker < 0 or segment < 0:
                 continue
-            assert not (made_behind and not behind), "the forward pass reads no cotangent"
-            if made_behind == behind:
+            assert not (made_by_backward and not behind), "the forward pass reads no cotangent"
+            if made_by_backward == behind:
                 assert maker >= segment if behind else maker <= segment, f"{eqn.primitive} reads from {maker}"
                 for border in range(min(maker, segment) + 1, max(maker, segment) + 1):
                     crossing[border][var] = var.aval.size * var.aval.dtype.itemsize

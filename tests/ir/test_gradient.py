@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.build import flat_function
-from autopar.ir.gradient import behind_gradients, feeds_backward, is_ahead, is_backward, is_recomputed, made_behind
+from autopar.ir.gradient import after_gradients, feeds_backward, is_ahead, is_backward, is_recomputed, made_by_backward
 from autopar.ir.trace.trace import trace_step
 
 X = jnp.ones((4, 4))
@@ -37,7 +37,7 @@ def test_a_gradient_in_the_loss_is_forward():
 def test_what_gradients_wait_for():
     """All that the loss is made of, but no update; and what waits for them is the update alone."""
     jaxpr = flat_function(descent, X)
-    matters, behind = by_name(jaxpr, feeds_backward(jaxpr)), by_name(jaxpr, behind_gradients(jaxpr))
+    matters, behind = by_name(jaxpr, feeds_backward(jaxpr)), by_name(jaxpr, after_gradients(jaxpr))
     assert matters["cos"] and matters["mul"] and not matters["sub"] and not matters["exp"]
     assert behind["sub"] and not behind["exp"] and not behind["mul"]
 
@@ -45,7 +45,7 @@ def test_what_gradients_wait_for():
 def test_what_is_made_behind():
     """What the backward pass makes, and what is made of that."""
     jaxpr = flat_function(descent, X)
-    made = {eqn.primitive.name for eqn in jaxpr.eqns for var in eqn.outvars if var in made_behind(jaxpr)}
+    made = {eqn.primitive.name for eqn in jaxpr.eqns for var in eqn.outvars if var in made_by_backward(jaxpr)}
     assert {"mul", "sub"} <= made and made.isdisjoint({"sin", "exp"})
 
 

@@ -2,7 +2,7 @@
 
 In:     a flat program. A `cond` is indivisible: all its operands and results are on one pipeline stage and in one phase of
         the step.
-Out:    the same function. `cut_behind_gradients`: a `cond` whose branch takes a gradient and uses it becomes two, up to the
+Out:    the same function. `cut_after_gradients`: a `cond` whose branch takes a gradient and uses it becomes two, up to the
         gradients and after them, so that microbatches accumulate gradients in the first and run the second once.
         `fission`: then a `cond` around an update (`optax.apply_if_finite`, a loss scale that was too large) becomes one per
         parameter and its moments, and one for the step counter.
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations, rebuilt_apart
 from autopar.ir.dataflow import ancestors, descendants, inputs_of, makers, needed, read_by, variables
-from autopar.ir.gradient import behind_gradients, is_backward
+from autopar.ir.gradient import after_gradients, is_backward
 from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.work import Work, num_bytes, num_elements_of
@@ -33,12 +33,12 @@ from autopar.tuning import TUNING
 def fission(jaxpr: Jaxpr) -> Jaxpr:
     """Cut conditions behind gradients, then split them by results; over the same inputs and results."""
     work = Work()
-    jaxpr = cut_behind_gradients(jaxpr)
+    jaxpr = cut_after_gradients(jaxpr)
     pieces = [_split_by_results(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns]
     return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
 
 
-def cut_behind_gradients(jaxpr: Jaxpr) -> Jaxpr:
+def cut_after_gradients(jaxpr: Jaxpr) -> Jaxpr:
     """Cut conditions behind the gradients that they take; over the same inputs and results."""
     pieces = [_cut(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns]
     return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
@@ -77,7 +77,7 @@ def _cut(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 def _halves(branch: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """The branch's equations up to its gradients, and those that follow them."""
-    behind = behind_gradients(branch)
+    behind = after_gradients(branch)
     return list(compress(branch.eqns, (not is_behind for is_behind in behind))), list(compress(branch.eqns, behind))
 
 

@@ -96,7 +96,7 @@ class _Scan:
 
     def are_zeros(self, atom: Atom) -> bool:
         """Whether all elements of a value are known to be 0."""
-        return self.known.constant(atom) == 0
+        return self.known.uniform_value(atom) == 0
 
     def sums_of_rows(self, body: Jaxpr) -> dict[int, Atom]:
         """For each carry whose only use is an addition to this trip's row, by number: the addend."""

@@ -33,7 +33,7 @@ from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.one_dtype import products_of_one_dtype
 from autopar.ir.rewrite.scan_slices import scan_slices
-from autopar.ir.rewrite.written_once import find_written_once
+from autopar.ir.rewrite.unique_writes import resolve_unique_writes
 from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.moved_out import restore_scopes
@@ -56,9 +56,9 @@ TRACE: tuple[Pass[Traced], ...] = (
         lambda step: step.by(products_in_order),
     ),
     Pass(
-        "written_once",
+        "unique_writes",
         "gradients of a scatter by a permutation do not test which write won",
-        lambda step: step.by(find_written_once),
+        lambda step: step.by(resolve_unique_writes),
     ),
 )
 """The passes that every step goes through."""

@@ -24,7 +24,7 @@ class SampleSums:
     def __init__(self, jaxpr: Jaxpr):
         self._jaxpr, self._made_by = jaxpr, makers(jaxpr.eqns)
 
-    def behind(self, solution: Solution, var: Var) -> list[Var]:
+    def terms_of(self, solution: Solution, var: Var) -> list[Var]:
         """The sums in which a value is linear, or the value itself; and all values equal to one of them.
 
         `solution`: covers the equations up to the one that waits for the value.
@@ -42,8 +42,8 @@ class SampleSums:
             pairs = zip(eqn.invars, strategy.operands, strict=True)
             return variables(a for a, want in pairs if want == SUM and solution.of(a) == SUM)
 
-        behind = ancestors([var], lambda value: terms(value) or ())
-        return self._with_twins([value for value in behind if terms(value) is None])
+        found = ancestors([var], lambda value: terms(value) or ())
+        return self._with_twins([value for value in found if terms(value) is None])
 
     def _with_twins(self, wanted: Sequence[Var]) -> list[Var]:
         """The wanted values, then all values equal to one of them, in program order."""

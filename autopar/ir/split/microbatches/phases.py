@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from autopar._jax import Jaxpr, JaxprEqn, Var, copies_to_or_from_host
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of, readers_of, variables
-from autopar.ir.gradient import feeds_backward, is_backward, made_behind
+from autopar.ir.gradient import feeds_backward, is_backward, made_by_backward
 from autopar.ir.region import is_region
 from autopar.ir.split.blocks import blocks_between_cuts
 from autopar.ir.split.demand import Demand, Uses
@@ -101,7 +101,7 @@ class _Phases:
         whole: Collection[JaxprEqn],
     ):
         self.jaxpr, self.per_microbatch, self.joins, self.whole = jaxpr, per_microbatch, joins or (), whole
-        self.behind = None if joins is None else made_behind(jaxpr)
+        self.of_backward = None if joins is None else made_by_backward(jaxpr)
         self.between: dict[Var, None] = {}
         self.solution = LoopSolution(Axis(count))
         self.solver = Solver(self.solution, self.take_own)
@@ -204,11 +204,11 @@ class _Phases:
         takes_own = self.may_take_own(cause.operand)
         if matters and takes_own and (has_samples or not is_backward(eqn)):
             # Every reader of such a sum uses the local one, so that the loss is the one whose gradient is taken.
-            sums = self.sums.behind(solution, cause.operand)
+            sums = self.sums.terms_of(solution, cause.operand)
             solution.read_as |= dict.fromkeys(sums, OWN)
             first = [cause.eqn, *(reader for var in sums for reader in self.readers.get(var, ())[:1])]
             return min(self.position.get(reader, at) for reader in first)
-        joined_later = self.behind is not None and not any(var in self.behind for var in eqn.outvars)
+        joined_later = self.of_backward is not None and not any(var in self.of_backward for var in eqn.outvars)
         if matters and has_samples and not joined_later:
             self.waiting.setdefault(eqn, self.refusal(cause, eqn))
             placement = solution.of(cause.operand)
@@ -270,7 +270,7 @@ class _Phases:
     def check_late_work(self) -> None:
         """Note a refusal if much work on samples is left for after the loop, or between its halves: it holds all of them in
         memory at once."""
-        limit = (TUNING.hoisted_work if self.behind is None else TUNING.joined_work) * sum(self.cost)
+        limit = (TUNING.hoisted_work if self.of_backward is None else TUNING.joined_work) * sum(self.cost)
         late: dict[Var, None] = {}
         total = 0.0
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
@@ -281,7 +281,7 @@ class _Phases:
             if gathers and phase in ("between", "after"):
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
-                if total > limit and (cost > limit / 2 or self.behind is not None):
+                if total > limit and (cost > limit / 2 or self.of_backward is not None):
                     causes = [
                         self.late[var] for var in eqn.outvars if var in self.late
                     ]  # a callback may have no result

@@ -51,25 +51,25 @@ class SamplesWaitError(Exception):
         sums: dict[Var, None] = {}
         samples: dict[Var, None] = {}
         rows: dict[Var, None] = {}
-        behind: dict[Var, None] = {}
+        dependent: dict[Var, None] = {}
         for eqn in jaxpr.eqns:
-            if not behind.keys().isdisjoint(inputs_of(eqn)):
-                behind.update(dict.fromkeys(eqn.outvars if solution.phase.get(eqn) == "after" else ()))
+            if not dependent.keys().isdisjoint(inputs_of(eqn)):
+                dependent.update(dict.fromkeys(eqn.outvars if solution.phase.get(eqn) == "after" else ()))
             elif eqn in waiting:
                 needs = _needed(eqn, maker, late)
                 needed_sums = [var for var in needs if isinstance(solution.of(var), Partial)]
                 sums.update(dict.fromkeys(needed_sums))
                 samples.update(dict.fromkeys(() if needed_sums else _in_parts(needs, solution)))
                 rows.update(dict.fromkeys(_in_parts(inputs_of(eqn), solution)))
-                behind.update(dict.fromkeys(eqn.outvars))
+                dependent.update(dict.fromkeys(eqn.outvars))
         self.sums, self.samples, self.rows = tuple(sums), tuple(samples), tuple(rows)
         self.is_for_rows = bool(sums) and all(var in uneven for var in sums)
         known = SampleSums(jaxpr)
-        roots = (root for var in sums for root in known.behind(solution, var))
+        roots = (root for var in sums for root in known.terms_of(solution, var))
         added_up = (var for var in read_by(maker[root] for root in roots if root in maker) if var in maker)
         self.summed = tuple(_in_parts(added_up, solution))
-        behind_loop = read_by((eqn for eqn in jaxpr.eqns if solution.phase.get(eqn) == "after"), jaxpr.outvars)
-        self.complete = tuple(var for var in behind_loop if isinstance(solution.of(var), Partial) and var in maker)
+        after_loop = read_by((eqn for eqn in jaxpr.eqns if solution.phase.get(eqn) == "after"), jaxpr.outvars)
+        self.complete = tuple(var for var in after_loop if isinstance(solution.of(var), Partial) and var in maker)
         self.incomplete = tuple(var for var in maker if isinstance(solution.of(var), Partial) or var in late)
 
     def is_sum(self, var: Var) -> bool:
@@ -85,6 +85,6 @@ def _needed(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], late: Collection[Var])
     """The values of the loop that an equation needs from all microbatches."""
     read = inputs_of(eqn)
     first = [a for a in read if a in late] or read
-    behind = ancestors(first, lambda var: inputs_of(maker[var]) if var in late else ())
+    found = ancestors(first, lambda var: inputs_of(maker[var]) if var in late else ())
     # Its other operands are of its own microbatch.
-    return [var for var in behind if var not in late and (var in first or var not in read)]
+    return [var for var in found if var not in late and (var in first or var not in read)]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import ancestors, inputs_of, known_as, makers, reading
-from autopar.ir.gradient import is_behind, made_behind
+from autopar.ir.gradient import is_of_backward, made_by_backward
 from autopar.ir.split.placement import Split
 from autopar.ir.split.solution import LoopSolution
 
@@ -27,14 +27,14 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
 
     `wanted`: values of the program; those that the backward pass makes are left out.
     """
-    behind = made_behind(jaxpr)
-    forward = {var: None for var in wanted if var not in behind}
-    readers = [eqn for eqn in jaxpr.eqns if is_behind(eqn, behind)]
+    later = made_by_backward(jaxpr)
+    forward = {var: None for var in wanted if var not in later}
+    readers = [eqn for eqn in jaxpr.eqns if is_of_backward(eqn, later)]
     copies = {a: new_var(a.aval) for eqn in readers for a in inputs_of(eqn) if a in forward}
     inputs = {var: None for var in jaxpr.invars if var in copies}
     eqns, joins = Equations(), list[JaxprEqn]()
     for eqn in jaxpr.eqns:
-        if is_behind(eqn, behind):
+        if is_of_backward(eqn, later):
             for var in [a for a in dict.fromkeys(inputs_of(eqn)) if a in inputs]:
                 joins.append(eqns.name(copies[var], var))
                 del inputs[var]
@@ -60,9 +60,9 @@ def with_rounds(jaxpr: Jaxpr, sums: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn
     return (make_jaxpr(jaxpr.invars, outvars, eqns), joins) if joins else (jaxpr, [])
 
 
-def samples_behind(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) -> list[Var]:
+def samples_of_backward(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) -> list[Var]:
     """Split values of the forward pass, or of the batch, on which wanted values of the backward pass depend."""
-    behind, maker = made_behind(jaxpr), makers(jaxpr.eqns)
-    made_of = {var: inputs_of(maker[var]) for var in behind}
-    seen = ancestors([var for var in wanted if var in behind], lambda var: made_of.get(var, ()))
-    return [var for var in seen if var not in behind and isinstance(solution.of(var), Split)]
+    later, maker = made_by_backward(jaxpr), makers(jaxpr.eqns)
+    made_of = {var: inputs_of(maker[var]) for var in later}
+    seen = ancestors([var for var in wanted if var in later], lambda var: made_of.get(var, ()))
+    return [var for var in seen if var not in later and isinstance(solution.of(var), Split)]

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TypeAlias
 
 from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, new_var, replace_eqn
-from autopar.debug import check_behind
+from autopar.debug import check_after
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, needed, read_by, variables
@@ -81,7 +81,7 @@ def accumulate_in_rounds(
     for each in rounds:
         assert each.solution is not None
         split = write_phases(each.jaxpr, each.solution)
-        check_behind("microbatch", check_phases(each.jaxpr), split)
+        check_after("microbatch", check_phases(each.jaxpr), split)
         program = accumulate(each.jaxpr, split)
         if len(rounds) == 1:
             return program

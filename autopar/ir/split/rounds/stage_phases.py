@@ -18,13 +18,13 @@ from autopar._jax import Jaxpr, JaxprEqn
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of, makers, read_by
 from autopar.ir.gradient import (
-    behind_gradients,
+    after_gradients,
     feeds_backward,
     is_ahead,
     is_backward,
     is_of_inner_gradient,
     is_recomputed,
-    made_behind,
+    made_by_backward,
 )
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_divides, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
@@ -32,7 +32,7 @@ from autopar.ir.split.microbatches.refusal import refused, too_much_at_once
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
 from autopar.ir.split.placement import BY_EACH, Axis, Split
 from autopar.ir.split.rounds.forward_sums import with_forward_sums
-from autopar.ir.split.rounds.joins import samples_behind, with_joins, with_rounds
+from autopar.ir.split.rounds.joins import samples_of_backward, with_joins, with_rounds
 from autopar.ir.split.rounds.turns import holds_steps
 from autopar.ir.split.solution import LoopSolution
 from autopar.tuning import TUNING
@@ -90,7 +90,7 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
             if better is jaxpr and joins is not None:
                 # Join the samples that are waited for, and those on which gradients of sums depend.
-                behind = samples_behind(jaxpr, (*waits.sums, *waits.samples), waits.solution)
+                behind = samples_of_backward(jaxpr, (*waits.sums, *waits.samples), waits.solution)
                 better, more = with_joins(jaxpr, (*waits.samples, *behind))
             if better is jaxpr and joins is not None:
                 of_pairs = waits.is_late_work and not first.sums
@@ -113,7 +113,7 @@ def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
 
 def _goes_again(jaxpr: Jaxpr, batch: Sequence[int]) -> bool:
     """Whether a forward pass on samples depends on gradients."""
-    led, of_batch = made_behind(jaxpr), {jaxpr.invars[k]: None for k in batch}
+    led, of_batch = made_by_backward(jaxpr), {jaxpr.invars[k]: None for k in batch}
     for eqn in jaxpr.eqns:
         samples = any(a in of_batch for a in inputs_of(eqn))
         is_led = any(a in led for a in inputs_of(eqn))
@@ -154,7 +154,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches
                 return rounds
     solution = LoopSolution(Axis(1))
     solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
-    for eqn, is_behind in zip(jaxpr.eqns, behind_gradients(jaxpr), strict=True):
+    for eqn, is_behind in zip(jaxpr.eqns, after_gradients(jaxpr), strict=True):
         solution.phase[eqn] = "after" if is_behind else "before"
         if not is_behind and any(a in solution.placement_of for a in inputs_of(eqn)):
             solution.phase[eqn] = "loop"

@@ -52,7 +52,7 @@ def counted(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count
 
 def _bincount(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
     zeros, indices, ones = eqn.invars
-    is_bincount = values.constant(zeros) == 0 and values.constant(ones) == 1 and len(zeros.aval.shape) == 1
+    is_bincount = values.uniform_value(zeros) == 0 and values.uniform_value(ones) == 1 and len(zeros.aval.shape) == 1
     key = _key(indices, values, key_of) if is_bincount and ones.aval.size == indices.aval.size else None
     found = [s for s in strategies(rule_for(eqn), count) if s.operands[1] == Split(0)]
     if key is None or not found:
@@ -63,7 +63,7 @@ def _bincount(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], cou
 
 def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int | None:
     """The key of which indices are a non-decreasing, non-negative function; None: not known to be one."""
-    parts = list(values.parts(indices, key_of))
+    parts = list(values.expression(indices, key_of))
     leaves = [atom for atom, eqn in parts if eqn is None]
     keys = list(dict.fromkeys(atom for atom in leaves if isinstance(atom, Var)))
     if len(keys) != 1 or keys[0] not in key_of or keys[0].aval.size != indices.aval.size:
@@ -77,7 +77,7 @@ def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int |
     limit = np.iinfo(key.aval.dtype)
     near = np.arange(max(-reach, limit.min), min(reach, limit.max) + 1)
     domain = np.array([limit.min, *near, limit.max], key.aval.dtype)
-    made = values.function(indices, {key: domain})
+    made = values.evaluate(indices, {key: domain})
     if made is None or (np.diff(np.broadcast_to(made, domain.shape)) < 0).any() or np.min(made) < 0:
         return None
     return key_of[key]
@@ -86,7 +86,7 @@ def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int |
 def _is_even(eqn: JaxprEqn, values: KnownValues) -> bool:
     """Whether an equation maps values that grow by one with the key, or are constant, to such values."""
     if eqn.primitive.name in ("add", "sub"):
-        return any(values.constant(atom) is not None for atom in eqn.invars)
+        return any(values.uniform_value(atom) is not None for atom in eqn.invars)
     return eqn.primitive.name in (*_CHOICES, *RESHAPES)
 
 
@@ -94,9 +94,9 @@ def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], 
     """What a sum of `one_hot` counts; its key must not be negative: such rows are in no group, but sort before the first."""
     (hot,), summed = eqn.invars, eqn.params["axes"]
     kept = [d for d in range(hot.aval.ndim) if d not in summed]
-    _, made = values.made(hot)
+    _, made = values.definition(hot)
     while made is not None and made.primitive.name in ("convert_element_type", "copy"):
-        _, made = values.made(made.invars[0])
+        _, made = values.definition(made.invars[0])
     if made is None or made.primitive.name != "eq" or len(kept) != 1 or kept[0] == 0 or hot.aval.shape[0] % count:
         return None
     for repeated, numbers in (made.invars, made.invars[::-1]):
@@ -104,7 +104,7 @@ def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], 
         key = None if row is None else values.origin(row)
         if not isinstance(key, Var) or key not in key_of or key.aval.shape[:1] != hot.aval.shape[:1]:
             continue
-        _, maker = values.made(key)
+        _, maker = values.definition(key)
         is_pick = maker is not None and maker.primitive.name in _PICKS and key is maker.outvars[-1]
         if is_pick or np.issubdtype(key.aval.dtype, np.unsignedinteger):
             return Counted(key_of[key], (0,))
@@ -114,10 +114,10 @@ def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], 
 def _repeated(atom: Atom, dim: int, values: KnownValues) -> Atom | None:
     """The value that an array repeats along one dim, and along no other; None: it is not known to be such an array."""
     size, along = atom.aval.size // max(1, atom.aval.shape[dim]), [dim]
-    _, eqn = values.made(atom)
+    _, eqn = values.definition(atom)
     while eqn is not None and eqn.primitive.name == "broadcast_in_dim":
         along = [d for d, place in enumerate(eqn.params["broadcast_dimensions"]) if place in along]
         atom = eqn.invars[0]
-        _, eqn = values.made(atom)
+        _, eqn = values.definition(atom)
     is_single = all(atom.aval.shape[d] == 1 for d in along)
     return atom if is_single and atom.aval.size == size else None

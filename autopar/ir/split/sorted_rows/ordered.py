@@ -230,17 +230,19 @@ class Ordering:
 
     def _numbers(self, places: Atom) -> np.ndarray | None:
         """The values of indices if the permutation they are computed from were 0, 1, 2, ...; None: unknown."""
-        leaves = {atom: None for atom, made in self.values.parts(places, ()) if made is None and isinstance(atom, Var)}
+        leaves = {
+            atom: None for atom, made in self.values.expression(places, ()) if made is None and isinstance(atom, Var)
+        }
         if len(leaves) != 1:
             return None
         (leaf,) = leaves
         if leaf in self.values.rows:  # through the stack of a loop
-            stack, _ = self.values.made(self.values.rows[leaf])
+            stack, _ = self.values.definition(self.values.rows[leaf])
             row = self.values.rows.get(stack) if isinstance(stack, Var) else None
             numbers = None if row is None else self._numbers(row)
         else:
             numbers = np.arange(leaf.aval.size) if self.values.is_order(leaf) else None
-        made = None if numbers is None else self.values.function(places, {leaf: numbers.astype(leaf.aval.dtype)})
+        made = None if numbers is None else self.values.evaluate(places, {leaf: numbers.astype(leaf.aval.dtype)})
         return None if made is None or numbers is None else np.broadcast_to(made, numbers.shape)
 
     def _are_rows(self, places: Atom, length: int) -> bool:
@@ -311,7 +313,7 @@ class Ordering:
         """`order // k`, and other integer operations on indices."""
         like = dict.fromkeys(rows for rows in known if rows is not None)
         others = [atom for atom, rows in zip(eqn.invars, known, strict=True) if rows is None]
-        is_known = len(like) == 1 and all(self.values.constant(atom) is not None for atom in others)
+        is_known = len(like) == 1 and all(self.values.uniform_value(atom) is not None for atom in others)
         return Transfer(tuple(like)) if is_known and eqn.primitive.name in OPERATIONS else None
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
-from autopar.ir.rewrite.fission import cut_behind_gradients
+from autopar.ir.rewrite.fission import cut_after_gradients
 from tests.ir.split.cases import (
     COUNTS,
     Case,
@@ -118,7 +118,7 @@ def test_update_in_a_branch(step, count):
     program, batch = traced(case)
     with pytest.raises(MicrobatchError, match="cond"):
         split_microbatches(program.jaxpr, count, batch)
-    program = dataclasses.replace(program, jaxpr=cut_behind_gradients(program.jaxpr))
+    program = dataclasses.replace(program, jaxpr=cut_after_gradients(program.jaxpr))
     check_program(program.jaxpr)
     split = split_microbatches(program.jaxpr, count, batch)
     assert_is_worked_through(split)

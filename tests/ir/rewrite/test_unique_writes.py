@@ -9,14 +9,14 @@ import pytest
 from jax import lax
 
 from autopar._jax import eval_jaxpr, open_jaxpr
-from autopar.ir.rewrite.written_once import find_written_once
+from autopar.ir.rewrite.unique_writes import resolve_unique_writes
 from autopar.ir.trace.flatten import flatten
 from tests.ir.split.cases import primitives_in
 
 
 def rewritten(fun, *args):
     flat, consts = flatten(*open_jaxpr(jax.make_jaxpr(fun)(*args)))
-    made = find_written_once(flat)
+    made = resolve_unique_writes(flat)
     results = jax.jit(lambda *args: eval_jaxpr(made, (), *args))(*args, *consts)
     for got, want in zip(results, jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
         np.testing.assert_array_equal(got, want)

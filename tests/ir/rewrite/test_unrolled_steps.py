@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from autopar._jax import eval_jaxpr, open_jaxpr
-from autopar.ir.rewrite.steps_written_out import write_out_steps
+from autopar.ir.rewrite.unrolled_steps import unroll_steps
 from autopar.ir.trace.flatten import flatten
 from tests.ir.split.cases import primitives_in
 
@@ -59,7 +59,7 @@ def no_steps(w, rows):
 
 def counted(fun, most):
     flat, consts = flatten(*open_jaxpr(jax.make_jaxpr(fun)(W, ROWS)))
-    made = write_out_steps(flat, most)
+    made = unroll_steps(flat, most)
     results = jax.jit(lambda *args: eval_jaxpr(made, (), *args))(W, ROWS, *consts)
     for got, want in zip(results, jax.tree.leaves(jax.jit(fun)(W, ROWS)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -26,7 +26,7 @@ from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.split.rounds.turns import holds_steps
 
 
-def write_out_steps(jaxpr: Jaxpr, most: int) -> Jaxpr:
+def unroll_steps(jaxpr: Jaxpr, most: int) -> Jaxpr:
     """Unroll the loops of training steps, if they have `most` trips or fewer in all; otherwise the program itself."""
     turns = _num_trips(jaxpr)
     return _unrolled(jaxpr) if 0 < turns <= most else jaxpr

@@ -21,7 +21,7 @@ from autopar.ir.region import in_bodies
 from autopar.ir.rewrite.dead_code import with_equations
 
 
-def find_written_once(jaxpr: Jaxpr) -> Jaxpr:
+def resolve_unique_writes(jaxpr: Jaxpr) -> Jaxpr:
     """Replace comparisons of scattered with gathered numbers by constants, where the answer is known."""
     known = KnownValues(jaxpr)
     if not any(eqn.primitive.name == "scatter" for eqn in known.maker.values()):
@@ -44,20 +44,20 @@ def _answered(jaxpr: Jaxpr, known: KnownValues) -> Jaxpr:
 def _answer(eqn: JaxprEqn, known: KnownValues) -> bool | None:
     """The answer of a comparison, for all elements; None: it is not known."""
     for one, other in (eqn.invars, eqn.invars[::-1]):
-        _, looks = known.made(one)
+        _, looks = known.definition(one)
         if looks is None:
             continue
-        if looks.primitive.name == "scatter" and known.constant(other) == 0:
+        if looks.primitive.name == "scatter" and known.uniform_value(other) == 0:
             return False if _writes_all(looks, known) and _is_numbered(looks.invars[2], known) else None
         if looks.primitive.name == "gather":
-            _, writes = known.made(looks.invars[0])
+            _, writes = known.definition(looks.invars[0])
             if writes is not None and writes.primitive.name == "scatter" and _same(writes.invars[2], other, known):
                 return True if _writes_all(writes, known) and _looks_there(looks, writes, known) else None
     return None
 
 
 def _same(one: Atom, other: Atom, known: KnownValues) -> bool:
-    return known.made(one)[0] is known.made(other)[0]
+    return known.definition(one)[0] is known.definition(other)[0]
 
 
 def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
@@ -71,30 +71,30 @@ def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
     if scatter.params["update_jaxpr"] is not None or updates.aval.size != table.aval.size or indices.aval.size != rows:
         return False
     leaves = list(
-        dict.fromkeys(atom for atom, eqn in known.parts(indices, ()) if eqn is None and isinstance(atom, Var))
+        dict.fromkeys(atom for atom, eqn in known.expression(indices, ()) if eqn is None and isinstance(atom, Var))
     )
     if len(leaves) != 1 or leaves[0].aval.shape != (rows,) or not known.is_order(leaves[0]):
         return False
-    made = known.function(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})
+    made = known.evaluate(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})
     return made is not None and np.array_equal(made, np.arange(rows))
 
 
 def _is_numbered(updates: Atom, known: KnownValues) -> bool:
     """Whether the scattered numbers are 1, 2, ..., without overflow, so that none is 0."""
-    _, add = known.made(updates)
+    _, add = known.definition(updates)
     if add is None or add.primitive.name != "add" or not jnp.issubdtype(add.outvars[0].aval.dtype, jnp.unsignedinteger):
         return False
     if updates.aval.size >= np.iinfo(updates.aval.dtype).max:
         return False
-    ones = [known.constant(atom) for atom in add.invars]
+    ones = [known.uniform_value(atom) for atom in add.invars]
     return any(one == 1 and _is_counted(add.invars[1 - k], known) for k, one in enumerate(ones))
 
 
 def _is_counted(atom: Atom, known: KnownValues) -> bool:
     """Whether a value is an `iota`, reshaped or broadcast."""
-    _, eqn = known.made(atom)
+    _, eqn = known.definition(atom)
     while eqn is not None and eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze", "expand_dims"):
-        _, eqn = known.made(eqn.invars[0])
+        _, eqn = known.definition(eqn.invars[0])
     return eqn is not None and eqn.primitive.name == "iota"
 
 
