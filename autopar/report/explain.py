@@ -28,12 +28,11 @@ from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text, type_text
 from autopar.report.alternatives import Study, studies
-from autopar.report.compute import compute_page
-from autopar.report.cuts import cuts_page
 from autopar.report.page import Page, Table
 from autopar.report.paths import collapse_paths, numbers_text
 from autopar.report.readers import conversions, describe_phase, readers, result_sharding
 from autopar.report.text import page_text
+from autopar.report.topics import compute_page, cuts_page
 
 MAX_DECISIONS = 4
 MAX_FORBIDDEN = 6

@@ -12,7 +12,7 @@ from autopar import Cluster, DataParallel, Device, Link, PipelineParallel, Plan,
 from autopar.errors import AutoparError
 from autopar.plan.words import seconds_text
 from autopar.report.alternatives import studies
-from autopar.report.compute import operations_of
+from autopar.report.topics import operations_of
 
 KERNEL = "state/params/layers/0/kernel"
 
