@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from autopar.debug import dump
 from autopar.errors import AutoparError, BatchError, DeviceCountError, InfeasibleError, NotBuiltYetError, warn
 from autopar.intra_op.problem import planning_seconds
-from autopar.ir.garbage import without_collection
+from autopar.ir.passes import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from autopar.ir.garbage import without_collection
+from autopar.ir.passes import without_collection
 
 
 @pytest.fixture(autouse=True)

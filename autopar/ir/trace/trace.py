@@ -26,9 +26,8 @@ from autopar._jax import (
     trace_function,
 )
 from autopar.errors import TraceError
-from autopar.ir.garbage import without_collection
 from autopar.ir.gradient import gradient_line
-from autopar.ir.passes import Pass, run_passes
+from autopar.ir.passes import Pass, run_passes, without_collection
 from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.one_dtype import products_of_one_dtype
