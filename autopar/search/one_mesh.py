@@ -25,6 +25,7 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import cut_after_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
+from autopar.ir.rewrite.stacked import stack_decompositions
 from autopar.ir.split.microbatches.microbatch import NO_BATCH
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
 from autopar.ir.trace.state import Roles
@@ -41,7 +42,12 @@ def count_of(method: Method) -> int:
     return getattr(method, "num_microbatches", None) or 1
 
 
-WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN, FREE)
+STACKED: Pass[Rewritten] = Pass(
+    "stacked",
+    "equal decompositions are one of a stack of matrices, which devices share",
+    lambda step: step.by(lambda jaxpr: stack_decompositions(jaxpr, step.num_devices)),
+)
+WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN, FREE, STACKED)
 """The passes of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
     SORTED,
@@ -54,6 +60,7 @@ MICROBATCHES: tuple[Pass[Rewritten], ...] = (
         "before the loop over microbatches, the loop as a scan, behind it; where samples wait, twice",
         lambda step: step.by(lambda jaxpr: accumulate_in_rounds(jaxpr, *step.how)),
     ),
+    STACKED,
 )
 """The passes of a step on one mesh in microbatches."""
 

@@ -285,6 +285,12 @@ def decomposition(eqn: JaxprEqn) -> ShardingRule:
     return _of_each(eqn, len(eqn.invars), matrix_dims, matrix_flops(m, n))
 
 
+def decomposes_one_matrix(eqn: JaxprEqn) -> bool:
+    """Whether an equation decomposes a matrix, and not a batch of them."""
+    matrix_dims, _ = _DECOMPOSITIONS.get(eqn.primitive.name, (0, None))
+    return matrix_dims == 2 and eqn.invars[0].aval.ndim == 2
+
+
 def _of_each(
     eqn: JaxprEqn,
     num_arrays: int,
