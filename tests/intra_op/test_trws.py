@@ -123,3 +123,19 @@ def test_nodes_without_edges():
 
 def test_pads_are_few():
     assert [_padded(k) for k in (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+
+
+def test_the_bound_of_a_long_ladder_rises_in_few_rounds():
+    """Forward and backward pass side by side, which share their layers' choices: each round by itself wins little there."""
+    random, length, choices = np.random.default_rng(1), 60, 6
+    ladder = Problem([random.random(choices) for _ in range(2 * length)])
+    same = 1 - np.eye(choices)
+    for u in range(length - 1):
+        for side in (0, length):
+            ladder.add_edge(u + side, u + 1 + side, 4 * random.random() * same)
+    for u in range(length):
+        ladder.add_edge(u, u + length, 2 * random.random() * same)
+    least, alone = eliminate(ladder).constant, Ascent(ladder)
+    assert max(alone._forward() or alone._backward() for _ in range(100)) < 0.9999 * least
+    bounds = Ascent(ladder).run(40)
+    assert bounds.lower == pytest.approx(least) == bounds.upper
