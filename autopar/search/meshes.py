@@ -188,7 +188,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     for known in searched.pruned:
         by_axes.setdefault(len(known.shape), best.step_seconds)
     if len(mesh.shape) < 3 or (len(by_axes) < 2 and 1 in by_axes):
-        return "" if options.repays(TUNING.hoped * won, takes) else too_long
+        return "" if options.repays(won, takes) else too_long
     if won <= TUNING.third_axis_gain * best.step_seconds:
         return f"left out: no plan takes less than {best.shared_seconds:.3e} s"
     if by_axes.get(2, math.inf) > (1 - TUNING.third_axis_gain) * by_axes.get(1, math.inf):

@@ -13,6 +13,7 @@ from autopar.intra_op.problem import Problem, num_pairs, planning_seconds
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.search import meshes
+from tests.intra_op.test_exposure import sharded_of
 from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
@@ -73,6 +74,16 @@ def test_meshes_are_tried_as_far_as_they_repay(steps):
         assert plan(autopar.ShardParallel(mesh_shape=(2, 4))).cost.optimality_gap < 1e-3, (
             "who names a mesh gets its best"
         )
+
+
+def test_another_axis_is_tried_for_all_that_is_open():
+    """Of what shares of equal size would win beside the best plan on one axis, a second one may win all."""
+    alone = sharded_of(plan(autopar.ShardParallel(mesh_shape=(8,))))
+    takes = planning_seconds(alone.problem, 2, 1)
+    steps = takes / (alone.step_seconds - alone.shared_seconds)
+    for worth, tried in ((0.9, False), (1.1, True)):
+        told = dict(plan(autopar.Auto(steps=worth * steps)).alternatives)
+        assert ("longer to plan than" not in told.get("(x=2, y=4)", "")) == tried
 
 
 def test_equal_problems_are_solved_once(monkeypatch):
