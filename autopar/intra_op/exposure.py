@@ -84,6 +84,10 @@ class Exposure:
         """The same, with all kinds hidden that no program has shown."""
         return dataclasses.replace(self, unseen=self.least)
 
+    def doubtful(self) -> Exposure:
+        """The same, if half of what hides in the programs that decide did not: another may leave it less room."""
+        return dataclasses.replace(self, sent={kind: max(part, (1 + part) / 2) for kind, part in self.sent.items()})
+
     def in_microbatches(self, before: int, after: int) -> Exposure:
         """Guess the exposure with `after` microbatches from that with `before`: execution counts within the loop scale."""
         seen: dict[Seen, tuple[float, float]] = {}

@@ -295,7 +295,7 @@ def _around(
     Arguments as in `_follow_clock`, and a number of turns and a memory budget. Returns the fastest program, priced by its
     own exposure if that leaves a smaller gap.
     """
-    shown, before = show(best.graph, best.body, best.exposed_seconds), best.exposure
+    shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     for turn in range(turns):
         off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
         if before is None or max(best.gap, off) <= TUNING.rough_gap:
@@ -306,7 +306,10 @@ def _around(
             break
         other = _repriced(best, instance.classes(best.choices), problem, solution.bound, exposure)
         best = min(best, other, key=lambda sharded: sharded.gap)
-        if solution.choices in tried:
+        if solution.choices in tried and not doubted:
+            doubted, exposure = True, exposure.doubtful()  # it may be one of several such answers
+            problem, solution = instance.solve_under(exposure)
+        if not solution.choices or solution.choices in tried:
             break
         tried.append(solution.choices)
         last = instance.read_off(problem, solution, exposure)

@@ -68,6 +68,15 @@ def test_small_conversions_count_as_they_are_sent_in_the_end(scanned):
     assert priced == pytest.approx(sharded.step_seconds, rel=1e-3)
 
 
+def test_what_hides_may_hide_by_half():
+    """Prices that the best program shows may hold it where it is: one more answer is looked for with these."""
+    shown = [Shown((False, "b", 1.0, False), 4.0, 1.0, 4.0), Shown((False, "o", 1.0, True), 3.0, 3.0, 1.0)]
+    doubtful = Exposure(0.1).as_in(shown, Exposure(0.1)).doubtful()
+    assert doubtful.of((False, "b", 1.0, False)) == 0.625
+    assert doubtful.of((False, "o", 1.0, True)) == 3.0, "what takes more than its price takes no less"
+    assert doubtful.of((True, "f", 1.0, False)) == 1.0 and doubtful.after([]).sent == {}
+
+
 def test_other_plans_are_compared_as_was_known_before():
     """What one program alone showed of its conversions is not said of another's."""
     sharded = sharded_of(plan_of(False, 3, 1e12, 0.0, width=64, batch=64))
