@@ -100,8 +100,7 @@ def shard(
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
     wider = instance.prices.problem(expected) if known else problem
-    may_fit = best is not None or not is_far_over(problem)
-    for other in known if may_fit else ():
+    for other in known if best is not None or not is_far_over(problem) else ():
         best = _with_known(instance, best, other, wider, expected, tried)
     if best is None:
         instance.budget_search.explain(problem)
@@ -292,9 +291,8 @@ def _around(
     """Solve with the exposure that the best program alone shows, then with that of it and the programs so found.
 
     The exposure shown by several programs is true of none: the best may look slower than it is, and others faster.
-    Arguments as in `_follow_clock`, and a number of turns and a memory budget. Returns the fastest program, priced by its
-    own exposure if that leaves a smaller gap.
-    """
+    Arguments as in `_follow_clock`, turns, and a memory budget. Returns the fastest, priced by its own exposure if that
+    leaves a smaller gap."""
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     for turn in range(turns):
         off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
