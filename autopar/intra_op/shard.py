@@ -321,8 +321,7 @@ def _repriced(
     sharded: Sharded, choices: tuple[int, ...], problem: Problem, bound: float, exposure: Exposure | None
 ) -> Sharded:
     """The same program with the costs and the bound of another problem, in which these are its choices."""
-    seconds = problem.cost(choices)
-    priced = Solution(choices, seconds, seconds, "feasible", sharded.solution.solver).bounded(bound)
+    priced = Solution(choices, problem.cost(choices), bound, "feasible", sharded.solution.solver).bounded(bound)
     return dataclasses.replace(sharded, problem=problem, solution=priced, exposure=exposure)
 
 
