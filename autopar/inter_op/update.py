@@ -13,18 +13,17 @@ Method: an equation that makes new state runs where the old state lives, any oth
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.inter_op.local_joins import JOINS, is_scalar, join_locally
 from autopar.ir.dataflow import ancestors, inputs_of, makers, needed, read_by, variables, with_makers
 from autopar.ir.split.microbatches.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
-_JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
 AFTER_LOOP = 2**31
 """Greater than the number of any pass of the loop."""
 _Round = tuple[int, int]
@@ -84,15 +83,54 @@ def place_update(
         behind: Value made between passes of the loop -> the pass after which it is made.
     """
     outside = [split.read_outside(eqns) for eqns in in_loop]
-    read_by_loop = [_arguments_needed(jaxpr, wanted, split.before) for wanted in outside]
-    late = [[var for var in wanted if var in behind] for wanted in outside]
-    result_at = {
-        r.var: made_at[a].stage if not isinstance(a, Literal) and a in made_at else 0
-        for r, a in zip(split.results, split.loop.outvars, strict=True)
-    }
-    eqns = [*split.between, *split.after]
-    first = _Placement(jaxpr, split, read_by_loop, result_at, aliases, eqns, late, dict(behind))
-    return replace(first, eqns=first.joined_locally(), stage={}, stage_of_eqn={}).update()
+    step = _Step(
+        jaxpr,
+        split,
+        aliases,
+        read_by_loop=[_arguments_needed(jaxpr, wanted, split.before) for wanted in outside],
+        result_at={
+            r.var: made_at[a].stage if not isinstance(a, Literal) and a in made_at else 0
+            for r, a in zip(split.results, split.loop.outvars, strict=True)
+        },
+    )
+    # Joins of samples after the only forward pass: each stage repeats them, once it has the others' contributions.
+    joint = frozenset(split.between if set(behind.values()) == {0} else ())
+    ungrouped = [*split.between, *split.after]
+    stage_of, _ = _place(step, ungrouped, joint)
+    eqns, behind = join_locally(jaxpr, ungrouped, stage_of, behind)
+    stage_of, stage_of_eqn = _place(step, eqns, joint)
+
+    floating = makers(eqn for eqn in eqns if eqn not in stage_of_eqn)
+    last = step.num_stages - 1
+    made_last = [var for var in variables(jaxpr.outvars) if var in floating]  # whoever else reads it
+    building = _Rounds(step, eqns, stage_of, floating)
+    for eqn, stage in stage_of_eqn.items():
+        building.add(eqn, stage, max((behind.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP))
+    late = [(var, stage, behind[var]) for stage, read in enumerate(outside) for var in read if var in behind]
+    for var, stage, after in (*late, *((var, last, AFTER_LOOP) for var in made_last)):
+        building.want(var, stage, after)
+    rounds = tuple(map(building.of_stage, range(step.num_stages)))
+
+    stage_of_result = {**stage_of, **dict.fromkeys(made_last, last)}
+    readers = _readers(step, rounds)
+    sources = _made_before(step)
+    home, outputs = _homes(
+        step,
+        {var: stage_of.get(var, min(readers.get(var, ()), default=0)) for var in jaxpr.invars},
+        [stage_of_result.get(atom, 0) if isinstance(atom, Var) else 0 for atom in jaxpr.outvars],
+        sources,
+    )
+    for k, read in sources.items():
+        for var in read:
+            readers.setdefault(var, set()).add(outputs[k])
+    return Update(
+        rounds,
+        stage_of,
+        tuple(tuple(r.var for r in split.results if step.result_at[r.var] == s) for s in range(step.num_stages)),
+        home,
+        {var: tuple(sorted(stages)) for var, stages in readers.items()},
+        outputs,
+    )
 
 
 def _arguments_needed(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
@@ -101,218 +139,122 @@ def _arguments_needed(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[J
     return {var: None for var in jaxpr.invars if var in behind}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Join:
-    """A maximal tree of joins of one kind, each read by the next alone: its equations, the last first, and its leaves."""
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What is placed: the step in phases, and which stages of its loop read its arguments and make its results."""
 
-    eqns: list[JaxprEqn]
-    parts: list[Atom]
-
-    def is_like(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation is of the join's primitive and type."""
-        return self.eqns[0].primitive is eqn.primitive and self.eqns[0].outvars[0].aval == eqn.outvars[0].aval
-
-    def is_of_one_type(self) -> bool:
-        """Whether all leaves are of the result's type."""
-        wanted = self.eqns[0].outvars[0].aval
-        return all(p.aval.shape == wanted.shape and p.aval.dtype == wanted.dtype for p in self.parts)
-
-
-@dataclass(eq=False)
-class _Placement:
     jaxpr: Jaxpr
     split: Microbatches
+    aliases: Mapping[int, int]
     read_by_loop: Sequence[Mapping[Var, None]]
     result_at: Mapping[Var, int]
-    aliases: Mapping[int, int]
-    eqns: Sequence[JaxprEqn]
-    late: Sequence[Sequence[Var]]
-    behind: dict[Var, int]
-    stage: dict[Var, int] = field(default_factory=dict)
-    stage_of_eqn: dict[JaxprEqn, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.num_stages = len(self.read_by_loop)
-        self.arguments = dict.fromkeys(self.jaxpr.invars)
-        self.before = makers(self.split.before)
-        self.stage.update(self.result_at)
-        for stage in reversed(range(self.num_stages)):
-            for var in self.read_by_loop[stage]:
-                if not _is_scalar(var):
-                    self.stage[var] = stage
-        self.read_at = {v: stage for stage in reversed(range(self.num_stages)) for v in self.read_by_loop[stage]}
-        outvars, invars = self.jaxpr.outvars, self.jaxpr.invars
-        self.replaced = {outvars[k]: invars[at] for k, at in self.aliases.items() if isinstance(outvars[k], Var)}
-        self.joined: dict[Var, Any] = {}  # made by joins: value -> the primitive that joins; None: computed from a join
-        self.load = [0] * self.num_stages
-        # Equations of unplaced state alone (`b1 * mu`) wait for a reader with a placed operand, and are placed with it.
-        waiting: dict[Var, JaxprEqn] = {}
-        for eqn in self.eqns:
-            operands = inputs_of(eqn)
-            if eqn in self.joint:
-                continue
-            if any(var in self.stage for var in operands):
-                self.settle(eqn, self.stage_for(eqn), waiting)
-            elif (
-                eqn.effects
-                or any(var in waiting for var in operands)
-                or any(num_elements_of(var) > TUNING.copied_elements for var in (*operands, *eqn.outvars))
-            ):
-                waiting.update(dict.fromkeys(eqn.outvars, eqn))
-        for eqn in self.eqns:
-            if any(waiting.get(var) is eqn for var in eqn.outvars):
-                self.settle(eqn, min(range(self.num_stages), key=lambda s: (self.load[s], s)), waiting)
-            elif not eqn.outvars and eqn not in self.stage_of_eqn:  # it is there for its effect
-                self.settle(eqn, 0, waiting)
+    @property
+    def num_stages(self) -> int:
+        return len(self.read_by_loop)
 
     @functools.cached_property
-    def joint(self) -> frozenset[JaxprEqn]:
-        """Joins of samples after the only forward pass: each stage repeats them, once it has the others' contributions."""
-        return frozenset(self.split.between if set(self.behind.values()) == {0} else ())
+    def arguments(self) -> dict[Var, None]:
+        return dict.fromkeys(self.jaxpr.invars)
 
-    def settle(self, eqn: JaxprEqn, at: int, waiting: dict[Var, JaxprEqn]) -> None:
-        """Place an equation on stage `at`, with the equations that waited for it and its unplaced arguments."""
-        todo = [eqn]
-        while todo:
-            eqn = todo.pop()
-            self.stage_of_eqn[eqn] = at
-            for var in eqn.outvars:
-                self.stage[var] = at
-                waiting.pop(var, None)
-            for var in inputs_of(eqn):
-                if var in waiting:
-                    todo.append(waiting.pop(var))
-                elif var in self.arguments and var not in self.stage and not _is_scalar(var):
-                    self.stage[var] = at
-                    self.load[at] += num_bytes(var)
+    @functools.cached_property
+    def read_at(self) -> dict[Var, int]:
+        """The first stage whose part of the loop reads each argument."""
+        return {var: stage for stage in reversed(range(self.num_stages)) for var in self.read_by_loop[stage]}
 
-    def stage_for(self, eqn: JaxprEqn) -> int:
-        """Stage of an equation: the home of the state it makes; for joins the last; else that of its largest operand."""
-        placed = [var for var in inputs_of(eqn) if var in self.stage]
-        joins = self.is_join(eqn)
-        if joins or all(var in self.joined for var in placed):
-            self.joined.update(dict.fromkeys(eqn.outvars, eqn.primitive if joins else None))
-        old = self.replaced.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
-        if old is not None and (old in self.stage or old in self.read_at):
-            return self.stage[old] if old in self.stage else self.read_at[old]
-        if old in inputs_of(eqn) and eqn.primitive.name in _JOINS and all(map(_is_scalar, inputs_of(eqn))):
-            return self.num_stages - 1
-        return self.num_stages - 1 if joins else -max((num_bytes(var), -self.stage[var]) for var in placed)[1]
+    @functools.cached_property
+    def replaced(self) -> dict[Var, Var]:
+        """New value -> the argument that it replaces."""
+        outvars, invars = self.jaxpr.outvars, self.jaxpr.invars
+        return {outvars[k]: invars[at] for k, at in self.aliases.items() if isinstance(outvars[k], Var)}
 
-    def is_join(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation joins scalars of several stages; not if one is computed from a join (a clip factor)."""
+
+def _place(
+    step: _Step, eqns: Sequence[JaxprEqn], joint: Collection[JaxprEqn]
+) -> tuple[dict[Var, int], dict[JaxprEqn, int]]:
+    """The stage of values and of equations, in order; what every reader makes for itself has none.
+
+    `joint`: equations left without a stage.
+    """
+    stage_of = {**step.result_at, **{var: s for var, s in step.read_at.items() if not is_scalar(var)}}
+    stage_of_eqn: dict[JaxprEqn, int] = {}
+    order = {eqn: k for k, eqn in enumerate(eqns)}
+    joined: dict[Var, Any] = {}  # made by joins: value -> the primitive that joins; None: computed from a join
+    load = [0] * step.num_stages
+    # Equations of unplaced state alone (`b1 * mu`) wait for a reader with a placed operand, and are placed with it.
+    waiting: dict[Var, JaxprEqn] = {}
+
+    def settle(eqn: JaxprEqn, at: int) -> None:
+        """Place an equation on a stage, with the equations that waited for it and its unplaced arguments."""
+        settled = with_makers([eqn], (), waiting, order)
+        for var in read_by(settled):
+            if var in step.arguments and var not in stage_of and not is_scalar(var):
+                stage_of[var] = at
+                load[at] += num_bytes(var)
+        stage_of_eqn.update(dict.fromkeys(settled, at))
+        for var in makers(settled):
+            stage_of[var] = at
+            waiting.pop(var, None)
+
+    for eqn in eqns:
         operands = inputs_of(eqn)
-        return (
-            eqn.primitive.name in _JOINS
-            and all(map(_is_scalar, operands))
-            and len({var.aval.shape for var in operands}) == 1
-            and len({self.stage[var] for var in operands if var in self.stage}) > 1
-            and all(self.joined.get(var, eqn.primitive) is eqn.primitive for var in operands)
-        )
+        placed = [var for var in operands if var in stage_of]
+        if eqn in joint:
+            continue
+        if placed:
+            joins = _joins_stages(eqn, stage_of, joined)
+            if joins or all(var in joined for var in placed):
+                joined.update(dict.fromkeys(eqn.outvars, eqn.primitive if joins else None))
+            settle(eqn, _stage_for(step, eqn, stage_of, joins))
+        elif (
+            eqn.effects
+            or any(var in waiting for var in operands)
+            or any(num_elements_of(var) > TUNING.copied_elements for var in (*operands, *eqn.outvars))
+        ):
+            waiting.update(dict.fromkeys(eqn.outvars, eqn))
+    for eqn in eqns:
+        if any(waiting.get(var) is eqn for var in eqn.outvars):
+            settle(eqn, load.index(min(load)))
+        elif not eqn.outvars and eqn not in stage_of_eqn:  # it is there for its effect
+            settle(eqn, 0)
+    return stage_of, {eqn: stage_of_eqn[eqn] for eqn in eqns if eqn in stage_of_eqn}
 
-    def joined_locally(self) -> list[JaxprEqn]:
-        """The equations, with joins over several stages regrouped: first within each stage, then across stages."""
-        times_read = Counter(variables([*(a for eqn in self.eqns for a in eqn.invars), *self.jaxpr.outvars]))
-        joins: dict[Atom, _Join] = {}
-        for eqn in self.eqns:
-            if eqn.primitive.name in _JOINS and len(eqn.invars) == 2 and all(map(_is_scalar, eqn.invars)):
-                join = joins[eqn.outvars[0]] = _Join([eqn], [])
-                for atom in eqn.invars:
-                    inner = joins.get(atom) if isinstance(atom, Var) and times_read[atom] == 1 else None
-                    if inner is not None and inner.is_like(eqn):
-                        join.eqns.extend(joins.pop(atom).eqns)
-                        join.parts.extend(inner.parts)
-                    else:
-                        join.parts.append(atom)
-        replaced: dict[JaxprEqn, list[JaxprEqn]] = {}
-        for join in joins.values():
-            groups: dict[int, list[Atom]] = {}
-            for part in join.parts:
-                groups.setdefault(self.stage.get(part, -1) if isinstance(part, Var) else -1, []).append(part)
-            if len(join.parts) > 2 and len(groups.keys() - {-1}) > 1 and join.is_of_one_type():
-                root, *gone = join.eqns
-                chains = _chains(root, groups)
-                replaced |= {eqn: [] for eqn in gone} | {root: chains}
-                if root.outvars[0] in self.behind:
-                    self.behind |= {var: self.behind[root.outvars[0]] for eqn in chains for var in eqn.outvars}
-        return [each for eqn in self.eqns for each in replaced.get(eqn, [eqn])]
 
-    def update(self) -> Update:
-        floating = makers(eqn for eqn in self.eqns if eqn not in self.stage_of_eqn)
-        last = self.num_stages - 1
-        made_last = [var for var in variables(self.jaxpr.outvars) if var in floating]  # whoever else reads it
-        rounds = _Rounds(self, floating)
-        for eqn in (eqn for eqn in self.eqns if eqn in self.stage_of_eqn):
-            behind = max((self.behind.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP)
-            rounds.add(eqn, self.stage_of_eqn[eqn], behind)
-        for stage, late in enumerate(self.late):
-            for var in late:
-                rounds.want(var, stage, self.behind[var])
-        for var in made_last:
-            rounds.want(var, last, AFTER_LOOP)
-        of_stages = tuple(map(rounds.of_stage, range(self.num_stages)))
-        at_home = {**self.stage, **dict.fromkeys(made_last, last)}
-        outputs = [at_home.get(atom, 0) if isinstance(atom, Var) else 0 for atom in self.jaxpr.outvars]
-        readers: dict[Var, dict[int, None]] = {}
-        for stage, own in enumerate(of_stages):
-            for var in (*self.read_by_loop[stage], *self.update_reads([each.eqns for each in own])):
-                readers.setdefault(var, {})[stage] = None
-        home = self.homes(outputs, readers)
-        results = [[r.var for r in self.split.results if self.result_at[r.var] == s] for s in range(self.num_stages)]
-        return Update(
-            of_stages,
-            dict(self.stage),
-            tuple(map(tuple, results)),
-            home,
-            {var: tuple(sorted(stages)) for var, stages in readers.items()},
-            tuple(outputs),
-        )
+def _joins_stages(eqn: JaxprEqn, stage_of: Mapping[Var, int], joined: Mapping[Var, Any]) -> bool:
+    """Whether an equation joins scalars of several stages; not if one is computed from a join (a clip factor)."""
+    operands = inputs_of(eqn)
+    return (
+        eqn.primitive.name in JOINS
+        and all(map(is_scalar, operands))
+        and len({var.aval.shape for var in operands}) == 1
+        and len({stage_of[var] for var in operands if var in stage_of}) > 1
+        and all(joined.get(var, eqn.primitive) is eqn.primitive for var in operands)
+    )
 
-    def homes(self, outputs: list[int], readers: dict[Var, dict[int, None]]) -> dict[Var, int]:
-        """Home stage of each argument; for replaced state, the stage that returns its new value.
 
-        `outputs`: stage of each result; set for results that are arguments or made before the loop.
-        `readers`: stages that read each argument; extended by those that make such results.
-        """
-        home = {}
-        for var in self.jaxpr.invars:
-            stages = sorted(readers.get(var, ()))
-            home[var] = self.stage[var] if var in self.stage else stages[0] if stages else 0
-        passed = {}
-        for k, atom in enumerate(self.jaxpr.outvars):
-            if not isinstance(atom, Literal) and atom in self.before:
-                # Made at the home of an argument that it depends on.
-                outputs[k] = min((home[v] for v in _sources(atom, self.before, self.arguments)), default=0)
-                for var in _sources(atom, self.before, self.arguments):
-                    readers.setdefault(var, {})[outputs[k]] = None
-            if k in self.aliases:
-                old = self.jaxpr.invars[self.aliases[k]]
-                if isinstance(atom, Var) and atom in self.arguments:
-                    passed[old] = atom
-                else:
-                    home[old] = outputs[k]
-        for var in passed:
-            home[var] = _home_after(var, passed, home)
-        for k, atom in enumerate(self.jaxpr.outvars):
-            if not isinstance(atom, Literal) and atom in self.arguments:
-                outputs[k] = home[atom]
-        return home
-
-    def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
-        """Arguments of the step that a stage's update reads, also through equations before the loop."""
-        wanted = read_by(eqn for eqns in rounds for eqn in eqns)
-        return [*_arguments_needed(self.jaxpr, wanted, self.split.before)]
+def _stage_for(step: _Step, eqn: JaxprEqn, stage_of: Mapping[Var, int], joins: bool) -> int:
+    """Stage of an equation: the home of the state it makes; for joins the last; else that of its largest operand."""
+    operands, last = inputs_of(eqn), step.num_stages - 1
+    old = step.replaced.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
+    if old is not None and (old in stage_of or old in step.read_at):
+        return stage_of[old] if old in stage_of else step.read_at[old]
+    accumulates = old in operands and eqn.primitive.name in JOINS and all(map(is_scalar, operands))
+    if joins or accumulates:
+        return last
+    return -max((num_bytes(var), -stage_of[var]) for var in operands if var in stage_of)[1]
 
 
 class _Rounds:
     """Builds the rounds of each stage; `floating`: value -> its maker, for values that every reader makes for itself."""
 
-    def __init__(self, placement: _Placement, floating: Mapping[Var, JaxprEqn]):
-        self.placement, self.floating = placement, floating
-        self.order = {eqn: k for k, eqn in enumerate(placement.eqns)}
+    def __init__(
+        self, step: _Step, eqns: Sequence[JaxprEqn], stage_of: Mapping[Var, int], floating: Mapping[Var, JaxprEqn]
+    ):
+        self.arguments, self.stage_of, self.floating = step.arguments, stage_of, floating
+        self.order = {eqn: k for k, eqn in enumerate(eqns)}
         self.round_of: dict[Var, _Round] = {}
-        self.eqns: list[dict[_Round, list[JaxprEqn]]] = [{} for _ in range(placement.num_stages)]
-        self.wanted: list[dict[_Round, list[Var]]] = [{} for _ in range(placement.num_stages)]
+        self.eqns: list[dict[_Round, list[JaxprEqn]]] = [{} for _ in range(step.num_stages)]
+        self.wanted: list[dict[_Round, list[Var]]] = [{} for _ in range(step.num_stages)]
 
     def add(self, eqn: JaxprEqn, at: int, behind: int) -> None:
         """Add an equation to the first round in which a stage has its operands; call it in order of equations."""
@@ -332,9 +274,9 @@ class _Rounds:
 
     def number_at(self, eqns: Sequence[JaxprEqn], at: int, behind: int) -> int:
         """The first round after a pass in which a stage has all operands of equations."""
-        number, stage_of = 0, self.placement.stage
+        number, stage_of = 0, self.stage_of
         for var in read_by(eqns):
-            if var in stage_of and var not in self.placement.arguments:
+            if var in stage_of and var not in self.arguments:
                 before, so_far = self.round_of.get(var, (behind, 0))
                 if var not in self.round_of and stage_of[var] != at:
                     self.eqns[stage_of[var]].setdefault((behind, 0), [])  # an empty round, from which it is sent
@@ -357,8 +299,57 @@ class _Rounds:
         return tuple(found)
 
 
-def _is_scalar(atom: Var) -> bool:
-    return num_elements_of(atom) <= TUNING.joined_elements
+def _readers(step: _Step, rounds: Sequence[Sequence[UpdateRound]]) -> dict[Var, set[int]]:
+    """Stages that read each argument, in the loop or in the update, also through equations before the loop."""
+    readers: dict[Var, set[int]] = {}
+    for stage, own in enumerate(rounds):
+        wanted = read_by(eqn for each in own for eqn in each.eqns)
+        for var in (*step.read_by_loop[stage], *_arguments_needed(step.jaxpr, wanted, step.split.before)):
+            readers.setdefault(var, set()).add(stage)
+    return readers
+
+
+def _made_before(step: _Step) -> dict[int, list[Var]]:
+    """Results of the step that are made before the loop -> the arguments that they depend on."""
+    made_by = makers(step.split.before)
+    return {
+        k: [
+            var
+            for var in ancestors([atom], lambda v: inputs_of(made_by[v]) if v in made_by else ())
+            if var in step.arguments
+        ]
+        for k, atom in enumerate(step.jaxpr.outvars)
+        if isinstance(atom, Var) and atom in made_by
+    }
+
+
+def _homes(
+    step: _Step, home: Mapping[Var, int], outputs: Sequence[int], sources: Mapping[int, Sequence[Var]]
+) -> tuple[dict[Var, int], tuple[int, ...]]:
+    """Home stage of each argument, for replaced state the stage that returns its new value; and the stage of each result.
+
+    Args:
+        home: Stage of each argument by its readers alone.
+        outputs: Stage of each result that the update makes.
+        sources: Results made before the loop -> the arguments that they depend on: made at the home of one.
+    """
+    home, outputs = dict(home), list(outputs)
+    passed = {}
+    for k, atom in enumerate(step.jaxpr.outvars):
+        if k in sources:
+            outputs[k] = min((home[var] for var in sources[k]), default=0)
+        if k in step.aliases:
+            old = step.jaxpr.invars[step.aliases[k]]
+            if isinstance(atom, Var) and atom in step.arguments:
+                passed[old] = atom
+            else:
+                home[old] = outputs[k]
+    for var in passed:
+        home[var] = _home_after(var, passed, home)
+    for k, atom in enumerate(step.jaxpr.outvars):
+        if not isinstance(atom, Literal) and atom in step.arguments:
+            outputs[k] = home[atom]
+    return home, tuple(outputs)
 
 
 def _home_after(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:
@@ -368,24 +359,3 @@ def _home_after(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) ->
         chain.append(passed[chain[-1]])
     circle = chain[chain.index(passed[chain[-1]]) :] if chain[-1] in passed else chain[-1:]
     return min(home[v] for v in circle)
-
-
-def _sources(var: Var, made_by: Mapping[Var, JaxprEqn], arguments: Mapping[Var, None]) -> list[Var]:
-    """Arguments that a value depends on."""
-    behind = ancestors([var], lambda v: inputs_of(made_by[v]) if v in made_by and v not in arguments else ())
-    return [v for v in behind if v in arguments]
-
-
-def _chains(root: JaxprEqn, groups: Mapping[int, Sequence[Atom]]) -> list[JaxprEqn]:
-    """The same join, first within each stage, then of the stages' results."""
-    made: list[JaxprEqn] = []
-
-    def chain(parts: Sequence[Atom]) -> Atom:
-        so_far = parts[0]
-        for part in parts[1:]:
-            made.append(replace_eqn(root, invars=[so_far, part], outvars=[new_var(root.outvars[0].aval)]))
-            so_far = made[-1].outvars[0]
-        return so_far
-
-    chain([chain(groups[stage]) for stage in sorted(groups)])
-    return [*made[:-1], replace_eqn(made[-1], outvars=root.outvars)]
