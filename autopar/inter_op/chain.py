@@ -11,7 +11,8 @@ Method: a segment is a run of forward equations, in program order, between two p
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import bisect
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,10 +66,42 @@ def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var], order: PassOrder) -> Ch
     `fixed_inputs`: inputs that are the same for every microbatch: parameters and values computed from them.
     `order`: the pass of each equation.
     """
-    return _Builder(loop, fixed_inputs, order).chain()
+    facts = _Facts(loop, fixed_inputs, order)
+    places = facts.candidates()
+    segment = facts.place_first(places)
+    available = facts.with_pass({}, 0, segment)
+    for number in range(1, max(order.passes, default=0) + 1):
+        available = facts.with_beside(available, number, segment)
+        segment = facts.place(number, segment, available, num_segments=len(places) + 1)
+        if number % 2:
+            segment = facts.move_earlier(number, segment, available)
+        if number > 1:
+            available = facts.with_pass(available, number, segment)
+    work = np.zeros(len(places) + 1)
+    for k, at in enumerate(segment):
+        if at >= 0:
+            work[at] += facts.work[k]
+    return Chain(
+        loop,
+        tuple(order.passes),
+        tuple(segment),
+        len(work),
+        work,
+        facts.crossing(segment, len(work)),
+        facts.marks(segment, len(work)),
+        facts.kinds([0, *places]),
+    )
 
 
-class _Builder:
+_Segments = Sequence[int]
+"""Per equation, its segment; -1: it is light, or not placed yet."""
+_Available = Mapping[Var, Sequence[int]]
+"""Value -> the segments that make or read it in the passes so far, in order."""
+
+
+class _Facts:
+    """What is known of a loop before it is cut; its methods return what they find."""
+
     def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var], order: PassOrder):
         self.loop, self.eqns = loop, loop.eqns
         self.fixed = {var for var in fixed_inputs if num_elements_of(var) > TUNING.shared_elements}
@@ -76,45 +109,12 @@ class _Builder:
         self.work = Work().of_equations(loop.eqns)
         self.passes, self.beside = order.passes, order.beside
         self.light = self.find_light()
-        self.segment = [-1] * len(self.eqns)
         self.made_by = {var: k for k, eqn in enumerate(self.eqns) for var in eqn.outvars}
-        self.forward = [k for k in range(len(self.eqns)) if self.passes[k] == 0 and not self.light[k]]
-        self.available: dict[Var, list[int]] = {}
+        self.forward = self.of_pass(0)
 
-    def chain(self) -> Chain:
-        places = self.candidates()
-        at = 0
-        for order, k in enumerate(self.forward):
-            while at < len(places) and order >= places[at]:
-                at += 1
-            self.segment[k] = at
-            if copies_to_or_from_host(self.eqns[k]):  # a value is copied by the segment that makes it
-                made_by = [self.made_by[var] for var in inputs_of(self.eqns[k]) if var in self.made_by]
-                self.segment[k] = min([at, *(self.segment[maker] for maker in made_by if not self.light[maker])])
-        self.num_segments = len(places) + 1
-        self.note_available(0)
-        for number in range(1, max(self.passes, default=0) + 1):
-            self.note_beside(number)
-            for k in range(len(self.eqns)):
-                if self.passes[k] == number and not self.light[k]:
-                    self.segment[k] = self.place_back(k) if number % 2 else self.place_ahead(k)
-            self.move_earlier(number)
-            if number > 1:
-                self.note_available(number)
-        work = np.zeros(self.num_segments)
-        for k, segment in enumerate(self.segment):
-            if segment >= 0:
-                work[segment] += self.work[k]
-        return Chain(
-            self.loop,
-            tuple(self.passes),
-            tuple(self.segment),
-            self.num_segments,
-            work,
-            self.crossing(),
-            self.marks(),
-            self.kinds([0, *places]),
-        )
+    def of_pass(self, number: int) -> list[int]:
+        """The equations of a pass that are not light."""
+        return [k for k in range(len(self.eqns)) if self.passes[k] == number and not self.light[k]]
 
     def find_light(self) -> list[bool]:
         limit = TUNING.repeated_work * sum(self.work)
@@ -152,25 +152,56 @@ class _Builder:
                 found[window] = order
         return sorted({*found.values(), *(m for m in marks if 0 < m < count)})
 
-    def note_available(self, number: int) -> None:
-        """Record the segments in which a pass makes or reads each value."""
-        found = {var: {*segments} for var, segments in self.available.items()}
-        for k, eqn in enumerate(self.eqns):
-            if self.passes[k] == number and not self.light[k]:
-                for var in (*inputs_of(eqn), *eqn.outvars):
-                    found.setdefault(var, set()).add(self.segment[k])
-        self.available = {var: sorted(segments) for var, segments in found.items()}
+    def place_first(self, places: Sequence[int]) -> list[int]:
+        """Segments of the first forward pass, which begin at `places`."""
+        segment = [-1] * len(self.eqns)
+        for order, k in enumerate(self.forward):
+            segment[k] = at = bisect.bisect_right(places, order)
+            if copies_to_or_from_host(self.eqns[k]):  # a value is copied by the segment that makes it
+                made_by = [self.made_by[var] for var in inputs_of(self.eqns[k]) if var in self.made_by]
+                segment[k] = min([at, *(segment[maker] for maker in made_by if not self.light[maker])])
+        return segment
 
-    def note_beside(self, number: int) -> None:
-        """Values made between earlier passes are available where they are made: beside a parameter or a gradient."""
+    def with_pass(self, available: _Available, number: int, segment: _Segments) -> _Available:
+        """`available`, with the segments in which a pass makes or reads each value."""
+        found = {var: {*segments} for var, segments in available.items()}
+        for k in self.of_pass(number):
+            for var in (*inputs_of(self.eqns[k]), *self.eqns[k].outvars):
+                found.setdefault(var, set()).add(segment[k])
+        return {var: sorted(segments) for var, segments in found.items()}
+
+    def with_beside(self, available: _Available, number: int, segment: _Segments) -> _Available:
+        """`available`, with the values made between the passes before `number`: beside a parameter or a gradient."""
+        found = dict(available)
         for var, at in self.beside.items():
             maker = self.made_by.get(at)
-            if maker is None and at in self.available:
-                self.available.setdefault(var, self.available[at])
+            if maker is None and at in found:
+                found.setdefault(var, found[at])
             elif maker is not None and self.passes[maker] < number and not self.light[maker]:
-                self.available.setdefault(var, [self.segment[maker]])
+                found.setdefault(var, [segment[maker]])
+        return found
 
-    def operands(self, k: int) -> tuple[list[int], list[Var]]:
+    def place(self, number: int, segment: _Segments, available: _Available, num_segments: int) -> list[int]:
+        """The segments, with those of a later pass.
+
+        A backward equation joins the last segment that has its operands and does not come after its cotangents; one of a
+        forward pass the first that has its operands and does not come before those of its own pass.
+        """
+        found = list(segment)
+        for k in self.of_pass(number):
+            own, earlier = self.operands(k, found)
+            if number % 2:
+                at = min(own, default=num_segments - 1)
+                for var in earlier:
+                    at = max((s for s in available.get(var, ()) if s <= at), default=at)
+            else:
+                at = max(own, default=0)
+                for var in (v for v in earlier if v in self.parameters or v in self.made_by):  # pieces are everywhere
+                    at = min((s for s in available.get(var, ()) if s >= at), default=at)
+            found[k] = at
+        return found
+
+    def operands(self, k: int, segment: _Segments) -> tuple[list[int], list[Var]]:
         """Segments of the operands that the equation's own pass makes; and its earlier operands, parameters first."""
         segments, earlier = [], list[Var]()
         for var in inputs_of(self.eqns[k]):
@@ -178,73 +209,58 @@ class _Builder:
             if maker is None or (self.passes[maker] < self.passes[k] and not self.light[maker]):
                 earlier.append(var)
             elif not self.light[maker]:
-                segments.append(self.segment[maker])
+                segments.append(segment[maker])
         return segments, sorted(earlier, key=lambda var: var not in self.parameters)
 
-    def place_back(self, k: int) -> int:
-        """Segment of a backward equation: the last one that has its operands and does not come after its cotangents."""
-        segments, earlier = self.operands(k)
-        latest = min(segments, default=self.num_segments - 1)
-        for var in earlier:
-            latest = max((s for s in self.available.get(var, ()) if s <= latest), default=latest)
-        return latest
-
-    def place_ahead(self, k: int) -> int:
-        """Segment of an equation of a later forward pass: the first one that has its operands and is not before them."""
-        segments, earlier = self.operands(k)
-        earliest = max(segments, default=0)
-        for var in (var for var in earlier if var in self.parameters or var in self.made_by):  # pieces are everywhere
-            earliest = min((s for s in self.available.get(var, ()) if s >= earliest), default=earliest)
-        return earliest
-
-    def move_earlier(self, number: int) -> None:
-        """Move backward equations read only by earlier segments there, if their operands are smaller than their results."""
+    def move_earlier(self, number: int, segment: _Segments, available: _Available) -> list[int]:
+        """The segments, with backward equations read only by earlier ones there, if their operands are smaller than their
+        results."""
+        found = list(segment)
         reader: dict[Var, int] = {}
-        for k in reversed(range(len(self.eqns)) if number % 2 else ()):
-            eqn, segment = self.eqns[k], self.segment[k]
-            if self.passes[k] == number and segment >= 0:
-                wanted = [reader[var] for var in eqn.outvars if var in reader]
-                target = max(wanted, default=segment)
-                if target < segment:
-                    sent = sum(num_bytes(var) for var in set(inputs_of(eqn)) if not self.is_at(var, target))
-                    if sent <= sum(num_bytes(var) for var in eqn.outvars if var in reader):
-                        self.segment[k] = segment = target
-                for var in inputs_of(eqn):
-                    reader[var] = max(reader.get(var, segment), segment)
+        for k in reversed(self.of_pass(number)):
+            eqn = self.eqns[k]
+            target = max((reader[var] for var in eqn.outvars if var in reader), default=found[k])
+            if target < found[k]:
+                sent = sum(
+                    num_bytes(var) for var in set(inputs_of(eqn)) if not self.is_at(var, target, found, available)
+                )
+                if sent <= sum(num_bytes(var) for var in eqn.outvars if var in reader):
+                    found[k] = target
+            for var in inputs_of(eqn):
+                reader[var] = max(reader.get(var, found[k]), found[k])
+        return found
 
-    def is_at(self, var: Var, segment: int) -> bool:
+    def is_at(self, var: Var, at: int, segment: _Segments, available: _Available) -> bool:
         """Whether a segment has a value without receiving it."""
         maker = self.made_by.get(var)
         if maker is None:
-            return var not in self.parameters or segment in self.available.get(var, ())
+            return var not in self.parameters or at in available.get(var, ())
         if self.light[maker]:
             return True
-        if self.passes[maker] % 2:
-            return self.segment[maker] == segment
-        return segment in self.available.get(var, ())
+        return segment[maker] == at if self.passes[maker] % 2 else at in available.get(var, ())
 
-    def crossing(self) -> np.ndarray:
+    def crossing(self, segment: _Segments, num_segments: int) -> np.ndarray:
         """Bytes that cross each border: forward values to later segments, cotangents to earlier ones."""
-        bytes_over = np.zeros(self.num_segments + 1)
+        bytes_over = np.zeros(num_segments + 1)
         furthest: dict[tuple[Var, int], int] = {}
         for k, eqn in enumerate(self.eqns):
-            if self.segment[k] < 0:
+            if segment[k] < 0:
                 continue
             for var in inputs_of(eqn):
                 maker = self.made_by.get(var)
-                if maker is None or self.segment[maker] < 0 or self.passes[maker] != self.passes[k]:
+                if maker is None or segment[maker] < 0 or self.passes[maker] != self.passes[k]:
                     continue
-                key, here = (var, self.passes[k]), self.segment[k]
-                far = furthest.get(key, self.segment[maker])
+                key, here = (var, self.passes[k]), segment[k]
+                far = furthest.get(key, segment[maker])
                 furthest[key] = min(far, here) if self.passes[k] % 2 else max(far, here)
         for (var, _), far in furthest.items():
-            low, high = sorted((self.segment[self.made_by[var]], far))
+            low, high = sorted((segment[self.made_by[var]], far))
             bytes_over[low + 1 : high + 1] += num_bytes(var)
         return bytes_over
 
-    def marks(self) -> tuple[int, ...]:
-        found = [self.segment[k] + 1 for k in self.forward if self.eqns[k].primitive.name == "mark_stage"]
-        return tuple(sorted({s for s in found if s < self.num_segments}))
+    def marks(self, segment: _Segments, num_segments: int) -> tuple[int, ...]:
+        found = [segment[k] + 1 for k in self.forward if self.eqns[k].primitive.name == "mark_stage"]
+        return tuple(sorted({s for s in found if s < num_segments}))
 
     def kinds(self, places: Sequence[int]) -> tuple[int, ...]:
         """A number per place, equal where the operations around it are."""
