@@ -123,7 +123,7 @@ def test_loops_stay_whole_where_halves_do_not_fit(tmp_path):
     peaks = {name: max(planned(name)[1].cost.peak_bytes) for name in ("zb-h1", "zb-h1-whole")}
     assert peaks["zb-h1-whole"] < 0.8 * peaks["zb-h1"]
     assert planned("zb-h1", peaks["zb-h1"])[1].schedule == "zb-h1"
-    with pytest.warns(match="do not fit the memory; 'zb-h1-whole' is used"):
+    with pytest.warns(match="do not fit the memory; 'zb-h1-whole', which keeps them whole, is used"):
         parallel, plan = planned("zb-h1", peaks["zb-h1-whole"])
     plan.save(tmp_path / "plan.json")
     step = parallel.compile(params, batch, plan=autopar.Plan.load(tmp_path / "plan.json"))
