@@ -99,8 +99,27 @@ def emit_step(stage: StagePlan) -> Streams:
 
 _Event = tuple[TaskPlan, int]
 """A run to be emitted: a task, and its microbatch (-1: none)."""
-_Channel = tuple[MeshId, int, int]
-"""The sender, as its mesh and the position among that mesh's runs, and the receiving stage."""
+_Name = tuple[str, Any, int]
+"""A value: its slot's kind and key, and its microbatch (-1: none)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Message:
+    """Values that a run makes and another stage reads.
+
+    Attributes:
+        source: The mesh that sends it.
+        made_at: Position of the run among those of that mesh.
+        stage: The stage that reads it.
+        read_at: Position of its first reader among the runs of that stage's mesh.
+        values: The values, as their reader wants them.
+    """
+
+    source: MeshId
+    made_at: int
+    stage: int
+    read_at: int
+    values: dict[_Name, Placed]
 
 
 class _Emitter:
@@ -120,44 +139,9 @@ class _Emitter:
 
     def emit(self) -> Streams:
         events = [self.events(mesh) for mesh in range(self.num_meshes)]
-        # Writers and readers of each value: all messages are known before anything is emitted.
-        maker: dict[tuple[str, Any, int], tuple[MeshId, int]] = {}
-        own_values: list[set[tuple[str, Any, int]]] = [set() for _ in self.stages]
-        for mesh, own in enumerate(events):
-            for at, (plan, microbatch) in enumerate(own):
-                for value in plan.outputs:
-                    if value.kind in SENT:
-                        name = self.name(value, microbatch)
-                        own_values[plan.task.stage].add(name)
-                        maker.setdefault(name, (mesh, at))
-        wanted: dict[_Channel, dict[tuple[str, Any, int], Placed]] = {}
-        first_read: dict[_Channel, int] = {}
-        for own in events:
-            for at, (plan, microbatch) in enumerate(own):
-                stage = plan.task.stage
-                for value in plan.inputs:
-                    name = self.name(value, microbatch)
-                    if value.kind in SENT and name not in own_values[stage]:
-                        channel = (*maker[name], stage)
-                        wanted.setdefault(channel, {}).setdefault(name, value)
-                        first_read[channel] = min(first_read.get(channel, at), at)
+        messages = self.find_messages(events)
         self.send_arguments(events)
-        numbers = {channel: self.message + k for k, channel in enumerate(wanted)}
-        arriving: dict[tuple[MeshId, int], list[_Channel]] = {}
-        for channel, at in first_read.items():
-            arriving.setdefault((self.mesh_of(channel[2]), at), []).append(channel)
-        leaving: dict[tuple[MeshId, int], list[_Channel]] = {}
-        for channel in wanted:
-            leaving.setdefault(channel[:2], []).append(channel)
-        for mesh, own in enumerate(events):
-            for at, (plan, microbatch) in enumerate(own):
-                for channel in arriving.get((mesh, at), ()):
-                    received = [self.new(value, channel[2], name[2]) for name, value in wanted[channel].items()]
-                    self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
-                self.run(plan, microbatch, mesh)
-                for channel in leaving.get((mesh, at), ()):
-                    buffers = tuple(self.buffer_of[(plan.task.stage, *name)] for name in wanted[channel])
-                    self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
+        self.run_all(events, messages)
         self.unread_state()
         results, position = self.results(), {var: k for k, var in enumerate(self.tasks.jaxpr.invars)}
         return Streams(
@@ -169,6 +153,45 @@ class _Emitter:
             {t.task.name: t for stage in self.stages for t in stage.tasks},
             {},
         )
+
+    def find_messages(self, events: Sequence[Sequence[_Event]]) -> list[_Message]:
+        """What stages send each other: from each run to each other stage that reads results of it, one message."""
+        maker: dict[_Name, tuple[MeshId, int]] = {}
+        own_values: list[set[_Name]] = [set() for _ in self.stages]
+        for mesh, own in enumerate(events):
+            for at, (plan, microbatch) in enumerate(own):
+                made = [self.name(value, microbatch) for value in plan.outputs if value.kind in SENT]
+                own_values[plan.task.stage].update(made)
+                for name in made:
+                    maker.setdefault(name, (mesh, at))
+        found: dict[tuple[MeshId, int, int], _Message] = {}
+        for own in events:
+            for at, (plan, microbatch) in enumerate(own):
+                stage = plan.task.stage
+                for value in plan.inputs:
+                    name = self.name(value, microbatch)
+                    if value.kind in SENT and name not in own_values[stage]:
+                        source, made_at = maker[name]
+                        message = found.setdefault((source, made_at, stage), _Message(source, made_at, stage, at, {}))
+                        message.values.setdefault(name, value)
+        return list(found.values())
+
+    def run_all(self, events: Sequence[Sequence[_Event]], messages: Sequence[_Message]) -> None:
+        """Emit the runs; before each, what it reads first arrives, and after it, its results leave."""
+        arriving: dict[tuple[MeshId, int], list[tuple[int, _Message]]] = {}
+        leaving: dict[tuple[MeshId, int], list[tuple[int, _Message]]] = {}
+        for number, message in enumerate(messages, self.message):
+            arriving.setdefault((self.mesh_of(message.stage), message.read_at), []).append((number, message))
+            leaving.setdefault((message.source, message.made_at), []).append((number, message))
+        for mesh, own in enumerate(events):
+            for at, (plan, microbatch) in enumerate(own):
+                for number, message in arriving.get((mesh, at), ()):
+                    received = [self.new(value, message.stage, name[2]) for name, value in message.values.items()]
+                    self.streams[mesh].append(Recv(tuple(received), message.source, number))
+                self.run(plan, microbatch, mesh)
+                for number, message in leaving.get((mesh, at), ()):
+                    buffers = tuple(self.buffer_of[(plan.task.stage, *name)] for name in message.values)
+                    self.streams[mesh].append(Send(buffers, self.mesh_of(message.stage), number))
 
     def events(self, mesh: MeshId) -> list[_Event]:
         """The runs of a mesh, in order."""
@@ -190,7 +213,7 @@ class _Emitter:
         tasks = [t for stage in own for t in self.stages[stage].tasks if t.task.kind == kind]
         return [(t, -1) for t in sorted(tasks, key=lambda t: (t.task.behind, t.task.round))]
 
-    def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
+    def name(self, slot: Slot, microbatch: int) -> _Name:
         return slot.kind, slot.key, microbatch if slot.kind in PER_MICROBATCH else -1
 
     def new(self, value: Placed, stage: int, microbatch: int) -> BufferId:
