@@ -49,13 +49,12 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
 
 
 def with_rows_major(array: jax.Array, step: Step) -> jax.Array:
-    """Pin the operand of an all-gather or an all-to-all to its row-major layout.
+    """Pin the operand of an all-gather to its row-major layout.
 
-    XLA for GPUs wants the dim that changes to be the major one, and where a loop gathers the rows of a stack it would transpose
-    the whole stack before the loop, and keep both: this way each row is transposed in its own trip. What leads to an
-    all-to-all it would transpose too: all gradients of a residual stream, and what each layer multiplies them with.
+    XLA for GPUs wants the gathered dim to be the major one, and where a loop gathers the rows of a stack it would transpose
+    the whole stack before the loop, and keep both: this way each row is transposed in its own trip.
     """
-    if not (isinstance(step, AllToAll) or (isinstance(step, AllGather) and step.dim)):
+    if not isinstance(step, AllGather) or not step.dim:
         return array
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 

@@ -75,25 +75,6 @@ def test_stacks_of_weights_stay_as_they_lie(dim, platform, is_told):
     assert "all_gather" in str(emitted) and ("layout_constraint" in str(emitted)) == is_told
 
 
-@pytest.mark.parametrize("platform, is_told", [("cuda", True), ("cpu", False)])
-def test_what_leads_to_an_all_to_all_stays_as_it_lies(platform, is_told):
-    """XLA would turn what is sent, and all elementwise work before it, so that the dim that is split comes first."""
-
-    def turned(x, y):
-        rows = jnp.tanh(x)
-        return (rows - rows.mean(2, keepdims=True)) * y
-
-    constraints = {"x": PartitionSpec("x", None, None), "y": PartitionSpec(None, None, "x")}
-    method = autopar.ShardParallel(mesh_shape=(4,), constraints=constraints)
-    made = autopar.parallelize(turned, cluster=Cluster.of("4 h100"), method=method, batch_argnums=(0,))
-    large = jax.ShapeDtypeStruct((256, 512, 512), "float32")
-    (stage,) = made.plan(large, large).attached.pipeline.stages
-    body, sizes = stage.tasks[0].body, dict(stage.mesh.axis_sizes)
-    local = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, stage.mesh), v.aval.dtype) for v, s in body.inputs]
-    emitted = jax.make_jaxpr(lambda *a: run_body(body, a, sizes, platform), axis_env=list(sizes.items()))(*local)
-    assert "all_to_all" in str(emitted) and ("layout_constraint" in str(emitted)) == is_told
-
-
 def test_a_layer_is_gathered_as_one_message_and_ahead():
     found = overlap_options(*fsdp())
     layer = WIDE * WIDE * 4
