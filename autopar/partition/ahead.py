@@ -1,20 +1,11 @@
 """Orders work that frees memory before loops, recomputation and large arrays, where compilers would postpone it.
 
-In:     a sharded body, and positions in it: of a loop, or of the barrier or gate at which recomputation begins.
-Out:    the copies that are waited for there.
+In:     a sharded body.
+Out:    the delays; and what a loop waits for.
 Method: latency-hiding schedulers run work first that other work depends on. The gradient of a model's head is read by the
-        update alone, so they would postpone it past the loop of the backward pass, and keep the logits throughout. So:
-        - A loop waits for earlier work that it does not depend on, if that work reads a large array for the last time and
-          makes less of it.
-        - Recomputation, layer by layer, waits likewise: otherwise the activations of all layers would be alive until the
-          weight gradients are computed. A product that is only added to something is awaited after the addition, since
-          both are one kernel.
-        - The constants that the backward pass begins with wait for the loss: otherwise the logits would be kept for it.
-        - An operation that makes a large array (attention scores) waits, through its smallest operand, for pending work
-          that frees memory.
-        - Carries of a loop wait for its stacks that another loop reads: compilers peel the last trip off a loop that
-          communicates, and would write its rows only when that other loop begins.
-        - Values of constants alone that two loops read are computed twice: else they would be kept between the loops.
+        update alone, so they would postpone it past the loop of the backward pass, and keep the logits throughout. So a loop
+        waits for earlier work that it does not depend on, if that work reads a large array for the last time and makes less
+        of it. A product that is only added to something is awaited after the addition, since both are one kernel.
 """
 
 from __future__ import annotations
@@ -25,21 +16,11 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from autopar._jax import Literal, on_host
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, region_of
+from autopar.partition.order import Delay, communicates
 from autopar.tuning import TUNING
-
-
-def waits_at(instruction: Instruction) -> bool:
-    """Whether recomputation begins at an instruction: a barrier or a gate."""
-    return isinstance(instruction, Gate) or (isinstance(instruction, Region) and kind_of(instruction.eqn) == "barrier")
-
-
-def is_seed(compute: Compute) -> bool:
-    """Whether an operation of the backward pass reads constants alone, not all zero: the seed of a gradient."""
-    numbers = [atom.val for atom in compute.eqn.invars if isinstance(atom, Literal)]
-    return not compute.reads and any(map(np.any, numbers)) and is_backward(compute.eqn)
 
 
 class Ahead:
@@ -53,72 +34,106 @@ class Ahead:
             for copy in instruction.reads:
                 self.readers.setdefault(copy, []).append(position)
             self.made_at.update(dict.fromkeys(instruction.makes, position))
-        given = self._given()
-        self.waits = [k for k, i in enumerate(body.instructions) if waits_at(i) and not given.issuperset(i.reads)]
+        regions = {k: i for k, i in enumerate(body.instructions) if isinstance(i, Region)}
+        self.loops = {k: i for k, i in regions.items() if kind_of(i.eqn) in ("scan", "while")}
         self.stay = {*body.inputs, *((a, s) for a, s in body.outputs if not isinstance(a, Literal))}
-        self.of_large = dict(self._of_large())
 
-    def _given(self) -> set[Copy]:
-        """The body's inputs, also moved or elementwise converted: a barrier over these alone waits for nothing."""
-        given = set(self.body.inputs)
-        for instruction in self.body.instructions:
-            is_form = isinstance(instruction, Move | Fused) or (
-                isinstance(instruction, Compute) and not instruction.rule.summed
-            )
-            if is_form and given.issuperset(instruction.reads):
-                given.update(instruction.makes)
-        return given
+    def delays(self) -> Iterator[Delay]:
+        """All delays; of those of one position, the ones that last come first."""
+        kinds = self.final_carries, self.seeds, self.recomputation, self.large_arrays, self.loop_constants
+        return (delay for find in kinds for delay in find())
 
-    def of_loop(self, position: int) -> list[tuple[Copy, int]]:
+    def before_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that a loop at this position waits for, and the bytes on one device that each of them frees."""
-        return self.done_before(position, 0, TUNING.late_bytes) if self._is_loop(position) else []
+        return self.done_before(position, 0, TUNING.late_bytes) if position in self.loops else []
 
-    def of_numbers(self, position: int) -> list[Copy]:
-        """Large copies that a loop at this position reads and that depend on constants alone, such as a mask."""
-        made: set[Copy] = set()
-        for instruction in self.body.instructions[:position] if self._is_loop(position) else ():
-            if isinstance(instruction, Compute) and made.issuperset(instruction.reads):
-                made.update(instruction.makes)
-        read = dict.fromkeys(self.body.instructions[position].reads)
-        return [copy for copy in read if copy in made and self.num_bytes(copy) >= TUNING.late_bytes]
+    def loop_constants(self) -> Iterator[Delay]:
+        """Large operands of a loop that depend on constants alone, such as a mask, wait for its largest carry.
 
-    def behind_loop(self, position: int) -> list[Copy]:
-        """Stacks with large rows that the scan at this position makes and another loop reads."""
-        region = self.body.instructions[position]
-        assert isinstance(region, Region)
-        made, loop = region.makes, region_of(region.eqn)
-        stacks = [copy for copy in made[len(loop.carries) :] if not on_host(copy[0].aval)]
-        wide = [copy for copy in stacks if self.num_bytes(copy) >= TUNING.late_bytes * loop.trips]
-        return [copy for copy in wide if any(map(self._is_loop, self.readers.get(copy, ())))]
-
-    def _is_loop(self, position: int) -> bool:
-        instruction = self.body.instructions[position]
-        return isinstance(instruction, Region) and kind_of(instruction.eqn) in ("scan", "while")
-
-    def of_again(self, position: int) -> tuple[list[Copy], list[Copy]]:
-        """Operands of the recomputation that begins here which are to be delayed, and the copies that they wait for.
-
-        Delayed are operands that the body has made; if there are none, the inputs of the shape of the layer's output
-        gradient, which is the operand made last and the first that is waited for.
+        A loop that reads the same makes its own: one that is shared would be kept between the loops.
         """
-        instruction = self.body.instructions[position]
-        if isinstance(instruction, Gate):
-            latest, delayed = instruction.earlier, list(instruction.copies)
-        else:
-            read = [copy for copy in dict.fromkeys(instruction.reads) if not on_host(copy[0].aval)]
-            if position not in self.waits or all(self.made_at[copy] < 0 for copy in read):
-                return [], []
-            latest = max(read, key=lambda copy: self.made_at[copy])
-            others = [copy for copy in read if copy != latest]
-            alike = [copy for copy in others if copy[0].aval.shape == latest[0].aval.shape]
-            delayed = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
-            delayed = [copy for copy in delayed if self.num_bytes(copy) >= TUNING.again_bytes]
-        before = [k for k in self.waits if k < position]
-        first = self.done_before(position, before[-1] if before else 0, TUNING.again_bytes) if delayed else []
-        return delayed, [latest, *(copy for copy, _ in first)]
+        fixed: set[Copy] = set()
+        for instruction in self.body.instructions:
+            if isinstance(instruction, Compute) and fixed.issuperset(instruction.reads):
+                fixed.update(instruction.makes)
+        for position, loop in self.loops.items():
+            parts = region_of(loop.eqn)
+            given = zip(parts.of_operands(parts.bindings), loop.eqn.invars, loop.operands, strict=True)
+            carries = [(a, s) for b, a, s in given if b.role == "carry" and not isinstance(a, Literal)]
+            large = tuple(dict.fromkeys(copy for copy in loop.reads if copy in fixed and self._is_large(copy)))
+            if large and carries:
+                yield Delay(position, large, (max(carries, key=self.num_bytes),), lasts=False)
 
-    def _of_large(self) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
-        """Positions where one of the body's largest arrays is made: its smallest operand, and what that waits for."""
+    def final_carries(self) -> Iterator[Delay]:
+        """Carries of a scan that communicates wait for its stacks with large rows that another loop reads.
+
+        Compilers peel its last trip off, and would write its rows only when that other loop begins.
+        """
+        for position, loop in self.loops.items():
+            if kind_of(loop.eqn) == "scan" and communicates(loop):
+                parts = region_of(loop.eqn)
+                count, least = len(parts.carries), TUNING.late_bytes * parts.trips
+                wide = [c for c in loop.makes[count:] if self.num_bytes(c) >= least and not on_host(c[0].aval)]
+                awaited = tuple(c for c in wide if not self.loops.keys().isdisjoint(self.readers.get(c, ())))
+                if awaited:
+                    yield Delay(position + 1, loop.makes[:count], awaited)
+
+    def seeds(self) -> Iterator[Delay]:
+        """Constants that a backward pass begins with wait for the loss: else the logits would be kept for it."""
+        results = {atom for atom, _ in self.body.outputs if not isinstance(atom, Literal)}
+        losses: list[Copy] = []
+        for position, instruction in enumerate(self.body.instructions):
+            if isinstance(instruction, Compute) and not any(map(self._is_large, instruction.makes)):
+                if losses and _is_seed(instruction):
+                    yield Delay(position + 1, instruction.makes, tuple(losses))
+                losses += [(var, s) for var, s in instruction.makes if var in results and not var.aval.shape]
+
+    def _is_large(self, copy: Copy) -> bool:
+        return self.num_bytes(copy) >= TUNING.late_bytes
+
+    def recomputation(self) -> Iterator[Delay]:
+        """Operands of recomputation wait for the gradient of the layer's output, and for work that frees memory.
+
+        Otherwise the activations of all layers would be alive until the weight gradients are computed.
+        """
+        begin = 0
+        for position in self.recomputed_at():
+            gradient, delayed = self._recomputed_from(self.body.instructions[position])
+            if delayed and self.made_at[gradient] >= 0:
+                first = self.done_before(position, begin, TUNING.again_bytes)
+                yield Delay(position, tuple(delayed), (gradient, *(copy for copy, _ in first)), whole=True)
+            begin = position
+
+    def recomputed_at(self) -> Iterator[int]:
+        """Positions of gates, and of barriers but those over the body's inputs, moved or elementwise converted."""
+        given = set(self.body.inputs)
+        for position, instruction in enumerate(self.body.instructions):
+            match instruction:
+                case Gate():
+                    yield position
+                case Region(eqn):
+                    if kind_of(eqn) == "barrier" and not given.issuperset(instruction.reads):
+                        yield position
+                case _ if given.issuperset(instruction.reads):
+                    if not isinstance(instruction, Compute) or not instruction.rule.summed:
+                        given.update(instruction.makes)
+
+    def _recomputed_from(self, instruction: Instruction) -> tuple[Copy, Sequence[Copy]]:
+        """The gradient of a layer's output, which is the operand made last; and the operands that wait for it.
+
+        These are operands that the body has made; if there are none, the inputs of the gradient's shape.
+        """
+        if isinstance(instruction, Gate):
+            return instruction.earlier, instruction.copies
+        read = [copy for copy in dict.fromkeys(instruction.reads) if not on_host(copy[0].aval)]
+        gradient = max(read or instruction.reads, key=lambda copy: self.made_at[copy])
+        others = [copy for copy in read if copy != gradient]
+        alike = [copy for copy in others if copy[0].aval.shape == gradient[0].aval.shape]
+        delayed = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
+        return gradient, [copy for copy in delayed if self.num_bytes(copy) >= TUNING.again_bytes]
+
+    def large_arrays(self) -> Iterator[Delay]:
+        """An operation that makes one of the body's largest arrays waits for pending work, through its smallest operand."""
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
         least = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0))
         freeing: list[int] = []  # positions of pending work that frees memory
@@ -133,7 +148,7 @@ class Ahead:
                 enough = TUNING.late_part * max(first.values(), default=0)
                 if first and smallest is not None and self.num_bytes(smallest) <= enough:
                     freeing = [at for at in freeing if at not in first]
-                    yield position, (smallest, [*self._results(position, first, idle)])
+                    yield Delay(position, (smallest,), tuple(self._results(position, first, idle)))
             if self._frees(position):
                 freeing.append(position)
                 line = [step for copy in instruction.makes for step in self._line(copy)]
@@ -212,3 +227,9 @@ class Ahead:
             copy = made[0]
             yield readers[0], copy
             readers = self.readers.get(copy, [])
+
+
+def _is_seed(compute: Compute) -> bool:
+    """Whether an operation of the backward pass reads constants alone, not all zero: the seed of a gradient."""
+    numbers = [atom.val for atom in compute.eqn.invars if isinstance(atom, Literal)]
+    return not compute.reads and any(map(np.any, numbers)) and is_backward(compute.eqn)

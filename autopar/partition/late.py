@@ -1,7 +1,7 @@
 """Delays elementwise work whose operands are ready early until just before it is read.
 
 In:     a sharded body.
-Out:    positions in it, each with an operand that is delayed there and the copy that it waits for.
+Out:    the delays: of an operand of an instruction, for that instruction alone.
 Method: a latency-hiding scheduler fills the time of a collective with whatever could run. In a backward pass that is the
         elementwise recomputation of all layers (attention probabilities from exponentials, activations from their inputs,
         transposed operands of products), whose results would all be alive until they are read. Here each piece of it waits
@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator
 from autopar._jax import Literal, copies_to_or_from_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move
 from autopar.intra_op.traffic import VIEWS, is_fused
+from autopar.partition.order import Delay
 from autopar.tuning import TUNING
 
-Waits = dict[int, tuple[Copy, Copy]]
-"""Position -> (a copy that is read there, the copy that it waits for)."""
 
-
-def find_waits(body: Body, num_bytes: Callable[[Copy], int]) -> Waits:
-    """Find where delayed work begins and what it waits for; `num_bytes`: bytes of a copy on one device."""
-    return dict(_Walk(body, num_bytes).waits())
+def late_delays(body: Body, num_bytes: Callable[[Copy], int]) -> list[Delay]:
+    """Delay elementwise work, at most one operand of an instruction; `num_bytes`: bytes of a copy on one device."""
+    return list({delay.position: delay for delay in _Walk(body, num_bytes).delays()}.values())
 
 
 class _Walk:
@@ -36,7 +34,7 @@ class _Walk:
         self.maker: dict[Copy, int] = {}
         self.deepest: list[int] = []  # per instruction, the greatest depth of its operands
 
-    def waits(self) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
+    def delays(self) -> Iterator[Delay]:
         for place, instruction in enumerate(self.body.instructions):
             read = instruction.reads
             deepest = max((self.depth[copy] for copy in read), default=-1)
@@ -56,8 +54,8 @@ class _Walk:
             place = self.deepest[place]
         return place
 
-    def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
-        """The wait of the first elementwise instruction that leads to a copy; for an input, of a `reader` that transposes
+    def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[Delay]:
+        """The delay of the first elementwise instruction that leads to a copy; for an input, of a `reader` that transposes
         it."""
         awaited = self.body.instructions[before].makes[0]
         place, seen = self.maker.get(copy, -1), {copy}
@@ -69,9 +67,10 @@ class _Walk:
                     line.append(self.maker[operand])
         first = min((at for at in line if not _is_view(self.body.instructions[at])), default=None)
         if first is not None:
-            yield first, (min(self.body.instructions[first].reads, key=self.num_bytes), awaited)
+            smallest = min(self.body.instructions[first].reads, key=self.num_bytes)
+            yield Delay(first, (smallest,), (awaited,), lasts=False)
         elif reader is not None and copy not in self.maker:
-            yield reader, (copy, awaited)
+            yield Delay(reader, (copy,), (awaited,), lasts=False)
 
 
 def _is_light(instruction: Instruction) -> bool:

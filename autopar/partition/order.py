@@ -11,6 +11,7 @@ Method: XLA:CPU matches collectives by the order in which devices reach them, an
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,21 @@ from jax import lax
 
 from autopar._jax import on_host
 from autopar.cost.steps import step_kind
-from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Before the instruction at `position`, `copies` are made to wait for `awaited`.
+
+    Unless it `lasts`, later instructions read the undelayed copies. `whole`: even one array is awaited behind a barrier.
+    """
+
+    position: int
+    copies: tuple[Copy, ...]
+    awaited: tuple[Copy, ...]
+    lasts: bool = True
+    whole: bool = False
 
 
 def communicates(instruction: Instruction) -> bool:

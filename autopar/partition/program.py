@@ -9,7 +9,7 @@ Method: an interpreter over copies `(var, sharding) -> local array`; loops and b
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import assert_never
 
 import jax
@@ -20,17 +20,17 @@ from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, on_host
 from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.intra_op.strategies import Strategy
-from autopar.ir.region import kind_of, region_of
+from autopar.ir.region import region_of
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
-from autopar.partition.ahead import Ahead, is_seed, waits_at
+from autopar.partition.ahead import Ahead
 from autopar.partition.collectives import apply_fused, apply_step, is_along_rows, reduce_at_once, with_rows_major
-from autopar.partition.late import find_waits
-from autopar.partition.order import after, communicates, needs_order
+from autopar.partition.late import late_delays
+from autopar.partition.order import Delay, after, communicates, needs_order
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
-from autopar.partition.unsent import unsent_waits
+from autopar.partition.unsent import unsent_delays
 from autopar.tuning import TUNING
 
 Copies = dict[Copy, jax.Array]
@@ -53,44 +53,18 @@ def run_body(
     keeps_order = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
-    late = find_waits(body, ahead.num_bytes)
-    unsent = dict(unsent_waits(body, ahead.num_bytes))
-    results, losses = {atom for atom, _ in body.outputs if isinstance(atom, Var)}, list[jax.Array]()
+    delays: dict[int, list[Delay]] = {}
+    for delay in (*ahead.delays(), *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)):
+        delays.setdefault(delay.position, []).append(delay)
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
-        if waits_at(instruction):
-            delayed, awaited = ahead.of_again(position)
-            copies.update(
-                {
-                    copy: after(copies[copy], *map(lax.optimization_barrier, (copies[c] for c in awaited)))
-                    for copy in delayed
-                }
-            )
-        if position in ahead.of_large:
-            waiting, awaited = ahead.of_large[position]
-            copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
-        first = [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
-        constants = _delayed_constants(ahead, position, copies)
-        undelayed = {copy: copies[copy] for copy in constants}
-        copies.update(constants)
-        if position in late:
-            waiting, work = late[position]
-            undelayed[waiting] = copies[waiting]
-            copies[waiting] = after(copies[waiting], copies[work])
-        if position in unsent:
-            waiting, awaited = unsent[position]
-            undelayed.setdefault(waiting, copies[waiting])
-            copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
+        undelayed = _delay(copies, delays.get(position, ()))
+        first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
         made = _run_instruction(
             instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
         )
-        if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
-            if is_seed(instruction):
-                made = {copy: after(array, *losses) for copy, array in made.items()}
-            losses += [array for (var, _), array in made.items() if var in results and not array.ndim]
         copies.update(undelayed)
         copies.update(made)
-        copies.update(_delayed_carries(ahead, position, copies))
         still = list(owned_copies(instruction, owned))
         for copy in made:
             owned.pop(copy, None)
@@ -98,6 +72,19 @@ def run_body(
         if is_ordered:
             earlier = next(iter(made.values()), earlier)
     return [_read(copies, atom, sharding, axis_sizes) for atom, sharding in body.outputs]
+
+
+def _delay(copies: Copies, delays: Iterable[Delay]) -> Copies:
+    """Apply the delays of one position; return the undelayed copies that later instructions read."""
+    undelayed: Copies = {}
+    for delay in delays:
+        awaited = [copies[copy] for copy in delay.awaited]
+        held = {copy: copies[copy] for copy in delay.copies}
+        for copy, array in held.items():
+            copies[copy] = after(array, *(map(lax.optimization_barrier, awaited) if delay.whole else awaited))
+        if not delay.lasts:
+            undelayed = held | undelayed
+    return undelayed
 
 
 def _run_instruction(
@@ -162,38 +149,15 @@ def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> lis
     return [after(array, earlier) if array.size <= limit else array for array in operands]
 
 
-def _delayed_constants(ahead: Ahead, position: int, copies: Copies) -> Copies:
-    """A loop's large operands that depend on constants alone (`ahead.py`), made to wait for its largest carry."""
-    region, constants = ahead.body.instructions[position], ahead.of_numbers(position)
-    if not isinstance(region, Region) or not constants:
-        return {}
-    entering = [b for b in region_of(region.eqn).bindings if b.outer is not None]
-    given = list(zip(entering, zip(region.eqn.invars, region.operands, strict=True), strict=True))
-    carried = [copies[c] for b, c in given if b.role == "carry" and not isinstance(c[0], Literal)]
-    first = max(carried, key=_num_bytes, default=None)
-    return {copy: after(copies[copy], first) for copy in constants}
-
-
-def _delayed_carries(ahead: Ahead, position: int, copies: Copies) -> Copies:
-    """The carries of a loop that communicates, made to wait for its stacks (`ahead.py`)."""
-    region = ahead.body.instructions[position]
-    if not isinstance(region, Region) or kind_of(region.eqn) != "scan" or not communicates(region):
-        return {}
-    rows = [copies[copy] for copy in ahead.behind_loop(position)]
-    return {copy: after(copies[copy], *rows) for copy in region.makes[: len(region_of(region.eqn).carries)]}
-
-
 def _begin_after(
     region: Region, operands: Sequence[jax.Array], first: Sequence[tuple[jax.Array, int]]
 ) -> list[jax.Array]:
     """Make a loop's small carries, and its smallest operand, wait for `first`."""
     arrays = list(operands)
-    if not arrays or not first:
-        return arrays
-    entering = [b for b in region_of(region.eqn).bindings if b.outer is not None]
-    smallest = min(range(len(arrays)), key=lambda k: (not arrays[k].size, arrays[k].size, k))
+    parts = region_of(region.eqn)
+    smallest = min(range(len(arrays)), key=lambda k: (not arrays[k].size, arrays[k].size, k), default=0)
     for witness, freed in first:
-        for k, (b, array) in enumerate(zip(entering, arrays, strict=True)):
+        for k, (b, array) in enumerate(zip(parts.of_operands(parts.bindings), arrays, strict=True)):
             if k == smallest or (b.role == "carry" and _num_bytes(array) <= TUNING.late_part * freed):
                 arrays[k] = after(array, witness)
     return arrays
@@ -229,8 +193,7 @@ def _run_region(
     params, parts = region.eqn.params, region_of(region.eqn)
     runs = [lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, platform)) for body in region.bodies]
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
-    entering = [b for b in parts.bindings if b.outer is not None]
-    for b, array in zip(entering, operands, strict=True):
+    for b, array in zip(parts.of_operands(parts.bindings), operands, strict=True):
         of_role[b.role].append(array)
     consts, carries = of_role["const"], tuple(of_role["carry"])
     match parts.kind:

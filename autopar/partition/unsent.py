@@ -1,7 +1,7 @@
 """Makes an unrolled backward pass wait for reduce-scatters of weight gradients; XLA would start them all after it.
 
 In:     a sharded body.
-Out:    for some positions, a copy that is read there and the copies that it waits for.
+Out:    the delays: of an operand of an instruction, for that instruction alone.
 Method: only the update reads a weight gradient. A scheduler that hides latency goes backwards from the end of the program, so
         it meets all these reduce-scatters first and puts them at the end, one after another, where few kernels are left to
         overlap with. Until then the unreduced gradients, and what they are computed from, stay in memory.
@@ -13,12 +13,13 @@ Method: only the update reads a weight gradient. A scheduler that hides latency 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from autopar.cost.steps import ReduceScatter
 from autopar.intra_op.fuse import BUCKET_BYTES
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Move
 from autopar.intra_op.traffic import VIEWS, is_fused
+from autopar.partition.order import Delay
 from autopar.tuning import TUNING
 
 LATE_BYTES = TUNING.late_bytes
@@ -27,14 +28,12 @@ LATE_BYTES = TUNING.late_bytes
 Bytes = Callable[[Copy], int]
 
 
-def unsent_waits(body: Body, num_bytes: Bytes) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
-    """Yield positions, each with the copy that is delayed there and the copies that it waits for.
-
-    `num_bytes` returns the bytes of a copy on one device.
-    """
+def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
+    """Delay work that leads to later gradients, at most once at a position; `num_bytes`: bytes of a copy on one device."""
     sums = {at: size for at, i in enumerate(body.instructions) if (size := _sum_bytes(i, num_bytes))}
     furthest = _furthest(body, sums)
     ends = [at for at, i in enumerate(body.instructions) if furthest[at] < 0 and _is_sum(i, num_bytes)]
+    found: dict[int, Delay] = {}
     sent: list[int] = []  # reduce-scatters that nothing waits for yet, in order
     for place in sums:
         done = next(
@@ -46,10 +45,12 @@ def unsent_waits(body: Body, num_bytes: Bytes) -> Iterator[tuple[int, tuple[Copy
             if among:
                 last = max(among, key=lambda at: (furthest[at], at))
                 first = min(body.instructions[last].reads, key=num_bytes)
-                awaited = [*sent[: done + 1], *(at for at in ends if at < last)]
-                yield last, (first, [copy for at in awaited for copy in body.instructions[at].makes])
+                summed = [*sent[: done + 1], *(at for at in ends if at < last)]
+                awaited = tuple(copy for at in summed for copy in body.instructions[at].makes)
+                found[last] = Delay(last, (first,), awaited, lasts=False)
                 sent, ends = sent[done + 1 :], [at for at in ends if at > last]
         sent.append(place)
+    return list(found.values())
 
 
 def _sum_bytes(instruction: Instruction, num_bytes: Bytes) -> int:

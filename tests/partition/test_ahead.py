@@ -74,8 +74,8 @@ def test_the_gradient_of_the_head_is_made_before_the_loop_of_the_backward_pass()
         return local_bytes(*copy, mesh)
 
     ahead = Ahead(body, num_bytes)
-    assert ahead.of_loop(forward) == []
-    found = ahead.of_loop(backward)
+    assert ahead.before_loop(forward) == []
+    found = ahead.before_loop(backward)
     assert any(is_of_head(var) for (var, _), _ in found)
     assert all(freed >= TUNING.late_bytes for _, freed in found)
     # In what is emitted, the loop reads something that depends on it.
@@ -88,7 +88,7 @@ def test_the_gradient_of_the_head_is_made_before_the_loop_of_the_backward_pass()
 def test_what_is_small_may_come_later():
     body, mesh = planned(batch=8)
     *_, backward = loops_of(body)
-    assert Ahead(body, lambda copy: local_bytes(*copy, mesh) // 64).of_loop(backward) == []
+    assert Ahead(body, lambda copy: local_bytes(*copy, mesh) // 64).before_loop(backward) == []
 
 
 def test_behind_a_loop_that_communicates_the_rows_for_the_next_one_are_written_first():
@@ -101,11 +101,12 @@ def test_behind_a_loop_that_communicates_the_rows_for_the_next_one_are_written_f
         return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss_of)(weights))
 
     body, mesh = body_of(train_step, array(layers, width, width), array(8 * rows, width), zero=3)
-    forward, backward = loops_of(body)
+    forward, _ = loops_of(body)
     ahead = Ahead(body, lambda copy: local_bytes(*copy, mesh))
-    assert {var.aval.shape for var, _ in ahead.behind_loop(forward)} == {(layers, 8 * rows, width)}
-    assert ahead.behind_loop(backward) == []
-    assert Ahead(body, lambda copy: 64).behind_loop(forward) == []
+    (delay,) = ahead.final_carries()
+    assert delay.position == forward + 1
+    assert {var.aval.shape for var, _ in delay.awaited} == {(layers, 8 * rows, width)}
+    assert not list(Ahead(body, lambda copy: 64).final_carries())
     # In what is emitted, the loss waits for the rows.
     jaxpr = emitted(body, mesh)
     loop, _ = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
@@ -128,14 +129,15 @@ def test_what_runs_again_waits_for_the_gradients_of_the_layer_behind_it():
         return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss_of)(weights))
 
     body, mesh = body_of(train_step, [array(width, width)] * layers, array(8 * rows, width))
-    starts = Ahead(body, lambda copy: local_bytes(*copy, mesh)).waits
-    assert len(starts) == layers, "barriers for weights alone wait for nothing"
-    waits = [Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_again(k) for k in starts]
-    for held, awaited in waits[1:]:
-        assert [var.aval.shape for var, _ in held] == [(8 * rows, width)]
-        assert (width, width) in [var.aval.shape for var, _ in awaited]
+    ahead = Ahead(body, lambda copy: local_bytes(*copy, mesh))
+    assert len(starts := list(ahead.recomputed_at())) == layers, "barriers for weights alone wait for nothing"
+    delays = list(ahead.recomputation())
+    assert [delay.position for delay in delays[1 - layers :]] == starts[1:]
+    for delay in delays[1 - layers :]:
+        assert [var.aval.shape for var, _ in delay.copies] == [(8 * rows, width)]
+        assert (width, width) in [var.aval.shape for var, _ in delay.awaited]
     # Small layers run again when they like.
-    assert not any(held for held, _ in (Ahead(body, lambda copy: 64).of_again(k) for k in starts))
+    assert not list(Ahead(body, lambda copy: 64).recomputation())
     # In what is emitted, each second run leads back to the gradient of the weights behind it, which nothing else needs.
     jaxpr = emitted(body, mesh)
     of_weights = [e for e in jaxpr.eqns if e.primitive.name == "dot_general" and is_of_weights(e.outvars[0], width)]
@@ -164,13 +166,13 @@ def test_what_makes_a_large_array_waits_for_the_gradients_of_weights():
     shapes = {"q": (width, width), "k": (width, width), "v": (width, width), "up": (width, 4096), "down": (4096, width)}
     layers = [{name: array(*shape) for name, shape in shapes.items()}] * 2
     body, mesh = body_of(train_step, layers, array(64, tokens, width))
-    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
-    awaited = [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first]
+    delays = list(Ahead(body, lambda copy: local_bytes(*copy, mesh)).large_arrays())
+    awaited = [sorted(var.aval.shape) for delay in delays for var, _ in delay.awaited]
     assert awaited.count([width, 4096]) >= 2
-    for position, ((small, _), _) in waits.items():
-        made = body.instructions[position].eqn.outvars[0]
+    for delay in delays:
+        made, ((small, _),) = body.instructions[delay.position].eqn.outvars[0], delay.copies
         assert 8 * made.aval.size >= 64 * tokens * 4096 >= small.aval.size
-    assert not Ahead(body, lambda copy: 64).of_large
+    assert not list(Ahead(body, lambda copy: 64).large_arrays())
 
 
 def test_what_frees_nothing_yet_is_waited_for_later():
@@ -186,8 +188,8 @@ def test_what_frees_nothing_yet_is_waited_for_later():
 
     shapes = {"up": (width, hidden), "other": (width, 2 * hidden), "first": (16, hidden), "last": (16, hidden)}
     body, mesh = body_of(train_step, {name: array(*shape) for name, shape in shapes.items()}, array(8 * 4096, width))
-    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
-    first, last = ({var.aval.shape for var, _ in awaited} for _, awaited in waits.values())
+    delays = Ahead(body, lambda copy: local_bytes(*copy, mesh)).large_arrays()
+    first, last = ({var.aval.shape for var, _ in delay.awaited} for delay in delays)
     assert first == {(2 * hidden,)} and {(hidden,), (hidden, width)} < last
 
 
@@ -202,8 +204,8 @@ def test_a_gradient_that_is_made_wider_is_not_forgotten():
     half = {"up": jax.ShapeDtypeStruct((width, hidden), jnp.bfloat16)}
     half["other"] = jax.ShapeDtypeStruct((16, hidden), jnp.bfloat16)
     body, mesh = body_of(train_step, half, jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16))
-    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
-    assert [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first] == [[width, hidden]]
+    delays = Ahead(body, lambda copy: local_bytes(*copy, mesh)).large_arrays()
+    assert [sorted(var.aval.shape) for delay in delays for var, _ in delay.awaited] == [[width, hidden]]
 
 
 def test_a_mask_is_not_kept_between_two_loops():
@@ -299,6 +301,6 @@ def test_numbers_that_are_repeated_wait_for_nothing():
 
     x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
     body, mesh = body_of(train_step, jax.eval_shape(Model().init, jax.random.key(0), x), x)
-    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
-    made = [body.instructions[position].eqn.primitive.name for position in waits]
+    delays = Ahead(body, lambda copy: local_bytes(*copy, mesh)).large_arrays()
+    made = [body.instructions[delay.position].eqn.primitive.name for delay in delays]
     assert made and "broadcast_in_dim" not in made

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar.intra_op.sharded import local_bytes
-from autopar.partition.late import find_waits
+from autopar.partition.late import late_delays
 from autopar.partition.program import run_body
 
 WIDTH, ROWS = 1024, 4096
@@ -40,28 +40,45 @@ def planned(step):
     return stage.tasks[0].body, stage.mesh
 
 
+def emitted(body, mesh):
+    types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
+    sizes = dict(mesh.axis_sizes)
+    return jax.make_jaxpr(lambda *a: run_body(body, a, sizes), axis_env=list(sizes.items()))(*types).jaxpr
+
+
 @pytest.mark.parametrize(
     "step, waiting",
     [(reads_what_was_kept, "exp"), (reads_a_sum, "slice"), (turns_what_was_kept, "dot_general")],
 )
 def test_waits_for_the_product_before_its_reader(step, waiting):
     body, mesh = planned(step)
-    ((place, (held, awaited)),) = find_waits(body, lambda copy: local_bytes(*copy, mesh)).items()
+    (delay,) = late_delays(body, lambda copy: local_bytes(*copy, mesh))
+    place, (held,), (awaited,) = delay.position, delay.copies, delay.awaited
+    assert not delay.lasts
     assert body.instructions[place].eqn.primitive.name == waiting
     assert held in body.inputs and held in body.instructions[place].reads
     makers = [i for i in body.instructions[:place] if hasattr(i, "eqn") and awaited in i.makes]
     assert [maker.eqn.primitive.name for maker in makers] == ["dot_general"]
-    assert not find_waits(body, lambda copy: 64)
+    assert not late_delays(body, lambda copy: 64)
 
 
 def test_what_is_emitted_waits():
-    body, mesh = planned(reads_what_was_kept)
-    types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
-    sizes = dict(mesh.axis_sizes)
-    jaxpr = jax.make_jaxpr(lambda *a: run_body(body, a, sizes), axis_env=list(sizes.items()))(*types).jaxpr
+    jaxpr = emitted(*planned(reads_what_was_kept))
     names = [eqn.primitive.name for eqn in jaxpr.eqns]
     needed = set(jaxpr.eqns[names.index("exp")].invars)
     for eqn in reversed(jaxpr.eqns[: names.index("exp")]):
         if not needed.isdisjoint(eqn.outvars):
             needed.update(a for a in eqn.invars if not hasattr(a, "val"))
     assert not needed.isdisjoint(jaxpr.eqns[names.index("dot_general")].outvars)
+
+
+def test_later_readers_do_not_wait():
+    def step(kept, x):
+        return reads_a_sum(kept, x), jnp.sin(kept["scores"])
+
+    jaxpr = emitted(*planned(step))
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    waiting, later = names.index("exp") - 1, names.index("sin")
+    assert names[waiting] == "slice" and waiting < later
+    assert jaxpr.eqns[waiting].invars[0] not in jaxpr.invars
+    assert jaxpr.eqns[later].invars[0] in jaxpr.invars

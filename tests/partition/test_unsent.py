@@ -9,7 +9,7 @@ import autopar
 from autopar.cost.steps import ReduceScatter
 from autopar.intra_op.sharded import Move, local_bytes
 from autopar.partition import unsent
-from autopar.partition.unsent import unsent_waits
+from autopar.partition.unsent import unsent_delays
 
 LAYERS = 6
 
@@ -52,15 +52,16 @@ def is_sent(instruction):
 
 def test_elementwise_work_waits_for_what_was_sent_before(backward):
     body, mesh = backward
-    waits = list(unsent_waits(body, lambda copy: local_bytes(*copy, mesh)))
+    delays = unsent_delays(body, lambda copy: local_bytes(*copy, mesh))
     sent = [at for at, instruction in enumerate(body.instructions) if is_sent(instruction)]
-    assert len(sent) >= 4 and waits
+    assert len(sent) >= 4 and delays
     made_at = {copy: at for at, instruction in enumerate(body.instructions) for copy in instruction.makes}
-    for place, (waiting, awaited) in waits:
-        assert waiting in body.instructions[place].reads
-        assert not body.instructions[place].eqn.primitive.name.startswith("dot")
-        behind = [made_at[copy] for copy in awaited]
-        assert max(behind) < place and set(behind) & set(sent)
+    for delay in delays:
+        reader = body.instructions[delay.position]
+        assert set(delay.copies) <= set(reader.reads) and not delay.lasts
+        assert not reader.eqn.primitive.name.startswith("dot")
+        behind = [made_at[copy] for copy in delay.awaited]
+        assert max(behind) < delay.position and set(behind) & set(sent)
 
 
 def test_the_last_messages_go_on_beside_the_backward_pass(backward):
@@ -70,22 +71,22 @@ def test_the_last_messages_go_on_beside_the_backward_pass(backward):
         return local_bytes(*copy, mesh)
 
     made_at = {copy: at for at, instruction in enumerate(body.instructions) for copy in instruction.makes}
-    for _, (_, awaited) in unsent_waits(body, num_bytes):
-        last = max(made_at[copy] for copy in awaited if is_sent(body.instructions[made_at[copy]]))
+    for delay in unsent_delays(body, num_bytes):
+        last = max(made_at[copy] for copy in delay.awaited if is_sent(body.instructions[made_at[copy]]))
         going = [i for at, i in enumerate(body.instructions) if at > last and is_sent(i)]
         assert sum(num_bytes((i.var, i.source)) for i in going) >= unsent.BUCKET_BYTES
 
 
 def test_sums_that_are_not_sent_apart_are_waited_for_too(backward):
     body, mesh = backward
-    awaited = {copy for _, (_, copies) in unsent_waits(body, lambda c: local_bytes(*c, mesh)) for copy in copies}
+    awaited = {copy for delay in unsent_delays(body, lambda c: local_bytes(*c, mesh)) for copy in delay.awaited}
     made_by = {copy: instruction for instruction in body.instructions for copy in instruction.makes}
     assert any(made_by[copy].eqn.primitive.name == "reduce_sum" for copy in awaited if not is_sent(made_by[copy]))
 
 
 def test_nothing_waits_for_small_messages(backward):
     body, _ = backward
-    assert not list(unsent_waits(body, lambda copy: 64))
+    assert not unsent_delays(body, lambda copy: 64)
 
 
 def test_what_waits_is_the_same(monkeypatch):
@@ -95,10 +96,10 @@ def test_what_waits_is_the_same(monkeypatch):
     found = []
 
     def finding(*given):
-        found.append(dict(unsent_waits(*given)))
+        found.append(unsent_delays(*given))
         return found[-1]
 
-    monkeypatch.setattr("autopar.partition.program.unsent_waits", finding)
+    monkeypatch.setattr("autopar.partition.program.unsent_delays", finding)
     random = np.random.default_rng(0)
     cluster = autopar.Cluster.local(jax.devices()[:4])
     step, given = planned(cluster, 64, 128, lambda *shape: random.standard_normal(shape, np.float32) / 8)
