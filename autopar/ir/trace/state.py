@@ -61,16 +61,14 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
         BatchError: The batch is ambiguous, or no argument has that number.
     """
     arguments = argument_slices(program)
-    found: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
+    objects: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
     if batch_argnums == "auto":
-        found |= _returned(program, arguments, found)
-        found |= _returned(program, arguments, found, cast=True, candidates=_candidates(program, arguments, found))
+        found = objects | _returned(program, arguments, objects)
         batch = _find_batch(program, arguments, found)
         found = {number: span for number, span in found.items() if number not in batch}
     else:
         batch = _positions(program, "batch_argnums", batch_argnums)
-        for in_other_dtype in (False, True):
-            found |= _returned(program, arguments, {**found, **dict.fromkeys(batch, ())}, in_other_dtype)
+        found = objects | _returned(program, arguments, objects, batch)
     pairs = {out: arguments[number][0] + k for number, span in found.items() for k, out in enumerate(span)}
     pairs |= _updated(program, arguments)
     cast = {out: k for out, k in pairs.items() if program.out_avals[out].dtype != program.in_avals[k].dtype}
@@ -164,29 +162,32 @@ def _read_inputs(program: Program) -> set[int]:
 def _returned(
     program: Program,
     arguments: Sequence[tuple[int, int]],
-    known: Mapping[int, tuple[int, ...]],
-    cast: bool = False,
-    candidates: Collection[int] = (),
+    objects: Collection[int],
+    batch: Collection[int] | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """For each argument found among the outputs, the output leaves that are its new value.
 
+    First those of the same dtypes; then those whose floating leaves come back in another, never single arrays.
+
     Args:
-        known: Arguments decided before, the batch too; they are left out.
-        cast: Whether floating leaves may come back in another dtype; never those of a single array.
-        candidates: Arguments that may be the batch: with `cast`, the last one remaining is not taken for state.
+        objects: Arguments that hold objects, which are left out.
+        batch: The batch, which is left out; None: not known, so the last argument that may be it is not cast state.
     """
     found: dict[int, tuple[int, ...]] = {}
-    used = {leaf for span in known.values() for leaf in span}
     trees = _trees(program)
-    for number, (start, stop) in enumerate(arguments):
-        is_last = [n for n in candidates if n not in found] == [number]
-        is_doubtful = cast and (is_last or jax.tree_util.treedef_is_leaf(trees[number]))
-        if start == stop or number in known or is_doubtful:
-            continue
-        span = _find_in_result(program, number, (start, stop), used, _cast_type if cast else _type)
-        if span is not None:
-            found[number] = span
-            used.update(span)
+    for type_of in (_type, _cast_type):
+        cast = type_of is _cast_type
+        candidates = _candidates(program, arguments, {*objects, *found}) if cast and batch is None else ()
+        for number, (start, stop) in enumerate(arguments):
+            is_last = [n for n in candidates if n not in found] == [number]
+            is_doubtful = cast and (is_last or jax.tree_util.treedef_is_leaf(trees[number]))
+            is_decided = number in found or number in objects or number in (batch or ())
+            if start == stop or is_decided or is_doubtful:
+                continue
+            used = {leaf for span in found.values() for leaf in span}
+            span = _find_in_result(program, number, (start, stop), used, type_of)
+            if span is not None:
+                found[number] = span
     return found
 
 
