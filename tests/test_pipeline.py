@@ -355,7 +355,7 @@ def test_calls_into_the_host_run_once(recompute, num_microbatches):
     jax.block_until_ready(compiled(case.state, case.batches[0]))
     jax.effects_barrier()
     assert calls == [(8, 16)] * len(case.state)
-    assert any(each.behind.kept.heavy for (each,) in compiled.plan.origin.pipeline.tasks.rounds) is (recompute == "all")
+    assert any(each.backward.kept.heavy for (each,) in compiled.plan.origin.pipeline.tasks.rounds) is (recompute == "all")
 
 
 # Forward only.

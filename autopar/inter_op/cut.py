@@ -49,7 +49,7 @@ class CutStep:
         stacks: How the stacked arguments and results of the user's step were split.
         split: Its phases.
         chain: The segments of its loop.
-        behind: Value made between passes of the loop -> the pass after which it is made.
+        after_pass: Value made between passes of the loop -> the pass after which it is made.
         batch: Dims of the loop's values that run over samples.
         paths: Paths of the arguments of the user's step.
     """
@@ -59,7 +59,7 @@ class CutStep:
     stacks: LayerSplit
     split: Microbatches
     chain: Chain
-    behind: Mapping[Var, int]
+    after_pass: Mapping[Var, int]
     batch: BatchDims
     paths: tuple[str, ...]
 
@@ -276,7 +276,7 @@ def cut_step(
     known = EqualRules()
     rules = {eqn: known.of(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
     batch = follow_batch(split.loop, rules, pieces)
-    return CutStep(program, roles, stacks, split, chain, order.behind, batch, paths)
+    return CutStep(program, roles, stacks, split, chain, order.after_pass, batch, paths)
 
 
 def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:

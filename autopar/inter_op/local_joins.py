@@ -21,14 +21,14 @@ JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
 
 
 def join_locally(
-    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], stage_of: Mapping[Var, int], behind: Mapping[Var, int]
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], stage_of: Mapping[Var, int], after_pass: Mapping[Var, int]
 ) -> tuple[list[JaxprEqn], dict[Var, int]]:
-    """The equations with their joins over several stages regrouped; and `behind`, with the values that this adds.
+    """The equations with their joins over several stages regrouped; and `after_pass`, with the values that this adds.
 
-    `behind`: value made between passes of the loop -> the pass after which it is made.
+    `after_pass`: value made between passes of the loop -> the pass after which it is made.
     """
     replaced: dict[JaxprEqn, list[JaxprEqn]] = {}
-    behind = dict(behind)
+    after_pass = dict(after_pass)
     for join in _find_joins(jaxpr, eqns):
         groups: dict[int, list[Atom]] = {}
         for part in join.parts:
@@ -37,9 +37,9 @@ def join_locally(
             root, *gone = join.eqns
             chains = _chains(root, groups)
             replaced |= {eqn: [] for eqn in gone} | {root: chains}
-            if root.outvars[0] in behind:
-                behind |= dict.fromkeys(makers(chains), behind[root.outvars[0]])
-    return [each for eqn in eqns for each in replaced.get(eqn, [eqn])], behind
+            if root.outvars[0] in after_pass:
+                after_pass |= dict.fromkeys(makers(chains), after_pass[root.outvars[0]])
+    return [each for eqn in eqns for each in replaced.get(eqn, [eqn])], after_pass
 
 
 def _find_joins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> Iterable[_Join]:

@@ -25,14 +25,14 @@ class PassOrder:
 
     Attributes:
         passes: Per equation of the loop, in order, the number of its pass.
-        behind: Value made between passes -> the pass after which it is made.
+        after_pass: Value made between passes -> the pass after which it is made.
         beside: Value made after a backward pass and read by the loop (the loop's variable) -> the value of the loop that
             it is computed beside: a parameter, or a microbatch's contribution to a result. Values made after a forward
             pass have no fixed place.
     """
 
     passes: tuple[int, ...]
-    behind: Mapping[Var, int] = field(default_factory=dict)
+    after_pass: Mapping[Var, int] = field(default_factory=dict)
     beside: Mapping[Var, Var] = field(default_factory=dict)
 
 
@@ -41,14 +41,15 @@ def pass_order(split: Microbatches) -> PassOrder:
     part_of = {r.var: part for r, part in zip(split.results, split.loop.outvars, strict=True)}
     inner_of = {outer: inner for inner, outer in split.invariant_of.items()}
     gradients = descendants(split.between, is_backward)
-    behind: dict[Var, int] = {}
+    after_pass: dict[Var, int] = {}
     while True:  # fixed point: each iteration learns what is made after one more pass
         # Value -> (pass after which it is made, whether its readers run backwards: it depends on gradients).
-        late = {inner_of[v]: (k, k % 2 == 0 and v in gradients) for v, k in behind.items() if v in inner_of}
+        late = {inner_of[v]: (k, k % 2 == 0 and v in gradients) for v, k in after_pass.items() if v in inner_of}
         passes = _earliest_passes(split.loop, late)
         made_in = {var: k for eqn, k in zip(split.loop.eqns, passes, strict=True) for var in eqn.outvars}
-        before, behind = behind, _pass_before(split.between, {v: made_in.get(part, 0) for v, part in part_of.items()})
-        if behind == before:
+        before = after_pass
+        after_pass = _pass_before(split.between, {v: made_in.get(part, 0) for v, part in part_of.items()})
+        if after_pass == before:
             break
     if max(passes, default=0) > 1:
         read = read_by(split.between)
@@ -58,8 +59,8 @@ def pass_order(split: Microbatches) -> PassOrder:
         known = [a for a in inputs_of(eqn) if a in beside]
         if known:
             beside.update((var, beside[max(known, key=num_bytes)]) for var in eqn.outvars)
-    led_to = [v for v, k in behind.items() if k % 2 and v in inner_of and v in beside]
-    return PassOrder(tuple(passes), behind, {inner_of[v]: beside[v] for v in led_to})
+    led_to = [v for v, k in after_pass.items() if k % 2 and v in inner_of and v in beside]
+    return PassOrder(tuple(passes), after_pass, {inner_of[v]: beside[v] for v in led_to})
 
 
 def _earliest_passes(loop: Jaxpr, late: Mapping[Var, tuple[int, bool]]) -> list[int]:

@@ -76,7 +76,7 @@ class Task:
         name: Name of its program: "stage0/F"; the step's own name, if it is the whole step.
         stage: The stage it belongs to.
         round: The round of its pass or of its update.
-        behind: For tasks between passes: the pass of the loop after which it runs.
+        after_pass: For tasks between passes: the pass of the loop after which it runs.
         jaxpr: Its program, over variables of the joint program.
         inputs: One slot per invar.
         outputs: One slot per outvar; then sums and rows that begin empty.
@@ -91,7 +91,7 @@ class Task:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     gates: Mapping[JaxprEqn, tuple[Var, ...]] = field(default_factory=dict)
-    behind: int = -1
+    after_pass: int = -1
 
     @property
     def is_in_loop(self) -> bool:

@@ -43,7 +43,7 @@ class _Builder:
         self.piece_of = self.split.piece_of
         self.stacks: dict[Var, Var] = {}
         self.sent: list[Var] = []
-        self.joined = {var: new_var(var.aval) for var in tasks.cut.behind}
+        self.joined = {var: new_var(var.aval) for var in tasks.cut.after_pass}
         self.joins: dict[Var, Var] = {}
 
     def build(self) -> StageProgram:
@@ -52,7 +52,7 @@ class _Builder:
             dataclasses.replace(each, eqns=tuple(merge_conditions(each.eqns)))
             for each in self.update.rounds[self.stage]
         ]
-        if scan.after and not any(each.behind == AFTER_LOOP for each in rounds):
+        if scan.after and not any(each.after_pass == AFTER_LOOP for each in rounds):
             rounds.append(UpdateRound(AFTER_LOOP, 0, ()))
         after = [*scan.after, *(eqn for each in rounds for eqn in each.eqns)]
         eqns = [*self.tasks.before[self.stage], *scan.eqns, *after]
@@ -93,7 +93,7 @@ class _Builder:
         """Equations of the loop that both the forward and the backward pass run."""
         # At level `CHEAP` whatever the stage's level is, so that its decision graph does not depend on that.
         cheap = self.tasks.at_level(self.stage, CHEAP).rounds[self.stage]
-        return [eqn for each in cheap for eqn in each.forward if eqn in {*each.behind.eqns, *each.behind.weight}]
+        return [eqn for each in cheap for eqn in each.forward if eqn in {*each.backward.eqns, *each.backward.weight}]
 
     def scan(self) -> AccumulatingScan:
         """The stage's part of the loop, as a scan in the loop's order of equations."""

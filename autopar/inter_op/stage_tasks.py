@@ -31,7 +31,7 @@ def _when(task: Task) -> tuple[int, bool]:
     """Sort key of a task in a step: the pass it belongs to or follows, and whether it follows."""
     if task.is_in_loop:
         return 2 * task.round + (task.kind != "F"), False
-    return task.behind, True
+    return task.after_pass, True
 
 
 def read_as_given(tasks: Sequence[Task], unchanged: Collection[int]) -> tuple[Task, ...]:
@@ -76,8 +76,8 @@ class _Builder:
         """The task before the loop, which also begins sums and rows."""
         eqns = self.tasks.before[self.stage]
         made = makers(eqns)
-        behind = (eqn for each in self.program.rounds for eqn in each.eqns)
-        later = read_by(behind, (*self.program.results, *self.program.leaving))
+        in_rounds = (eqn for each in self.program.rounds for eqn in each.eqns)
+        later = read_by(in_rounds, (*self.program.results, *self.program.leaving))
         consts, joins = self.program.scan.consts, self.program.joins
         outputs = [Slot("const", inner, outer) for inner, outer in consts.items() if outer not in joins]
         outputs += [Slot("value", v, v) for v in later if v in made]
@@ -96,10 +96,10 @@ class _Builder:
     def round(self, number: int, each: Round, read_later: Mapping[Var, None]) -> Iterator[Task]:
         """The tasks of one round; `read_later`: values that later rounds read."""
         for_weights, passed = (
-            read_by(each.behind.weight),
-            {v: Slot("loop", c, v) for v, c in each.behind.passed.items()},
+            read_by(each.backward.weight),
+            {v: Slot("loop", c, v) for v, c in each.backward.passed.items()},
         )
-        waiting: dict[str, Iterable[Var]] = {"F": each.behind.kept.values, "B": for_weights, "W": ()}
+        waiting: dict[str, Iterable[Var]] = {"F": each.backward.kept.values, "B": for_weights, "W": ()}
         kinds: tuple[StepKind, ...] = ("F", "B", "W")
         for kind in kinds:
             eqns = each.by_kind[kind]
@@ -116,7 +116,7 @@ class _Builder:
                 own.sort(key=lambda j: place.get(j.before, -1))
                 outputs += [_slot(j, j.after) for j in own]
                 made = self.task(kind, number, inputs, outputs, whole)
-                yield dataclasses.replace(made, gates=each.behind.gates.get(kind, {}))
+                yield dataclasses.replace(made, gates=each.backward.gates.get(kind, {}))
 
     def made_at(self, value: Atom) -> Made:
         """The task that makes a value of the loop; for a literal the first task."""
@@ -139,20 +139,20 @@ class _Builder:
         known |= {each.total: _slot(each, each.total) for each in self.joined}
         done: dict[Var, None] = {}
         for at, each in enumerate(rounds):
-            eqns = [*(self.finished(each.behind, done) if each.number == 0 else ()), *each.eqns]
-            made, late = makers(eqns), self.late(each.behind)
+            eqns = [*(self.finished(each.after_pass, done) if each.number == 0 else ()), *each.eqns]
+            made, late = makers(eqns), self.late(each.after_pass)
             wanted = dict.fromkeys(variables((*program.results, *program.leaving)))
             wanted |= read_by(eqn for other in rounds[at + 1 :] for eqn in other.eqns)
             outputs = [Slot("value", v, v) for v in wanted if v in made and v not in known]
             outputs += [Slot("const", inner, v) for v, inner in late.items() if v in made]
             done.update(dict.fromkeys(made))
             inputs = [known.get(v) or Slot("value", v, v) for v in read_by(eqns) if v not in made]
-            is_last = all(other.behind != each.behind for other in rounds[at + 1 :])
-            kind: TaskKind = "U" if each.behind == AFTER_LOOP else "M"
+            is_last = all(other.after_pass != each.after_pass for other in rounds[at + 1 :])
+            kind: TaskKind = "U" if each.after_pass == AFTER_LOOP else "M"
             number = each.number if kind == "U" else 2 * at
             if eqns:
                 made_here = self.task(kind, number, inputs, outputs, eqns)
-                yield dataclasses.replace(made_here, behind=each.behind, round=each.number)
+                yield dataclasses.replace(made_here, after_pass=each.after_pass, round=each.number)
             foreign = {v: inner for v, inner in late.items() if v not in done} if is_last else {}
             if foreign:  # made elsewhere: in a last task of its own, since their makers may wait for the tasks above
                 slots = (
@@ -160,32 +160,34 @@ class _Builder:
                     [Slot("const", inner, v) for v, inner in foreign.items()],
                 )
                 handed_on = self.task("M", 2 * at + 1, *slots, ())
-                yield dataclasses.replace(handed_on, behind=each.behind, round=AFTER_LOOP)
+                yield dataclasses.replace(handed_on, after_pass=each.after_pass, round=AFTER_LOOP)
 
-    def finished(self, behind: int, done: Collection[Var]) -> list[JaxprEqn]:
+    def finished(self, after_pass: int, done: Collection[Var]) -> list[JaxprEqn]:
         """The equations that turn the loop's sums into values of the step, for values first wanted after this pass."""
-        read = read_by(eqn for each in self.program.rounds if each.behind == behind for eqn in each.eqns)
-        read |= {v: None for v, first in self.tasks.left_behind_loop[self.stage].items() if first == behind}
-        if behind == AFTER_LOOP:
+        read = read_by(eqn for each in self.program.rounds if each.after_pass == after_pass for eqn in each.eqns)
+        read |= {v: None for v, first in self.tasks.left_behind_loop[self.stage].items() if first == after_pass}
+        if after_pass == AFTER_LOOP:
             read |= dict.fromkeys(variables((*self.program.results, *self.program.leaving)))
         return [e for e in needed(self.program.scan.after, read) if not any(var in done for var in e.outvars)]
 
-    def late(self, behind: int) -> dict[Var, Var]:
+    def late(self, after_pass: int) -> dict[Var, Var]:
         """Values made after a pass that later passes of this stage read: the step's variable -> the loop's."""
-        joins, at = self.program.joins, self.tasks.cut.behind
+        joins, at = self.program.joins, self.tasks.cut.after_pass
         return {
-            joins[v]: inner for inner, v in self.program.scan.consts.items() if v in joins and at[joins[v]] == behind
+            joins[v]: inner
+            for inner, v in self.program.scan.consts.items()
+            if v in joins and at[joins[v]] == after_pass
         }
 
 
 def _after_operands(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
     """Insert each group of `added` right after its operands are made: a gradient is accumulated at once, and freed."""
     made_at = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
-    behind: dict[int, list[JaxprEqn]] = {}
+    following: dict[int, list[JaxprEqn]] = {}
     for group in added:
         last = max((made_at.get(a, -1) for eqn in group for a in inputs_of(eqn)), default=-1)
-        behind.setdefault(last, []).extend(group)
-    return [*behind.get(-1, ()), *(e for k, eqn in enumerate(eqns) for e in (eqn, *behind.get(k, ())))]
+        following.setdefault(last, []).extend(group)
+    return [*following.get(-1, ()), *(e for k, eqn in enumerate(eqns) for e in (eqn, *following.get(k, ())))]
 
 
 def _slot(joined: Joined, var: Atom | None) -> Slot:

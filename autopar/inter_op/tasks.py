@@ -46,17 +46,17 @@ class Round:
     Attributes:
         forward: Equations of the forward pass, in order.
         passes: The stage's equations before recomputation is decided.
-        behind: The backward pass at the chosen recomputation level.
+        backward: The backward pass at the chosen recomputation level.
     """
 
     forward: tuple[JaxprEqn, ...]
     passes: Passes
-    behind: Backward
+    backward: Backward
 
     @property
     def by_kind(self) -> dict[StepKind, tuple[JaxprEqn, ...]]:
         """The equations of tasks F, B and W; B and W include recomputed forward equations."""
-        return {"F": self.forward, "B": self.behind.eqns, "W": self.behind.weight}
+        return {"F": self.forward, "B": self.backward.eqns, "W": self.backward.weight}
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,20 +104,20 @@ class Tasks:
     @functools.cached_property
     def left_behind_loop(self) -> list[dict[Var, int]]:
         """Per stage, its values that other stages read between passes or after the loop -> the pass after which they are
-        first read, as in `UpdateRound.behind`."""
+        first read, as in `UpdateRound.after_pass`."""
         found: list[dict[Var, int]] = [{} for _ in range(self.num_stages)]
         for stage, rounds in enumerate(self.update.rounds):
             for each in rounds:
-                for var in (*read_by(each.eqns), *self.late_constants(stage, each.behind)):
+                for var in (*read_by(each.eqns), *self.late_constants(stage, each.after_pass)):
                     home = self.update.stage_of.get(var, stage)
                     if home != stage:
-                        found[home][var] = min(each.behind, found[home].get(var, each.behind))
+                        found[home][var] = min(each.after_pass, found[home].get(var, each.after_pass))
         return found
 
-    def late_constants(self, stage: int, behind: int) -> dict[Var, None]:
+    def late_constants(self, stage: int, after_pass: int) -> dict[Var, None]:
         """Values made after a pass that a stage's part of the loop reads."""
         read = self.split.read_outside(self.in_loop(stage))
-        return {var: None for var in read if self.cut.behind.get(var) == behind}
+        return {var: None for var in read if self.cut.after_pass.get(var) == after_pass}
 
     def in_loop(self, stage: int) -> list[JaxprEqn]:
         """The equations of the loop that a stage runs; recomputed ones are there again in the backward."""
@@ -125,12 +125,12 @@ class Tasks:
 
     def kept(self, stage: int) -> tuple[Kept, ...]:
         """Per round, the residuals of a stage."""
-        return tuple(each.behind.kept for each in self.rounds[stage])
+        return tuple(each.backward.kept for each in self.rounds[stage])
 
     @property
     def levels(self) -> tuple[float, ...]:
         """Per stage, its recomputation level (`residuals.py`)."""
-        return tuple(rounds[0].behind.level for rounds in self.rounds)
+        return tuple(rounds[0].backward.level for rounds in self.rounds)
 
     def levels_of(self, stage: int) -> list[float]:
         """The levels at which the residuals of a stage change."""
@@ -140,7 +140,7 @@ class Tasks:
         """The same tasks with another recomputation level for one stage."""
         if self.levels[stage] == level:
             return self
-        changed = tuple(replace(each, behind=backward_at(each.passes, level)) for each in self.rounds[stage])
+        changed = tuple(replace(each, backward=backward_at(each.passes, level)) for each in self.rounds[stage])
         return replace(self, rounds=(*self.rounds[:stage], changed, *self.rounds[stage + 1 :]))
 
 
@@ -178,7 +178,7 @@ def make_tasks(
         rounds.append(tuple(found))
     split = _in_halves(cut.split, halves)
     in_loop = [[e for each in of_stage for eqns in each.by_kind.values() for e in eqns] for of_stage in rounds]
-    update = place_update(jaxpr, split, in_loop, made_at, cut.roles.aliases, cut.behind)
+    update = place_update(jaxpr, split, in_loop, made_at, cut.roles.aliases, cut.after_pass)
     before = [tuple(_before(jaxpr, split, s, in_loop[s], update)) for s in range(num_stages)]
     return Tasks(cut, split, tuple(borders), tuple(rounds), tuple(before), update, made_at)
 
@@ -205,7 +205,7 @@ def _place_light_results(cut: CutStep, own: _Own, light: Mapping[Var, JaxprEqn])
     """Let the first stage make results of the loop that light equations make, in the earliest pass; `own` is extended."""
     position = {eqn: k for k, eqn in enumerate(cut.chain.loop.eqns)}
     for eqn in dict.fromkeys(light[a] for a in variables(cut.chain.loop.outvars) if a in light):
-        number = cut.chain.passes[position[eqn]] if cut.behind else 0
+        number = cut.chain.passes[position[eqn]] if cut.after_pass else 0
         own[number, 0] = sorted([*own[number, 0], eqn], key=lambda each: position[each])
 
 
@@ -277,5 +277,5 @@ def _before(
 ) -> list[JaxprEqn]:
     """Equations before the loop that a stage needs; they are repeated in every stage that does."""
     results = [a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage]
-    behind = read_by((eqn for each in update.rounds[stage] for eqn in each.eqns), results)
-    return needed(split.before, split.read_outside(in_loop) | behind, effects=False)
+    later = read_by((eqn for each in update.rounds[stage] for eqn in each.eqns), results)
+    return needed(split.before, split.read_outside(in_loop) | later, effects=False)

@@ -35,12 +35,12 @@ class UpdateRound:
     """Equations that a stage runs together, after a pass of all microbatches.
 
     Attributes:
-        behind: The pass of the loop after which it runs; `AFTER_LOOP`: after all of them.
+        after_pass: The pass of the loop after which it runs; `AFTER_LOOP`: after all of them.
         number: Index among the rounds after that pass.
         eqns: The equations, in order; there may be none.
     """
 
-    behind: int
+    after_pass: int
     number: int
     eqns: tuple[JaxprEqn, ...]
 
@@ -72,7 +72,7 @@ def place_update(
     in_loop: Sequence[Sequence[JaxprEqn]],
     made_at: Mapping[Var, Any],
     aliases: Mapping[int, int],
-    behind: Mapping[Var, int],
+    after_pass: Mapping[Var, int],
 ) -> Update:
     """Place the update.
 
@@ -80,7 +80,7 @@ def place_update(
         in_loop: Per stage, its equations of the loop.
         made_at: Value of the loop -> the task that makes it (`Made`).
         aliases: Result of the step -> argument whose new value it is.
-        behind: Value made between passes of the loop -> the pass after which it is made.
+        after_pass: Value made between passes of the loop -> the pass after which it is made.
     """
     outside = [split.read_outside(eqns) for eqns in in_loop]
     step = _Step(
@@ -94,10 +94,10 @@ def place_update(
         },
     )
     # Joins of samples after the only forward pass: each stage repeats them, once it has the others' contributions.
-    joint = frozenset(split.between if set(behind.values()) == {0} else ())
+    joint = frozenset(split.between if set(after_pass.values()) == {0} else ())
     ungrouped = [*split.between, *split.after]
     stage_of, _ = _place(step, ungrouped, joint)
-    eqns, behind = join_locally(jaxpr, ungrouped, stage_of, behind)
+    eqns, after_pass = join_locally(jaxpr, ungrouped, stage_of, after_pass)
     stage_of, stage_of_eqn = _place(step, eqns, joint)
 
     floating = makers(eqn for eqn in eqns if eqn not in stage_of_eqn)
@@ -105,8 +105,8 @@ def place_update(
     made_last = [var for var in variables(jaxpr.outvars) if var in floating]  # whoever else reads it
     building = _Rounds(step, eqns, stage_of, floating)
     for eqn, stage in stage_of_eqn.items():
-        building.add(eqn, stage, max((behind.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP))
-    late = [(var, stage, behind[var]) for stage, read in enumerate(outside) for var in read if var in behind]
+        building.add(eqn, stage, max((after_pass.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP))
+    late = [(var, stage, after_pass[var]) for stage, read in enumerate(outside) for var in read if var in after_pass]
     for var, stage, after in (*late, *((var, last, AFTER_LOOP) for var in made_last)):
         building.want(var, stage, after)
     rounds = tuple(map(building.of_stage, range(step.num_stages)))
@@ -135,8 +135,8 @@ def place_update(
 
 def _arguments_needed(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
     """Arguments of the step among the values `wanted`, or read by the equations that make them."""
-    behind = {**wanted, **read_by(needed(eqns, wanted, effects=False))}
-    return {var: None for var in jaxpr.invars if var in behind}
+    found = {**wanted, **read_by(needed(eqns, wanted, effects=False))}
+    return {var: None for var in jaxpr.invars if var in found}
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,31 +256,31 @@ class _Rounds:
         self.eqns: list[dict[_Round, list[JaxprEqn]]] = [{} for _ in range(step.num_stages)]
         self.wanted: list[dict[_Round, list[Var]]] = [{} for _ in range(step.num_stages)]
 
-    def add(self, eqn: JaxprEqn, at: int, behind: int) -> None:
+    def add(self, eqn: JaxprEqn, at: int, after_pass: int) -> None:
         """Add an equation to the first round in which a stage has its operands; call it in order of equations."""
-        number = self.number_at(self.makers_of([eqn], ()), at, behind)
-        self.round_of.update(dict.fromkeys(eqn.outvars, (behind, number)))
-        self.eqns[at].setdefault((behind, number), []).append(eqn)
+        number = self.number_at(self.makers_of([eqn], ()), at, after_pass)
+        self.round_of.update(dict.fromkeys(eqn.outvars, (after_pass, number)))
+        self.eqns[at].setdefault((after_pass, number), []).append(eqn)
 
-    def want(self, var: Var, at: int, behind: int) -> None:
+    def want(self, var: Var, at: int, after_pass: int) -> None:
         """Let a stage make a floating value for itself."""
-        number = self.number_at(self.makers_of((), [var]), at, behind)
-        self.wanted[at].setdefault((behind, number), []).append(var)
+        number = self.number_at(self.makers_of((), [var]), at, after_pass)
+        self.wanted[at].setdefault((after_pass, number), []).append(var)
 
     def makers_of(
         self, eqns: Sequence[JaxprEqn], wanted: Sequence[Var], done: Collection[JaxprEqn] = ()
     ) -> list[JaxprEqn]:
         return with_makers(eqns, wanted, self.floating, self.order, done)
 
-    def number_at(self, eqns: Sequence[JaxprEqn], at: int, behind: int) -> int:
+    def number_at(self, eqns: Sequence[JaxprEqn], at: int, after_pass: int) -> int:
         """The first round after a pass in which a stage has all operands of equations."""
         number, stage_of = 0, self.stage_of
         for var in read_by(eqns):
             if var in stage_of and var not in self.arguments:
-                before, so_far = self.round_of.get(var, (behind, 0))
+                before, so_far = self.round_of.get(var, (after_pass, 0))
                 if var not in self.round_of and stage_of[var] != at:
-                    self.eqns[stage_of[var]].setdefault((behind, 0), [])  # an empty round, from which it is sent
-                if before == behind:
+                    self.eqns[stage_of[var]].setdefault((after_pass, 0), [])  # an empty round, from which it is sent
+                if before == after_pass:
                     number = max(number, so_far + (stage_of[var] != at))
         return number
 
@@ -288,11 +288,11 @@ class _Rounds:
         """A stage's rounds, in order; numbers after a pass are contiguous from 0, so some may be empty."""
         own, wanted = self.eqns[stage], self.wanted[stage]
         most: dict[int, int] = {}
-        for behind, number in own.keys() | wanted:
-            most[behind] = max(number, most.get(behind, 0))
+        for after_pass, number in own.keys() | wanted:
+            most[after_pass] = max(number, most.get(after_pass, 0))
         done: dict[JaxprEqn, None] = {}
         found = []
-        for place in ((behind, number) for behind in sorted(most) for number in range(most[behind] + 1)):
+        for place in ((after_pass, number) for after_pass in sorted(most) for number in range(most[after_pass] + 1)):
             eqns = self.makers_of(own.get(place, ()), wanted.get(place, ()), done)
             done.update(dict.fromkeys(eqns))
             found.append(UpdateRound(*place, tuple(eqns)))

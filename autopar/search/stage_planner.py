@@ -246,7 +246,7 @@ def _waits_text(planned: PipelinePlan) -> str:
     if steps_in_order(cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
         return ""
     found = []
-    waited = next((eqn for eqn in cut.split.between if cut.behind[eqn.outvars[0]] % 2 == 0), None)
+    waited = next((eqn for eqn in cut.split.between if cut.after_pass[eqn.outvars[0]] % 2 == 0), None)
     if waited is not None:
         found.append(
             "backward passes depend on a value computed from all microbatches "
@@ -255,7 +255,7 @@ def _waits_text(planned: PipelinePlan) -> str:
             "computes its own value, which changes what the step computes."
         )
     if cut.chain.num_rounds > 1:
-        led = next((eqn for eqn in cut.split.between if cut.behind[eqn.outvars[0]] % 2), None)
+        led = next((eqn for eqn in cut.split.between if cut.after_pass[eqn.outvars[0]] % 2), None)
         where = "" if led is None else f" (from {describe(led)} on)"
         found.append(
             f"a step goes {cut.chain.num_rounds} times forwards and backwards through the stages, since a gradient is taken "

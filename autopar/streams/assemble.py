@@ -214,7 +214,7 @@ def assemble(tasks: Tasks, stages: Sequence[StagePlan], cluster: Cluster, schedu
 
 def steps_in_order(cut: CutStep, num_meshes: int, schedule: Schedule) -> list[list[Step]]:
     """Each mesh's steps, in the schedule's order, round by round; all forward steps first in rounds where a join needs them."""
-    waiting = {number // 2 for number in cut.behind.values() if number % 2 == 0}
+    waiting = {number // 2 for number in cut.after_pass.values() if number % 2 == 0}
     return in_rounds(schedule.order(num_meshes, cut.split.count), cut.chain.num_rounds, waiting)
 
 

@@ -201,7 +201,7 @@ class _Emitter:
         between = self.joining(own, "M")
         for step in self.order[mesh]:
             number = 2 * step.round + (step.kind != "F")
-            while between and between[0][0].task.behind < number:
+            while between and between[0][0].task.after_pass < number:
                 found.append(between.pop(0))
             task = self.stages[step.chunk * self.num_meshes + mesh].task(step.kind, step.round)
             if task is not None:
@@ -211,7 +211,7 @@ class _Emitter:
     def joining(self, own: Iterable[int], kind: TaskKind) -> list[_Event]:
         """The runs of the stages' tasks of a kind that is not per microbatch, round by round."""
         tasks = [t for stage in own for t in self.stages[stage].tasks if t.task.kind == kind]
-        return [(t, -1) for t in sorted(tasks, key=lambda t: (t.task.behind, t.task.round))]
+        return [(t, -1) for t in sorted(tasks, key=lambda t: (t.task.after_pass, t.task.round))]
 
     def name(self, slot: Slot, microbatch: int) -> _Name:
         return slot.kind, slot.key, microbatch if slot.kind in PER_MICROBATCH else -1

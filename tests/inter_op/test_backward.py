@@ -45,13 +45,13 @@ def only_rounds(tasks):
 def test_all_keeps_what_enters(kind, num_stages):
     tasks = tasks_of(kind, num_stages, level=ALL)
     first, *rounds = only_rounds(tasks)
-    assert first.behind.kept.values == (), "of the first stage the batch, which is there anyway"
+    assert first.backward.kept.values == (), "of the first stage the batch, which is there anyway"
     for each in rounds:
-        kept = each.behind.kept
+        kept = each.backward.kept
         assert set(kept.values) == set(each.passes.received) and kept.num_bytes == HIDDEN_BYTES
     cheap = only_rounds(tasks_of(kind, num_stages))
     for a, b in zip(cheap, only_rounds(tasks), strict=True):
-        assert a.behind.kept.num_bytes > 3 * b.behind.kept.num_bytes
+        assert a.backward.kept.num_bytes > 3 * b.backward.kept.num_bytes
 
 
 def test_levels_keep_less_and_run_more():
@@ -82,47 +82,49 @@ def test_a_scan_has_two_levels():
 def test_what_runs_again_runs_late():
     """Of two layers the second runs again first, and the first not before the second's backward has begun."""
     tasks = tasks_of("unrolled", 2, level=find_levels(only_rounds(tasks_of("unrolled", 2))[1].passes)[-2])
-    behind = only_rounds(tasks)[1].behind
-    again = set(behind.kept.heavy)
-    order = [eqn in again for eqn in behind.eqns]
+    backward = only_rounds(tasks)[1].backward
+    again = set(backward.kept.heavy)
+    order = [eqn in again for eqn in backward.eqns]
     runs = [a for a, b in zip(order, [*order[1:], None], strict=True) if a != b]
     assert runs.count(True) > 2, "they stand apart"
     made = set()
-    for eqn in behind.eqns:
+    for eqn in backward.eqns:
         assert not any(var in made for var in eqn.outvars), "nothing twice"
         made.update(eqn.outvars)
-    gates = behind.gates["B"]
-    assert gates and set(gates) <= set(behind.eqns)
-    for eqn in behind.eqns:
+    gates = backward.gates["B"]
+    assert gates and set(gates) <= set(backward.eqns)
+    for eqn in backward.eqns:
         earlier, *gated = gates.get(eqn, [None])
-        assert set(gated) <= {*behind.kept.values, *only_rounds(tasks)[1].passes.pieces} and (earlier is None or gated)
-    places = {var: k for k, eqn in enumerate(behind.eqns) for var in eqn.outvars}
-    assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
+        assert set(gated) <= {*backward.kept.values, *only_rounds(tasks)[1].passes.pieces} and (
+            earlier is None or gated
+        )
+    places = {var: k for k, eqn in enumerate(backward.eqns) for var in eqn.outvars}
+    assert all(places.get(a, -1) < k for k, eqn in enumerate(backward.eqns) for a in inputs_of(eqn))
 
 
 def test_what_is_cheap_is_made_again_late_too():
     """What the first layer's backward makes again is not there while the second's goes on."""
-    behind = only_rounds(tasks_of("unrolled", 2))[1].behind
-    again = set(behind.kept.again)
-    assert again and not behind.kept.heavy
-    order = [eqn in again for eqn in behind.eqns]
+    backward = only_rounds(tasks_of("unrolled", 2))[1].backward
+    again = set(backward.kept.again)
+    assert again and not backward.kept.heavy
+    order = [eqn in again for eqn in backward.eqns]
     runs = [a for a, b in zip(order, [*order[1:], None], strict=True) if a != b]
     assert runs.count(True) > 2, "they stand apart"
-    places = {var: k for k, eqn in enumerate(behind.eqns) for var in eqn.outvars}
-    assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
+    places = {var: k for k, eqn in enumerate(backward.eqns) for var in eqn.outvars}
+    assert all(places.get(a, -1) < k for k, eqn in enumerate(backward.eqns) for a in inputs_of(eqn))
 
 
 @pytest.mark.parametrize("kind", ["unrolled", "scan"])
 def test_nothing_heavy_runs_again_in_both_halves(kind):
     tasks = tasks_of(kind, 2, split_backward="everywhere", level=ALL)
     passed = 0
-    for behind in (each.behind for each in only_rounds(tasks)):
-        heavy = set(behind.kept.heavy)
-        halves = [[eqn for eqn in eqns if eqn in heavy] for eqns in (behind.eqns, behind.weight)]
-        assert sum(map(len, halves)) == len(heavy) and (not halves[1] or not behind.eqns)
-        made = {var for eqn in behind.eqns for var in eqn.outvars}
-        assert set(behind.passed) <= made and not set(behind.passed.values()) & made
-        passed += len(behind.passed)
+    for backward in (each.backward for each in only_rounds(tasks)):
+        heavy = set(backward.kept.heavy)
+        halves = [[eqn for eqn in eqns if eqn in heavy] for eqns in (backward.eqns, backward.weight)]
+        assert sum(map(len, halves)) == len(heavy) and (not halves[1] or not backward.eqns)
+        made = {var for eqn in backward.eqns for var in eqn.outvars}
+        assert set(backward.passed) <= made and not set(backward.passed.values()) & made
+        passed += len(backward.passed)
     assert passed or kind == "scan"
 
 

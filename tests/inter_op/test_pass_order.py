@@ -76,20 +76,20 @@ def test_each_round_goes_where_the_parameters_are(step, num_rounds, count):
 def test_nothing_is_read_before_it_is_made(count):
     made = cut(sharpness_aware, count)
     order = pass_order(made.split)
-    assert order.passes == made.chain.passes and set(order.behind.values()) == {1}
+    assert order.passes == made.chain.passes and set(order.after_pass.values()) == {1}
     number = {v: k for eqn, k in zip(made.chain.loop.eqns, order.passes, strict=True) for v in eqn.outvars}
     for eqn, own in zip(made.chain.loop.eqns, order.passes, strict=True):
         assert all(number.get(a, 0) <= own for a in inputs_of(eqn))
-        assert all(order.behind.get(made.split.invariant_of.get(a), -1) < own for a in inputs_of(eqn))
+        assert all(order.after_pass.get(made.split.invariant_of.get(a), -1) < own for a in inputs_of(eqn))
     parts = {r.var: part for r, part in zip(made.split.results, made.split.loop.outvars, strict=True)}
     for eqn in made.split.between:
         for a in inputs_of(eqn):
             part = parts.get(a)
-            assert part is None or isinstance(part, Literal) or number[part] <= order.behind[eqn.outvars[0]]
+            assert part is None or isinstance(part, Literal) or number[part] <= order.after_pass[eqn.outvars[0]]
 
 
 def test_what_moves_parameters_stands_between_once():
     made = cut(sharpness_aware, 2)
     between = {eqn.outvars[0] for eqn in made.split.between}
     assert between and between.isdisjoint(eqn.outvars[0] for eqn in made.split.after)
-    assert max(made.behind.values()) < AFTER_LOOP
+    assert max(made.after_pass.values()) < AFTER_LOOP

@@ -338,7 +338,7 @@ def kept_of_two_stages():
         method=autopar.PipelineParallel(num_microbatches=1),
         batch_argnums=(1,),
     ).plan([layer_types(), layer_types()], {"x": data, "y": data})
-    return [each.behind.kept for (each,) in plan.origin.pipeline.tasks.rounds]
+    return [each.backward.kept for (each,) in plan.origin.pipeline.tasks.rounds]
 
 
 def bytes_that_jax_saves(function, *args, counted=()):

@@ -100,7 +100,7 @@ def _split_by_results(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
     for k, branch in enumerate(branches):
         readers: dict[Var, dict[int, None]] = {}
         for number, group in enumerate(groups):
-            _, numbers = branch.behind(branch.body.outvars[at] for at in group)
+            _, numbers = branch.made_of(branch.body.outvars[at] for at in group)
             for var in numbers:
                 readers.setdefault(var, {})[number] = None
         shared = [var for var, of in readers.items() if len(of) > 1 or branch.is_of_arrays(var)]
@@ -134,7 +134,7 @@ class _Branch:
         single = {eqn.outvars[0] for eqn in body.eqns if len(eqn.outvars) == 1}
         self.numbers = {var for var in single if num_elements_of(var) <= 1 and var not in dear}
 
-    def behind(self, results: Iterable[Atom]) -> tuple[dict[JaxprEqn, None], dict[Var, None]]:
+    def made_of(self, results: Iterable[Atom]) -> tuple[dict[JaxprEqn, None], dict[Var, None]]:
         """The equations that results need, back to cheap scalars; and those scalars."""
         made_of = {var: inputs_of(eqn) for var, eqn in self.made_by.items() if var not in self.numbers}
         found = ancestors(variables(results), lambda var: made_of.get(var, ()))
@@ -156,7 +156,7 @@ def _groups(region: Region, branches: Sequence[_Branch]) -> list[list[int]]:
     first: dict[object, int] = {}
     for branch in branches:
         for at, atom in enumerate(branch.body.outvars):
-            eqns, _ = branch.behind([atom])
+            eqns, _ = branch.made_of([atom])
             is_number = num_elements_of(region.eqn.outvars[at]) <= 1 and not eqns
             for key in [*eqns, *(["number"] if is_number else [])]:
                 other = group_of[first.setdefault(key, at)]
