@@ -29,11 +29,11 @@ Bytes = Callable[[Copy], int]
 
 
 def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
-    """Delay work that leads to later gradients, at most once at a position; `num_bytes`: bytes of a copy on one device."""
+    """Delay work that leads to later gradients; `num_bytes`: bytes of a copy on one device."""
     sums = {at: size for at, i in enumerate(body.instructions) if (size := _sum_bytes(i, num_bytes))}
     furthest = _furthest(body, sums)
     ends = [at for at, i in enumerate(body.instructions) if furthest[at] < 0 and _is_sum(i, num_bytes)]
-    found: dict[int, Delay] = {}
+    found: list[Delay] = []
     sent: list[int] = []  # reduce-scatters that nothing waits for yet, in order
     for place in sums:
         done = next(
@@ -47,10 +47,10 @@ def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
                 first = min(body.instructions[last].reads, key=num_bytes)
                 summed = [*sent[: done + 1], *(at for at in ends if at < last)]
                 awaited = tuple(copy for at in summed for copy in body.instructions[at].makes)
-                found[last] = Delay(last, (first,), awaited, lasts=False)
+                found.append(Delay(last, (first,), awaited, lasts=False))
                 sent, ends = sent[done + 1 :], [at for at in ends if at > last]
         sent.append(place)
-    return list(found.values())
+    return found
 
 
 def _sum_bytes(instruction: Instruction, num_bytes: Bytes) -> int:
