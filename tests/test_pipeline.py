@@ -355,7 +355,9 @@ def test_calls_into_the_host_run_once(recompute, num_microbatches):
     jax.block_until_ready(compiled(case.state, case.batches[0]))
     jax.effects_barrier()
     assert calls == [(8, 16)] * len(case.state)
-    assert any(each.backward.kept.heavy for (each,) in compiled.plan.origin.pipeline.tasks.rounds) is (recompute == "all")
+    assert any(each.backward.kept.heavy for (each,) in compiled.plan.origin.pipeline.tasks.rounds) is (
+        recompute == "all"
+    )
 
 
 # Forward only.
@@ -455,7 +457,7 @@ def test_balanced_experts(num_devices, schedule, recwarn):
     step = make_step(case, num_devices, num_stages=num_devices, num_microbatches=4, schedule=schedule)
     compiled = step.compile(case.state, case.batches[0])
     check_steps(case, compiled)
-    assert any("come first" in str(w.message) for w in recwarn) == (schedule != "gpipe")
+    assert any("all forward passes run first" in str(w.message) for w in recwarn) == (schedule != "gpipe")
     assert "stage0/M" in compiled.programs, "the first share is sent to the last stage"
     for stream in compiled.plan.streams.values():
         kinds = "".join(i.program.split("/")[1][0] for i in stream if isinstance(i, Run))
@@ -481,7 +483,7 @@ def test_batch_norm():
     with pytest.raises(MicrobatchError, match="cannot be worked through in microbatches exactly"):
         make_step(case, 4, num_stages=4, num_microbatches=4).plan(case.state, case.batches[0])
     step = make_step(case, 4, num_stages=4)
-    with pytest.warns(UserWarning, match="num_microbatches is left open.*each waits for the others"):
+    with pytest.warns(UserWarning, match="num_microbatches is left open.*run one after the other"):
         compiled = step.compile(case.state, case.batches[0])
     check_steps(case, compiled)
 

@@ -234,8 +234,11 @@ def is_stopped(pid):
 
 
 def stand(self):
+    """Whatever a worker computes outside of steps takes for ever: what is patched has to be there."""
     worker = sys.modules["autopar.runtime.ray.worker.worker"]
-    self._parts = worker.compiled = worker.on_devices = lambda *_: stand_still()
+    for owner, name in ((self, "_parts"), (self, "_compiled"), (worker, "on_devices")):
+        getattr(owner, name)
+        setattr(owner, name, lambda *_: stand_still())
 
 
 HUNG = [(stop, "fetch"), (stand, "create"), (stand, "put")]
@@ -262,9 +265,11 @@ def test_hung_outside_of_steps(small, monkeypatch, how, call):
     state, _ = small(params, batch)  # what was fetched need not be fetched again
     monkeypatch.setattr(workers._machine, "wait_seconds", limit)
     monkeypatch.setattr(workers._machine, "silence_seconds", 3 * limit)
-    actors(small)[1].__ray_call__.remote(how)
+    patched = actors(small)[1].__ray_call__.remote(how)
     if how is stop:
         wait_until(lambda: is_stopped(pids[1]), "a worker that stops")
+    else:
+        ray.get(patched)
     started = time.monotonic()
     with pytest.raises(WorkerError) as info:
         act()
