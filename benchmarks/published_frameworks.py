@@ -13,7 +13,7 @@ import re
 from published_runs import Run
 
 from autopar.cost import kernel_seconds
-from autopar.cost.kernels import Kernel, Pass, Product
+from autopar.cost.kernels import Kernel, MemoryPass, Product
 from autopar.mesh import Device
 
 EAGER = 2.3
@@ -159,7 +159,7 @@ def eager_seconds(kernel: Kernel, device: Device) -> float:
     """Time of a kernel in a framework that runs operation by operation, with what libraries have for its shape."""
     seconds = kernel_seconds(kernel, device)
     match kernel:
-        case Pass():
+        case MemoryPass():
             return EAGER * seconds
         case Product() if not _is_aligned(kernel):
             flops = kernel.work * kernel.count * kernel.rows * kernel.columns * kernel.depth
@@ -183,7 +183,7 @@ def with_launches(run: Run, kernels: tuple[Kernel, ...], seconds: float, collect
     the one before is done."""
     if run.compiled:
         return seconds
-    count = collectives + sum(EAGER if isinstance(k, Pass) else 1 for k in kernels)
+    count = collectives + sum(EAGER if isinstance(k, MemoryPass) else 1 for k in kernels)
     if waits_for_kernels(run):
         return seconds + count * BLOCKING_SECONDS
     return max(seconds, count * HOST_SECONDS * (PROFILED if run.is_profiled else 1))

@@ -28,7 +28,7 @@ from published_work import PHASES, Work, planned
 
 import autopar
 from autopar.cost import kernel_seconds
-from autopar.cost.kernels import Pass
+from autopar.cost.kernels import MemoryPass
 from autopar.mesh import Cluster, Device, Link
 
 UPDATE_BYTES = 20
@@ -50,7 +50,7 @@ def net_parts(run: Run, machine: Machine) -> tuple[float, float, float, float]:
         work.compute(phases, machine.device, run) / blocks for phases in (("forward",), (*PHASES, *again))
     )
     once, with_each = data_seconds(run, machine, params, blocks, forward, whole)
-    update = kernel_seconds(Pass(UPDATE_BYTES * params / (run.shards if run.zero else 1)), machine.device)
+    update = kernel_seconds(MemoryPass(UPDATE_BYTES * params / (run.shards if run.zero else 1)), machine.device)
     kept = 0 if again else work.kept_bytes
     needed = params * state_bytes(run) + kept + work.working_bytes
     return run.count * blocks * whole, once + run.count * with_each, update, needed

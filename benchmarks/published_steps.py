@@ -29,7 +29,7 @@ from published_sending import (
 from published_work import PHASES, Layer, Work, layer_of, sizes_of, tokens_of, work_of
 
 from autopar.cost import kernel_seconds
-from autopar.cost.kernels import Pass, Product
+from autopar.cost.kernels import MemoryPass, Product
 from autopar.mesh import Device, LogicalMesh
 
 
@@ -89,17 +89,17 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     end, end_tensor = ends.busy(PHASES, device, run), sum(ends.communication(phase, mesh) for phase in PHASES)
     layers = stage_layers(run)
     most, params, experts = max(layers), params_of(run, layers[0], 0), expert_params_of(run, layers[0])
-    adding = kernel_seconds(Pass(gradient_bytes(run) * (params + experts)), device)
+    adding = kernel_seconds(MemoryPass(gradient_bytes(run) * (params + experts)), device)
     fullest = max((most, 0.0, 0.0), (layers[-1], end, end_tensor), key=lambda s: s[0] * (work + tensor) + s[1] + s[2])
     busy, sending = fullest[0] * work + fullest[1] + adding, fullest[0] * tensor + fullest[2]
     bubble = waiting_part(run) * (run.pipeline - 1) / run.chunks * (most * (work + tensor) + adding)
     once, with_each = data_seconds(run, machine, params, most, forward, work + tensor)
-    update = kernel_seconds(Pass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
+    update = kernel_seconds(MemoryPass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
     if experts:
         apart = experts_apart(run)
         for_experts = data_seconds(apart, machine, experts, most, forward, work + tensor)
         once, with_each = once + for_experts[0], with_each + for_experts[1]
-        update += kernel_seconds(Pass(ADAM_BYTES * experts / (apart.shards if run.zero else 1)), device)
+        update += kernel_seconds(MemoryPass(ADAM_BYTES * experts / (apart.shards if run.zero else 1)), device)
     once += tied_seconds(run, machine)
     capacity = capacity_of(device)
     memory = max(
@@ -134,7 +134,7 @@ def again_between_products(run: Run, layer: Layer, device: Device) -> float:
     """
     if not run.recompute.startswith("dots"):
         return 0.0
-    again = [(share, k) for share, k in layer.kernels("forward") if isinstance(k, Pass)]
+    again = [(share, k) for share, k in layer.kernels("forward") if isinstance(k, MemoryPass)]
     if "context" not in run.recompute:
         again += layer.kernels("core")
     if "except mlp" in run.recompute:

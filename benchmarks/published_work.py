@@ -30,7 +30,7 @@ from published_runs import Run
 import autopar
 from autopar._jax import Var
 from autopar.cost import collective_seconds, kernel_seconds
-from autopar.cost.kernels import Kernel, Pass
+from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.held import held_values
 from autopar.intra_op.kernels import kernel_of
@@ -223,7 +223,7 @@ def _read(sharded: Any, mesh: LogicalMesh) -> Work:
             phase = "backward" if is_backward(eqn) else "core" if core else "forward"
             node = graph.nodes[graph.op_node[eqn]]
             kernel = kernel_of(node, instruction.strategy, traffic[node.index], mesh)
-            if kernel.num_bytes or not isinstance(kernel, Pass):
+            if kernel.num_bytes or not isinstance(kernel, MemoryPass):
                 kernels[phase].append(kernel)
             for var in reads[node.index] if phase == "backward" else ():
                 if made_in.get(var) != "backward" and var in graph.produced:

@@ -29,7 +29,7 @@ from published_runs import Left  # noqa: E402
 from published_steps import Prediction, expert_params_of, params_of, predict, to_experts_seconds  # noqa: E402
 from published_table import ROW, read_row, table_of  # noqa: E402, F401
 
-from autopar.cost.kernels import Pass, Product  # noqa: E402
+from autopar.cost.kernels import MemoryPass, Product  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_host_launches_what_experts_do(read):
     sizes = {"model": "Mixtral 8x1B", "framework": "Megatron-LM", "ep": "2"}
     wide, narrow = (Product(4, 512, 256, 256, 1e6, (name, name)) for name in ("bfloat16", "float8_e4m3fn"))
     run = read(**sizes)
-    assert expert_launches(run, (wide, Pass(1e6))) == pytest.approx(5 * HOST_SECONDS)
+    assert expert_launches(run, (wide, MemoryPass(1e6))) == pytest.approx(5 * HOST_SECONDS)
     assert expert_launches(run, (narrow,)) == pytest.approx(20 / 3 * HOST_SECONDS)
     assert expert_launches(read(**sizes | {"framework": "MaxText (JAX)"}), (wide,)) == 0
     dropped, kept = (read(**sizes | {"model": f"Mixtral 8x1B ({word})"}) for word in ("tokendrop", "dropless"))

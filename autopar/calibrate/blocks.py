@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.calibrate.cases import SMALL, Case, normed
-from autopar.cost.kernels import Kernel, Pass
+from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.traffic import find_traffic
@@ -72,7 +72,7 @@ def _update(size: int) -> Case:
         square = 0.999 * square + 0.001 * gradient**2
         return value - SMALL * mean / (jnp.sqrt(square) + 1e-8), mean, square
 
-    kernel = Pass(7 * 4.0 * size, 1.0, "parameters")  # reads four arrays, writes three
+    kernel = MemoryPass(7 * 4.0 * size, 1.0, "parameters")  # reads four arrays, writes three
     return Case("update", f"Adam of {size} float32", ((size,),) * 4, "float32", turn, (kernel,), num_made=3)
 
 

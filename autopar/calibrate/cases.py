@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
+from autopar.cost.kernels import FusedProducts, Kernel, MemoryPass, Product
 from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 
 SMALL = 1e-6
@@ -86,7 +86,7 @@ def _passes(is_cpu: bool) -> Iterator[Case]:
             ((size,), (size,)),
             "float32",
             lambda x, y: x * 0.5 + y,
-            (Pass(12.0 * size),),
+            (MemoryPass(12.0 * size),),
         )
 
 
@@ -114,10 +114,10 @@ def _rows(is_cpu: bool) -> Iterator[Case]:
         return (x.reshape(2, rows // 2, width).swapaxes(1, 2) * 0.5).reshape(rows, width) + y
 
     for name, turn, kernels in (
-        ("norm", norm, (Pass(size), Pass(size), Pass(3 * size))),
-        ("softmax", softmax, (Pass(size), Pass(size), Pass(3 * size))),
-        ("gelu", activation, (Pass(3 * size),)),
-        ("transpose", transpose, (Pass(3 * size, turned_bytes=size),)),
+        ("norm", norm, (MemoryPass(size), MemoryPass(size), MemoryPass(3 * size))),
+        ("softmax", softmax, (MemoryPass(size), MemoryPass(size), MemoryPass(3 * size))),
+        ("gelu", activation, (MemoryPass(3 * size),)),
+        ("transpose", transpose, (MemoryPass(3 * size, turned_bytes=size),)),
     ):
         kind = "transpose" if name == "transpose" else "pass"
         yield Case(kind, f"{name} of [{rows}, {width}] float32", ((rows, width),) * 2, "float32", turn, kernels)
@@ -155,7 +155,7 @@ def product(count: int, rows: int, columns: int, depth: int, dtype: str, kind: s
         ((count, rows, depth), (count, rows, depth), (count, depth, columns), (count, columns, depth)),
         dtype,
         lambda x, x0, w, v: x0 * 0.5 + SMALL * ((x @ w) @ v),
-        (there, back, Pass(3.0 * size * jnp.dtype(dtype).itemsize)),
+        (there, back, MemoryPass(3.0 * size * jnp.dtype(dtype).itemsize)),
     )
 
 
@@ -180,7 +180,7 @@ def _turned(is_cpu: bool) -> Iterator[Case]:
             ((depth, columns), (depth, columns), (depth, rows), (rows, depth)),
             dtype,
             turn,
-            (there, back, Pass(3.0 * depth * columns * jnp.dtype(dtype).itemsize)),
+            (there, back, MemoryPass(3.0 * depth * columns * jnp.dtype(dtype).itemsize)),
         )
 
 
@@ -209,7 +209,7 @@ def _convolutions(is_cpu: bool) -> Iterator[Case]:
             (shape, shape, (3, 3, channels, channels)),
             dtype,
             turn,
-            (kernel, Pass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize)),
+            (kernel, MemoryPass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize)),
         )
 
 
@@ -248,8 +248,8 @@ def _indexing(is_cpu: bool) -> Iterator[Case]:
         return (x * 0.5).at[(jnp.arange(rows) * 7919) % rows].add(updates)
 
     for kind, turn, kernels in (
-        ("gather", pick, (Pass(2 * moved),)),
-        ("scatter", place, (Pass(2 * moved), Pass(3 * moved))),
+        ("gather", pick, (MemoryPass(2 * moved),)),
+        ("scatter", place, (MemoryPass(2 * moved), MemoryPass(3 * moved))),
     ):
         shape = (rows, width)
         yield Case(kind, f"{rows} rows of {width} float32", (shape, shape), "float32", turn, kernels, is_fitted=False)
@@ -291,7 +291,7 @@ def collective(kind: CollectiveKind, num_bytes: int, group: int) -> Case:
     def permute(x: jax.Array) -> jax.Array:
         return lax.ppermute(x, "x", neighbours)
 
-    whole, own = Pass(8.0 * count), Pass(8.0 * part)
+    whole, own = MemoryPass(8.0 * count), MemoryPass(8.0 * part)
     turn, shape, kernel = {
         "all-reduce": (all_reduce, (count,), whole),
         "all-gather": (all_gather, (part,), own),

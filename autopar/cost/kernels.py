@@ -1,6 +1,6 @@
 """Prices one kernel on one device.
 
-In:     a description of the kernel (`Product`, `FusedProducts`, `Pass`, `HostCopy`), the device.
+In:     a description of the kernel (`Product`, `FusedProducts`, `MemoryPass`, `HostCopy`), the device.
 Out:    seconds.
 Method: launch, then the longer of computing and moving bytes (the roofline: Williams, Waterman & Patterson, CACM 2009). A
         product's rate depends on its shape: it is cut into tiles, which the cores process in waves, each in the time of a
@@ -66,7 +66,7 @@ class FusedProducts:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class MemoryPass:
     """Elementwise work and reductions: bytes moved by `launches` kernels, or by a fraction of one.
 
     Work of models is counted as perfectly fused; `on` selects the device's factor for what compilers do beyond that. Work
@@ -87,7 +87,7 @@ class HostCopy:
     num_bytes: float
 
 
-Kernel = Product | FusedProducts | Pass | HostCopy
+Kernel = Product | FusedProducts | MemoryPass | HostCopy
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -101,7 +101,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
             return reached.launch_seconds + max(product_seconds(kernel, device), moving)
         case FusedProducts(flops, _, dtypes):
             return reached.launch_seconds + flops / (device.product_flops_per_second(dtypes) * reached.fused) + moving
-        case Pass(_, launches, on, turned_bytes):
+        case MemoryPass(_, launches, on, turned_bytes):
             times = {"samples": reached.passes, "parameters": reached.update_passes, "alone": 1.0}[on]
             picking = (reached.turning - 1) * turned_bytes / rate
             return times * (reached.launch_seconds * launches + moving + picking)

@@ -130,7 +130,7 @@ def is_repeatable(eqn: JaxprEqn) -> bool:
         return False
     if is_region(eqn):
         return all(is_repeatable(inner) for body in bodies_of(eqn) for inner in body.eqns)
-    return has_rule(eqn.primitive) or not rule_for(eqn).once
+    return has_rule(eqn.primitive) or not rule_for(eqn).host_call
 
 
 class _Costs:

@@ -17,14 +17,14 @@ import numpy as np
 
 from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
-from autopar.cost.kernels import Kernel, Pass
+from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.cost.steps import reduced_itemsize
 from autopar.intra_op.exposure import Exposure, Kind, is_sent_with_others, kind_of
 from autopar.intra_op.fuse import sent_together, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of, kernels_of
 from autopar.intra_op.problem import Problem
-from autopar.intra_op.sharded import travelling_bytes
+from autopar.intra_op.sharded import exchanged_bytes
 from autopar.intra_op.traffic import Traffic, find_traffic
 from autopar.ir.rules.rule import num_elements
 from autopar.ir.work import num_bytes
@@ -164,7 +164,7 @@ class OperationSeconds:
         key = (self.graph.nodes[index].signature, self.choices[index], id(self.traffic[index]))
         if key not in self.known:
             kernel = self.kernel(index)
-            idle = isinstance(kernel, Pass) and not kernel.num_bytes
+            idle = isinstance(kernel, MemoryPass) and not kernel.num_bytes
             self.known[key] = 0.0 if idle else kernel_seconds(kernel, self.device)
         return self.known[key]
 
@@ -254,7 +254,7 @@ class _NodeCosts:
                     size = elements * reduced_itemsize(reduction, var.aval.dtype)
                     sent = collective_seconds("all-reduce", size, axes, self.mesh)
                     seconds[k] += sent if node.communicates else np.inf
-            for size in travelling_bytes(node.rule, node.eqn, strategy, self.mesh):
-                sent = collective_seconds("ragged-all-to-all", size, strategy.travels, self.mesh)
+            for size in exchanged_bytes(node.rule, node.eqn, strategy, self.mesh):
+                sent = collective_seconds("ragged-all-to-all", size, strategy.exchanged_over, self.mesh)
                 seconds[k] += sent if node.communicates and not self.shares_memory else np.inf
         return seconds

@@ -16,7 +16,7 @@ import jax.lax
 import numpy as np
 
 from autopar._jax import Atom, JaxprEqn, copies_to_or_from_host
-from autopar.cost.kernels import FusedProducts, HostCopy, Kernel, Pass, Product
+from autopar.cost.kernels import FusedProducts, HostCopy, Kernel, MemoryPass, Product
 from autopar.intra_op.graph import Node
 from autopar.intra_op.strategies import Strategy, split_fraction
 from autopar.intra_op.traffic import Traffic, is_indexing
@@ -78,7 +78,7 @@ def _kernel(
     num_bytes = sum(count * sizes[at] for count, at in zip(traffic.counts, traffic.touched, strict=True) if count)
     if not computes:
         turned_bytes = sum(traffic.counts[k] * sizes[traffic.touched[k]] for k in traffic.turned)
-        return Pass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
+        return MemoryPass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
     flops = node.rule.flops * share
     dtypes = tuple(atom.aval.dtype.name for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number))
     dtypes = dtypes or ("bool",) * len(eqn.invars)  # no number among them: a product of masks
@@ -118,16 +118,16 @@ class _Grouped:
 def _grouped(node: Node, strategy: Strategy, mesh: LogicalMesh) -> _Grouped | None:
     if node.eqn.primitive.name not in PRODUCTS:
         return None
-    num_devices = math.prod(mesh.size_of(axis) for axis in strategy.travels)
+    num_devices = math.prod(mesh.size_of(axis) for axis in strategy.exchanged_over)
     return _Grouped(num_devices, masked_bytes(node.eqn, strategy, mesh) if is_masked(node.eqn, mesh) else 0)
 
 
 def _product(
     eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
-) -> Product | Pass:
+) -> Product | MemoryPass:
     """A product of matrices; products with vectors are passes: XLA multiplies and sums elementwise."""
     if 1 in _lengths(eqn, [tuple(atom.aval.shape) for atom in eqn.invars])[1:]:
-        return Pass(num_bytes)
+        return MemoryPass(num_bytes)
     lengths = _lengths(eqn, shapes)
     return Product(*lengths, num_bytes, dtypes, _is_highest(eqn), _work(eqn), is_turned=_is_turned(eqn))
 

@@ -128,7 +128,11 @@ class _Build:
             kernel = self.seconds_of(instruction.eqn)
             if copies_to_or_from_host(instruction.eqn):  # overlaps with kernels, like a collective
                 return _Task(None, kernel, needs)
-        if not isinstance(instruction, Compute) or instruction.strategy.reductions or instruction.strategy.travels:
+        if (
+            not isinstance(instruction, Compute)
+            or instruction.strategy.reductions
+            or instruction.strategy.exchanged_over
+        ):
             own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
         if not kernel and not own:
             return None

@@ -272,7 +272,7 @@ class _Lowering:
         for var, sharding in instruction.reads:
             if sharding not in self.copies.get((var, phase), ()):
                 self.need(var, sharding, eqn)
-        if instruction.rule.moves:
+        if instruction.rule.moves_data:
             self.emit(instruction)
         else:  # new values, which are not narrow
             self.emitted[-1].append(instruction)

@@ -22,7 +22,9 @@ def narrow_dtype(instruction: Instruction, known: Mapping[Copy, np.dtype | None]
     match instruction:
         case Move(var, source, target):
             return None if source.partial or target.partial else known.get((var, source))
-        case Compute(eqn, rule, strategy) if rule.moves and len(eqn.outvars) == 1 and not strategy.results[0].partial:
+        case Compute(eqn, rule, strategy) if (
+            rule.moves_data and len(eqn.outvars) == 1 and not strategy.results[0].partial
+        ):
             copies = [(a, s) for a, s in zip(eqn.invars, strategy.operands, strict=True) if not isinstance(a, Literal)]
             if len(copies) != 1:
                 return None

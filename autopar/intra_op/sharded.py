@@ -238,9 +238,9 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
                             local_bytes(var, sharding, mesh) // dtype.itemsize * reduced_itemsize(reduction, dtype)
                         )
                         yield instruction, Collective("all-reduce", axes, num_bytes, times, describe(eqn))
-                for num_bytes in travelling_bytes(rule, eqn, strategy, mesh):
+                for num_bytes in exchanged_bytes(rule, eqn, strategy, mesh):
                     kind: CollectiveKind = "ragged-all-to-all"
-                    yield instruction, Collective(kind, strategy.travels, num_bytes, times, describe(eqn))
+                    yield instruction, Collective(kind, strategy.exchanged_over, num_bytes, times, describe(eqn))
             case Move():
                 yield from ((instruction, c) for c in _move_collective((instruction,), mesh, times))
             case Fused(moves):
@@ -255,18 +255,18 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
                 assert_never(instruction)
 
 
-def travelling_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[int]:
+def exchanged_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[int]:
     """For each array of rows that is sent to the devices of their groups, the bytes that a device sends: its own rows, taking
     groups as equally large."""
-    if rule.travel is None or not strategy.travels:
+    if rule.exchange is None or not strategy.exchanged_over:
         return []
     copies = [*zip(eqn.invars, strategy.operands, strict=True), *zip(eqn.outvars, strategy.results, strict=True)]
-    return [local_bytes(*copies[k], mesh) for k in rule.travel.travelling]
+    return [local_bytes(*copies[k], mesh) for k in rule.exchange.exchanged]
 
 
 def is_callback(instruction: Compute) -> bool:
     """Whether an instruction calls a user's function on the host; JAX's own prints do not count."""
-    return instruction.rule.once and "callback" in instruction.eqn.params
+    return instruction.rule.host_call and "callback" in instruction.eqn.params
 
 
 def calls_host(body: Body) -> bool:

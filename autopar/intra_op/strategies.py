@@ -5,7 +5,7 @@ Out:    a `Strategy` for each assignment of mesh axes to factors: the sharding w
         result, and immediate reductions.
 Method: each axis independently takes one of the strategies for a single axis (`ir/split/strategy.py`): it splits one
         factor; or carries partial sums through one linear group of operands; or is idle (the operation is replicated over
-        it); or rows are sent along it to the devices of their groups (`Travel`). A factor is split only if its length
+        it); or rows are sent along it to the devices of their groups (`RowExchange`). A factor is split only if its length
         divides.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir.rules.rule import Factor, ShardingRule, Term
 from autopar.ir.split.placement import REPLICATED, Partial, Placement, Reduction, Split
-from autopar.ir.split.strategy import AxisStrategy, strategies, travels
+from autopar.ir.split.strategy import AxisStrategy, exchanges, strategies
 from autopar.mesh import Sharding
 
 IDLE = "-"
@@ -35,7 +35,7 @@ class Strategy:
         operands: Sharding wanted of each operand.
         results: Sharding of each result, after `reductions`.
         reductions: (kind, axes) reduced immediately, for every result that lacks the reduced factor.
-        travels: Axes along which rows are sent to the devices of their groups, and results are sent back.
+        exchanged_over: Axes along which rows are sent to the devices of their groups, and results are sent back.
     """
 
     choice: tuple[str, ...]
@@ -43,7 +43,7 @@ class Strategy:
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     reductions: tuple[tuple[Reduction, tuple[str, ...]], ...] = ()
-    travels: tuple[str, ...] = ()
+    exchanged_over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return " ".join(self.choice)
@@ -64,7 +64,7 @@ def enumerate_strategies(
     for size in axis_sizes.values():
         ways = [s for s in strategies(rule, size) if s.factor is not None or carried is None or s.group in carried]
         named = [(s.factor or f"+{s.group}", s) for s in ways]
-        named += [(f"{s.factor}>{s.beside}", s) for s in travels(rule, size)]
+        named += [(f"{s.factor}>{s.beside}", s) for s in exchanges(rule, size)]
         on_axis.append([*(named if size > 1 else ()), (IDLE, idle)])
     found: dict[tuple[object, ...], Strategy] = {}
     axes = tuple(axis_sizes)
@@ -117,16 +117,16 @@ def _together(
             return None
     reductions = tuple((kind, axes_of[f]) for f, kind in rule.reduced.items() if f in axes_of)
     wide = tuple(axis for axis, size in axis_sizes.items() if size > 1)
-    if rule.once and wide:
+    if rule.host_call and wide:
         reductions = (("sum", wide),)
     wanted, given = tuple([of(numbers) for of in operands]), tuple([of(numbers) for of in results])
-    travel = () if rule.travel is None else rule.travel.axes(axes_of)
-    if travel and rule.travel is not None:
-        if travel != axes_of[rule.travel.group]:  # some axis splits groups without sending rows to them
+    exchange = () if rule.exchange is None else rule.exchange.axes(axes_of)
+    if exchange and rule.exchange is not None:
+        if exchange != axes_of[rule.exchange.group]:  # some axis splits groups without sending rows to them
             return None
-        along = zip(wanted, rule.travel.along, strict=False)
+        along = zip(wanted, rule.exchange.along, strict=False)
         wanted = tuple([s if factor is not None else Sharding(((),) * len(s.dims)) for s, factor in along])
-    return Strategy(tuple([name for name, _ in chosen]), axes_of, wanted, given, reductions, travel)
+    return Strategy(tuple([name for name, _ in chosen]), axes_of, wanted, given, reductions, exchange)
 
 
 def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:

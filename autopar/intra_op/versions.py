@@ -120,9 +120,9 @@ class _Walk:
 
     def turned_by(self, instruction: Instruction) -> list[int]:
         """The inputs that an instruction reads transposed."""
-        if not isinstance(instruction, Compute) or not instruction.rule.turned:
+        if not isinstance(instruction, Compute) or not instruction.rule.transposed:
             return []
-        read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.turned]
+        read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.transposed]
         numbers = [self.current[atom, sharding] for atom, sharding in read if not isinstance(atom, Literal)]
         return [number for number in numbers if self.found.starts[number] < 0]
 

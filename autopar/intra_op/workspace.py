@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from autopar._jax import JaxprEqn
-from autopar.intra_op.sharded import Compute, local_bytes, travelling_bytes
+from autopar.intra_op.sharded import Compute, exchanged_bytes, local_bytes
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.rules import ShardingRule
 from autopar.ir.split.sorted_rows.ordered import PRODUCTS
@@ -34,8 +34,8 @@ def workspace_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh:
     """Workspace of an operation under a strategy, bytes on one device."""
     if eqn.primitive.name not in PRODUCTS:
         return 0
-    num_devices = math.prod(mesh.size_of(axis) for axis in strategy.travels)
-    room = sum(num_devices * num_bytes for num_bytes in travelling_bytes(rule, eqn, strategy, mesh))
+    num_devices = math.prod(mesh.size_of(axis) for axis in strategy.exchanged_over)
+    room = sum(num_devices * num_bytes for num_bytes in exchanged_bytes(rule, eqn, strategy, mesh))
     return room + (masked_bytes(eqn, strategy, mesh) if is_masked(eqn, mesh) else 0)
 
 
@@ -52,8 +52,10 @@ def masked_bytes(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
     own_groups = weights[0].aval.shape[at] // math.prod(mesh.size_of(axis) for axis in weights[1].dims[at])
     sizes, sharding = operands[2]
     parts = (
-        sharding.local_shape(tuple(sizes.aval.shape), mesh)[0] if sizes.aval.ndim == 2 and not strategy.travels else 1
+        sharding.local_shape(tuple(sizes.aval.shape), mesh)[0]
+        if sizes.aval.ndim == 2 and not strategy.exchanged_over
+        else 1
     )
-    num_devices = math.prod(mesh.size_of(axis) for axis in strategy.travels)
+    num_devices = math.prod(mesh.size_of(axis) for axis in strategy.exchanged_over)
     rows = sum(local_bytes(*operand, mesh) for operand in operands[: 2 if sums_rows else 1])
     return own_groups * num_devices * rows // max(1, parts)

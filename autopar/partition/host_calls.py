@@ -84,7 +84,7 @@ def watched(body: Body, watch: Watch, program: str, number: jax.Array | None, bi
 
     def watch_instruction(instruction: Instruction) -> Instruction:
         match instruction:
-            case Compute(rule=rule) if rule.once:
+            case Compute(rule=rule) if rule.host_call:
                 return dataclasses.replace(instruction, rule=dataclasses.replace(rule, local=call))
             case Region(bodies=bodies):
                 inner = tuple(watched(b, watch, program, number, bind) for b in bodies)

@@ -44,7 +44,7 @@ def communicates(instruction: Instruction) -> bool:
         case Fused():
             return True
         case Compute(strategy=strategy):
-            return bool(strategy.reductions or strategy.travels)
+            return bool(strategy.reductions or strategy.exchanged_over)
         case Region(bodies=bodies):
             return any(communicates(inner) for body in bodies for inner in body.instructions)
         case Gate():

@@ -39,10 +39,10 @@ def owned_copies(instruction: Instruction, known: Container[Copy]) -> Iterator[C
 
 def _only_moves(compute: Compute, known: Container[Copy]) -> bool:
     rule, strategy = compute.rule, compute.strategy
-    if any(strategy.axes_of.get(factor) and factor not in rule.picked for factor in rule.summed):
+    if any(strategy.axes_of.get(factor) and factor not in rule.one_hot for factor in rule.summed):
         return False
     carried = [(a, s) for a, s in zip(compute.eqn.invars, strategy.operands, strict=True) if s.partial]
-    return not carried or (rule.moves and all(isinstance(a, Literal) or (a, s) in known for a, s in carried))
+    return not carried or (rule.moves_data and all(isinstance(a, Literal) or (a, s) in known for a, s in carried))
 
 
 def without_loss(

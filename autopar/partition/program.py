@@ -233,15 +233,15 @@ def run_equation(
 ) -> list[jax.Array]:
     """Run `eqn` under `strategy` on this device; call it inside `shard_map`."""
     shard = Shard(strategy.axes_of, axis_sizes, rule.sizes, platform=platform)
-    if strategy.travels and rule.travel is not None:
+    if strategy.exchanged_over and rule.exchange is not None:
         # Each product sends its own rows, as planned: the added dependence keeps XLA from merging equal sends.
         first, second, *others = operands
         sent = [
-            after(*pair) if k in rule.travel.travelling else pair[0]
+            after(*pair) if k in rule.exchange.exchanged else pair[0]
             for k, pair in enumerate(((first, second), (second, first)))
         ]
         operands = [*sent, *others]
-    if rule.once:
+    if rule.host_call:
         results = _run_once(eqn, rule, shard, axis_sizes, operands)
     elif rule.local is not None:
         results = list(rule.local(eqn, shard, *operands))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost.kernels import Kernel, Pass
+from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.costs import OperationSeconds
@@ -55,7 +55,7 @@ class Operation:
         self.times += times
         self.seconds += times * seconds
         self.num_bytes += times * kernel.num_bytes
-        self.flops += 0.0 if isinstance(kernel, Pass) else times * flops
+        self.flops += 0.0 if isinstance(kernel, MemoryPass) else times * flops
 
     @property
     def reaches(self) -> str:

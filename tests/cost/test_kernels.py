@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autopar.cost.kernels import FusedProducts, Pass, Product, kernel_seconds, product_seconds
+from autopar.cost.kernels import FusedProducts, MemoryPass, Product, kernel_seconds, product_seconds
 from autopar.errors import ClusterError
 from autopar.mesh import Achieved, Device, find_device
 
@@ -60,7 +60,7 @@ def test_gradients_of_weights_read_their_operand_the_other_way_round():
 
 def test_a_device_without_measurements_is_a_roofline():
     assert kernel_seconds(Product(1, 1000, 1000, 500_000, 0, ("float32",)), IDEAL) == 1.0
-    assert kernel_seconds(Pass(1e9), IDEAL) == 1.0
+    assert kernel_seconds(MemoryPass(1e9), IDEAL) == 1.0
     assert kernel_seconds(FusedProducts(1e12, 0, ("float32",)), IDEAL) == 1.0
     assert kernel_seconds(FusedProducts(0, 1e9, ("float32",)), IDEAL) == 1.0
 
@@ -129,16 +129,16 @@ def test_compilers_that_fuse_less_go_through_memory_more_often():
     device = Device(
         "d", memory_bytes_per_second=1e9, achieved=Achieved(launch_seconds=1.0, passes=3.0, update_passes=2.0)
     )
-    seconds = [kernel_seconds(Pass(1e9, 1.0, on), device) for on in ("alone", "parameters", "samples")]
+    seconds = [kernel_seconds(MemoryPass(1e9, 1.0, on), device) for on in ("alone", "parameters", "samples")]
     assert seconds == [2.0, 4.0, 6.0]
 
 
 def test_a_pass_over_what_lies_turned_takes_longer_where_loops_pick_it_up_one_by_one():
-    turned = Pass(3e9, 1.0, turned_bytes=1e9)
+    turned = MemoryPass(3e9, 1.0, turned_bytes=1e9)
     device = Device("d", memory_bytes_per_second=1e9, achieved=Achieved(launch_seconds=1.0, turning=5.0))
     assert kernel_seconds(turned, device) == 8.0
-    assert kernel_seconds(Pass(3e9), device) == kernel_seconds(turned, Device("d", 1e12, 1e12, 1e9)) + 1.0 == 4.0
-    assert kernel_seconds(Pass(0.0), device) == 1.0
+    assert kernel_seconds(MemoryPass(3e9), device) == kernel_seconds(turned, Device("d", 1e12, 1e12, 1e9)) + 1.0 == 4.0
+    assert kernel_seconds(MemoryPass(0.0), device) == 1.0
 
 
 def test_heads_of_128_fill_half_of_an_array_of_256():

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from autopar import Device
-from autopar.cost.kernels import Pass, Product, kernel_seconds
+from autopar.cost.kernels import MemoryPass, Product, kernel_seconds
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.traffic import find_traffic
@@ -41,7 +41,7 @@ def test_products_with_vectors_are_passes(terms, is_pass):
     graph = build_graph(trace_step(lambda a, b: jnp.einsum(terms, a, b), shapes).jaxpr, MESH, {})
     (node,) = (node for node in graph.nodes if node.name == "dot_general")
     kernel = kernel_of(node, node.strategies[0], find_traffic(graph)[node.index], MESH)
-    assert isinstance(kernel, Pass if is_pass else Product)
+    assert isinstance(kernel, MemoryPass if is_pass else Product)
     assert 0 < kernel.num_bytes <= 4 * sum(8 ** len(term) for term in terms.replace("->", ",").split(","))
 
 
@@ -109,7 +109,7 @@ def test_arrays_that_lie_turned(fun, args, arrays):
     traffic = find_traffic(graph)
     ops = [node for node in graph.nodes if node.kind == "op"]
     kernels = [kernel_of(node, node.strategies[0], traffic[node.index], MESH) for node in ops]
-    assert sum(kernel.turned_bytes for kernel in kernels if isinstance(kernel, Pass)) == arrays * SIZE
+    assert sum(kernel.turned_bytes for kernel in kernels if isinstance(kernel, MemoryPass)) == arrays * SIZE
 
 
 def test_indexing_touches_what_it_picks():

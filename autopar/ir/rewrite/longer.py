@@ -195,12 +195,12 @@ def _stands_in(
 
 def is_searched(eqn: JaxprEqn, rule: ShardingRule, factor: Factor) -> bool:
     """Whether single elements along a factor are read by index."""
-    return factor in rule.picked and eqn.primitive.name == "gather"
+    return factor in rule.one_hot and eqn.primitive.name == "gather"
 
 
 def _can_be_longer(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, tail: Tail) -> bool:
     """Whether garbage in a factor's tail stays in tails, or a mask can keep it out of a reduction."""
-    if factor in rule.whole or factor in rule.joined:
+    if factor in rule.whole or factor in rule.accumulators:
         return False
     if is_searched(eqn, rule, factor):
         return tail.outer == 1 == tail.inner

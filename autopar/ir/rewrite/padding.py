@@ -183,7 +183,7 @@ def _of_term(term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail]) -> di
 
 def _zeros_behind(given: Sequence[_Form], rule: ShardingRule, result: Term) -> frozenset[int]:
     """Dims of a result whose tails are zeros: the operation only moves elements, and the operand's tails were zeros."""
-    if not rule.moves or len(given) != 1:
+    if not rule.moves_data or len(given) != 1:
         return frozenset()
     known = {f for d, dim in enumerate(rule.operands[0]) if d in given[0].zeros for f in dim}
     return frozenset(d for d, dim in enumerate(result) if dim and all(f in known for f in dim))

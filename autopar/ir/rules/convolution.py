@@ -61,7 +61,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
         flops=(8.0 if jnp.issubdtype(dtype, jnp.complexfloating) else 2.0) * products,
         local=_local_convolution,
     )
-    return replace(rule, turned=(1,) if _is_turned(eqn) else ())
+    return replace(rule, transposed=(1,) if _is_turned(eqn) else ())
 
 
 def _is_turned(eqn: JaxprEqn) -> bool:

@@ -67,7 +67,7 @@ def quotient(eqn: JaxprEqn) -> ShardingRule:
 @register(*_COPIES)
 def copy(eqn: JaxprEqn) -> ShardingRule:
     """The operand, perhaps in another dtype; no arithmetic."""
-    return _elementwise(eqn, [(0,)], operations=0, moves=True)
+    return _elementwise(eqn, [(0,)], operations=0, moves_data=True)
 
 
 @register(*_ANNOTATIONS)
@@ -83,7 +83,7 @@ def passed_through(eqn: JaxprEqn, local: LocalProgram | None = None) -> Sharding
     """The rule of an operation that returns its operands."""
     fresh = factor_names()
     terms = [new_term(var.aval.shape, fresh) for var in eqn.invars]
-    return rule_of(eqn, terms, terms, [tuple(range(len(terms)))], moves=True, local=local)
+    return rule_of(eqn, terms, terms, [tuple(range(len(terms)))], moves_data=True, local=local)
 
 
 def _copied(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -92,7 +92,7 @@ def _copied(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.A
 
 
 def _elementwise(
-    eqn: JaxprEqn, linear: Sequence[tuple[int, ...]] = (), operations: int = 1, moves: bool = False
+    eqn: JaxprEqn, linear: Sequence[tuple[int, ...]] = (), operations: int = 1, moves_data: bool = False
 ) -> ShardingRule:
     """An elementwise rule; `operations`: FLOPs per element."""
     shape = eqn.outvars[0].aval.shape
@@ -101,4 +101,6 @@ def _elementwise(
     for var in eqn.invars:
         dims = zip(result[len(shape) - len(var.aval.shape) :], var.aval.shape, strict=True)
         operands.append(tuple(() if size == 1 else dim for dim, size in dims))
-    return rule_of(eqn, operands, [result], linear, moves=moves, flops=float(operations * num_elements(shape)))
+    return rule_of(
+        eqn, operands, [result], linear, moves_data=moves_data, flops=float(operations * num_elements(shape))
+    )

@@ -42,9 +42,9 @@ def gather(eqn: JaxprEqn) -> ShardingRule:
         [(0,)] if _fill_adds_up(eqn) else (),
         terms.sizes,
         summed=searched if adds_up else (),
-        picked=searched,
+        one_hot=searched,
         whole=terms.whole if adds_up else (*searched, *terms.whole),
-        moves=eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP,  # every device fills
+        moves_data=eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP,  # every device fills
         local=local,
     )
 
@@ -110,4 +110,6 @@ def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
         return [jnp.where(mine, found, jnp.zeros_like(found))]
 
     whole = whole if adds_up else (*single, *whole)
-    return rule_of(eqn, [operand], [result], [(0,)], summed=summed, picked=summed, whole=whole, moves=True, local=local)
+    return rule_of(
+        eqn, [operand], [result], [(0,)], summed=summed, one_hot=summed, whole=whole, moves_data=True, local=local
+    )

@@ -28,10 +28,10 @@ from autopar.ir.rules.rule import (
     Dim,
     Factor,
     LocalProgram,
+    RowExchange,
     Shard,
     ShardingRule,
     Term,
-    Travel,
     factor_names,
     infer_sizes,
     num_elements,
@@ -122,9 +122,9 @@ def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
         lengths: Dim = ("h0",)
         sums = [*summed, *group] if group_dims else summed
         rule = _product(eqn, (lhs, rhs, (lengths,)), out, summed=sums, whole=lengths)
-        picked = tuple(f for f in group if f in rule.summed)
+        one_hot = tuple(f for f in group if f in rule.summed)
         local = functools.partial(_ragged_here, rows=lhs[ragged][0], group=group[0])
-        return replace(rule, flops=rule.flops / groups, picked=picked, local=local)
+        return replace(rule, flops=rule.flops / groups, one_hot=one_hot, local=local)
     group_sizes: Term = (group,)
     if eqn.invars[2].aval.ndim > 1:  # one list of lengths per index of the dims before the ragged one
         group_sizes = (*(lhs[d] for d in prefix[: prefix.index(ragged)]), group)
@@ -141,16 +141,16 @@ def _in_parts(
     lhs, rhs, out = (tuple((part, rows) if dim == (rows,) else dim for dim in term) for term in terms)
     sums = [*summed, part] if rows in summed else [*summed, group]
     rule = _product(eqn, (lhs, rhs, ((part,), lengths)), out, summed=sums, whole=(rows, *lengths))
-    picked = tuple(f for f in (group,) if f in rule.summed)
+    one_hot = tuple(f for f in (group,) if f in rule.summed)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     along = [part if term in (lhs, rhs, out) and part in factors_of(term) else group for term in (lhs, rhs, out)]
-    travel = Travel(part, group, (*along[:2], None, along[2]))
+    exchange = RowExchange(part, group, (*along[:2], None, along[2]))
 
     def local(
         eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
     ) -> Sequence[jax.Array]:
-        if travel.axes(shard.axes_of):
-            return _of_rows_that_travel(eqn, shard, travel, lhs, rhs, group_sizes)
+        if exchange.axes(shard.axes_of):
+            return _of_exchanged_rows(eqn, shard, exchange, lhs, rhs, group_sizes)
         if shard.num_shards(group) == 1 < len(group_sizes):  # only the parts are split; a mesh may split it again
             return bind_eqn(eqn, lhs, rhs, group_sizes)
 
@@ -159,23 +159,23 @@ def _in_parts(
 
         return [by_parts(one, numbers, lhs, rhs, group_sizes)]
 
-    return replace(rule, flops=rule.flops / groups, picked=picked, local=local, travel=travel)
+    return replace(rule, flops=rule.flops / groups, one_hot=one_hot, local=local, exchange=exchange)
 
 
-def _of_rows_that_travel(
-    eqn: JaxprEqn, shard: Shard, travel: Travel, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+def _of_exchanged_rows(
+    eqn: JaxprEqn, shard: Shard, over: RowExchange, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
 ) -> Sequence[jax.Array]:
     """The per-device program where one axis splits both rows and groups: rows are sent to their groups' devices and back.
 
     `group_sizes`: those of all parts, the same on every device.
     """
-    axes, of_parts = travel.axes(shard.axes_of), shard.axes_of[travel.part]
+    axes, of_parts = over.axes(shard.axes_of), shard.axes_of[over.part]
     # All axes that split the parts, in order, determine a row's part; the exchange is along some of them.
     counts = signed(group_sizes).reshape(*(shard.axis_sizes[axis] for axis in of_parts), -1, group_sizes.shape[-1])
     for d, axis in reversed([*enumerate(of_parts)]):
         if axis not in axes:
             counts = lax.dynamic_index_in_dim(counts, lax.axis_index(axis), d, keepdims=False)
-    counts = counts.reshape(shard.num_shards(travel.group), *counts.shape[len(axes) :])
+    counts = counts.reshape(shard.num_shards(over.group), *counts.shape[len(axes) :])
     ((of_lhs, of_rhs), _), (ragged,) = (
         eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers,
         eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions,

@@ -33,14 +33,14 @@ def broadcast_in_dim(eqn: JaxprEqn) -> ShardingRule:
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
         return [lax.broadcast_in_dim(array, _local_shape(result, shard), places)]
 
-    return rule_of(eqn, [operand], [result], [(0,)], moves=True, local=local)
+    return rule_of(eqn, [operand], [result], [(0,)], moves_data=True, local=local)
 
 
 @register(*find_primitives("transpose"))
 def transpose(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ba`."""
     operand = new_term(eqn.invars[0].aval.shape)
-    return rule_of(eqn, [operand], [tuple(operand[d] for d in eqn.params["permutation"])], [(0,)], moves=True)
+    return rule_of(eqn, [operand], [tuple(operand[d] for d in eqn.params["permutation"])], [(0,)], moves_data=True)
 
 
 @register(*find_primitives("squeeze", "expand_dims"))
@@ -49,7 +49,7 @@ def squeeze(eqn: JaxprEqn) -> ShardingRule:
     wide = new_term(max((var.aval.shape for var in (*eqn.invars, *eqn.outvars)), key=len))
     terms = wide, without(wide, eqn.params["dimensions"])
     operand, result = terms if eqn.primitive.name == "squeeze" else terms[::-1]
-    return rule_of(eqn, [operand], [result], [(0,)], moves=True)
+    return rule_of(eqn, [operand], [result], [(0,)], moves_data=True)
 
 
 @register(*find_primitives("select_n"))
@@ -60,7 +60,7 @@ def select_n(eqn: JaxprEqn) -> ShardingRule:
     predicate = term if eqn.invars[0].aval.shape else ()
     cases = tuple(range(1, len(eqn.invars)))
     operands = [predicate, *(term,) * len(cases)]
-    return rule_of(eqn, operands, [term], [cases], moves=True, flops=float(num_elements(shape)))
+    return rule_of(eqn, operands, [term], [cases], moves_data=True, flops=float(num_elements(shape)))
 
 
 @register(*find_primitives("slice"))
@@ -91,7 +91,7 @@ def rev(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ab {whole b}`: a dim that is reversed is whole."""
     term = new_term(eqn.invars[0].aval.shape)
     whole = tuple(factor for d in eqn.params["dimensions"] for factor in term[d])
-    return rule_of(eqn, [term], [term], [(0,)], whole=whole, moves=True)
+    return rule_of(eqn, [term], [term], [(0,)], whole=whole, moves_data=True)
 
 
 @register(*find_primitives("concatenate", "split"))
@@ -137,7 +137,7 @@ def tile(eqn: JaxprEqn) -> ShardingRule:
         ]
         return [jnp.tile(array, counts)]
 
-    return rule_of(eqn, [tuple(operand)], [tuple(result)], [(0,)], sizes, moves=True, local=local)
+    return rule_of(eqn, [tuple(operand)], [tuple(result)], [(0,)], sizes, moves_data=True, local=local)
 
 
 @register(*find_primitives("iota"))
@@ -206,7 +206,7 @@ def _moving(
 ) -> ShardingRule:
     """A rule linear in all operands together."""
     together = tuple(range(len(eqn.invars)))
-    return rule_of(eqn, operands, results, [together], whole=tuple(whole), moves=True, local=local)
+    return rule_of(eqn, operands, results, [together], whole=tuple(whole), moves_data=True, local=local)
 
 
 def _local_shape(term: Term, shard: Shard) -> tuple[int, ...]:

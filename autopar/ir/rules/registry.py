@@ -81,7 +81,7 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
     rule = _find(eqn.primitive)
     kind = list_of(eqn.primitive.name) if rule is None else None
     if kind in ("COMPUTED_REPLICATED", "SIDE_EFFECTS"):
-        return dataclasses.replace(replicated_rule(eqn), once=kind == "SIDE_EFFECTS")
+        return dataclasses.replace(replicated_rule(eqn), host_call=kind == "SIDE_EFFECTS")
     if kind in ("COLLECTIVE", "STATEFUL"):
         raise _out_of_place(eqn)
     if kind == "KERNELS":

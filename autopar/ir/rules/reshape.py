@@ -32,7 +32,7 @@ def reshape(eqn: JaxprEqn) -> ShardingRule:
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
         return [lax.reshape(array, [shard.local_dim(dim) for dim in result], eqn.params["dimensions"])]
 
-    return rule_of(eqn, [tuple(operand)], [tuple(result)], [(0,)], sizes, whole=whole, moves=True, local=local)
+    return rule_of(eqn, [tuple(operand)], [tuple(result)], [(0,)], sizes, whole=whole, moves_data=True, local=local)
 
 
 def factor_shapes(

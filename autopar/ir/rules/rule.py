@@ -65,7 +65,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class RowExchange:
     """Two factors of an operation that one axis may split at once: rows are sent to the devices of their groups and back.
 
     Attributes:
@@ -80,7 +80,7 @@ class Travel:
     along: tuple[Factor | None, ...]
 
     @property
-    def travelling(self) -> tuple[int, ...]:
+    def exchanged(self) -> tuple[int, ...]:
         """The operands, and then results, whose rows are sent."""
         return tuple(k for k, factor in enumerate(self.along) if factor == self.part)
 
@@ -104,38 +104,38 @@ class ShardingRule:
         results: For each result, its dims.
         sizes: Global length of each factor.
         summed: Factors that the result is a sum over: if one is split, the result is a partial sum.
-        picked: Those of them that single elements are picked from: all addends but one are zeros.
+        one_hot: Those of them of which all addends but one are zeros, as in a gather.
         reduced: The same for other reductions, by name (`"max"`, `"min"`): if one is split, the result is reduced at once.
         whole: Factors that may not be split (a sorted dim, a window, a dim that is sliced).
         linear: Groups of operands in which the operation is linear: if all of one group are partial sums over an
             axis and the other operands are replicated over it, so are the results. `mul` has ((0,), (1,)), `add` ((0, 1),).
-        moves: Every element of a result equals one element of a `linear` operand, or is 0.
-        joined: For a summed factor, the operands that are added to the sum and lack the factor (`scatter_add`'s
+        moves_data: Every element of a result equals one element of a `linear` operand, or is 0.
+        accumulators: For a summed factor, the operands that are added to the sum and lack the factor (`scatter_add`'s
             operand): they must be partial over the axes that split it.
         flops: FLOPs of the whole operation, on one device.
         local: Per-device program; None: the primitive itself on local operands.
-        once: It calls into the host: one device runs it and sends its results to all.
-        turned: Operands that kernels want with their dims in another order: an argument of the step is copied for them.
+        host_call: It calls into the host: one device runs it and sends its results to all.
+        transposed: Operands that kernels want with their dims in another order: an argument of the step is copied for them.
         zeros_like: The operand whose shape the result's initial zeros have; None: the result is not accumulated into zeros.
-        travel: Rows may be sent to the devices of their groups; None: they may not.
+        exchange: Rows may be sent to the devices of their groups; None: they may not.
     """
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
     sizes: Mapping[Factor, int]
     summed: tuple[Factor, ...] = ()
-    picked: tuple[Factor, ...] = ()
+    one_hot: tuple[Factor, ...] = ()
     reduced: Mapping[Factor, Reduction] = field(default_factory=dict)
     whole: tuple[Factor, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
-    moves: bool = False
-    joined: Mapping[Factor, tuple[int, ...]] = field(default_factory=dict)
+    moves_data: bool = False
+    accumulators: Mapping[Factor, tuple[int, ...]] = field(default_factory=dict)
     flops: float = 0.0
     local: LocalProgram | None = None
-    once: bool = False
-    turned: tuple[int, ...] = ()
+    host_call: bool = False
+    transposed: tuple[int, ...] = ()
     zeros_like: int | None = None
-    travel: Travel | None = None
+    exchange: RowExchange | None = None
 
     def splittable(self) -> tuple[Factor, ...]:
         """Factors that may be split over mesh axes, in order of appearance: not whole, and leading in every dim with them."""

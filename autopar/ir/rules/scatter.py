@@ -77,7 +77,7 @@ def _scatter(eqn: JaxprEqn, *linear: tuple[int, ...], adds: bool = False, flops_
         terms.sizes,
         summed=terms.positions if adds else (),
         whole=terms.whole if adds else (*terms.positions, *terms.whole),
-        joined=dict.fromkeys(terms.positions, (0,)) if adds else {},
+        accumulators=dict.fromkeys(terms.positions, (0,)) if adds else {},
         flops=float(flops_per_update * num_elements(updates.shape)),
         local=local,
     )
@@ -165,4 +165,4 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
         new = jnp.where(mine, new, lax.dynamic_slice(array, begin, new.shape))
         return bind_eqn(eqn, array, new, *begin)
 
-    return rule_of(eqn, [operand, update], [operand], [(0, 1)], whole=whole, moves=True, local=local)
+    return rule_of(eqn, [operand, update], [operand], [(0, 1)], whole=whole, moves_data=True, local=local)

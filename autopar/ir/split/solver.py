@@ -117,7 +117,7 @@ class Solver:
     def mark_uneven(self, eqn: JaxprEqn, strategy: AxisStrategy, placements: Sequence[Placement]) -> None:
         parts = zip(eqn.invars, placements, strategy.operands, strict=True)
         added_once = any(want == SUM != have and not self.is_zero(a) for a, have, want in parts)
-        if strategy.picks or added_once or any(a in self.uneven for a in inputs_of(eqn)):
+        if strategy.is_one_hot or added_once or any(a in self.uneven for a in inputs_of(eqn)):
             self.uneven.update(dict.fromkeys(eqn.outvars))
 
     # Regions.

@@ -38,17 +38,17 @@ class AxisStrategy:
         operands: The placement that each operand must have.
         results: The placement of each result.
         group: Which of the rule's linear groups is partial, where no factor is split.
-        picks: Its partial sums hold each element once: the shard that finds it has it, the others have zeros.
+        is_one_hot: Its partial sums hold each element once: the shard that finds it has it, the others have zeros.
         blocks: Number of blocks of the factor, of each of which a shard has its part.
         local: The program of a shard, where it is not the rule's.
-        beside: A second factor that is split on the same axis; rows move between devices (`Travel`).
+        beside: A second factor that is split on the same axis; rows move between devices (`RowExchange`).
     """
 
     factor: Factor | None
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     group: int = 0
-    picks: bool = False
+    is_one_hot: bool = False
     blocks: int = 1
     local: LocalProgram | None = field(default=None, compare=False)
     beside: Factor | None = None
@@ -72,26 +72,26 @@ def split_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> AxisStra
                 return Split(d, blocks * math.prod(rule.sizes[f] for f in dim[: dim.index(factor)]))
         return absent
 
-    sums = rule.joined.get(factor, ())
+    sums = rule.accumulators.get(factor, ())
     operands = tuple(SUM if k in sums else placement(term, REPLICATED) for k, term in enumerate(rule.operands))
     lost: Placement = SUM if factor in rule.summed else REPLICATED
     if factor in rule.reduced:
         lost = Partial(cast(Reduction, rule.reduced[factor]))
     results = tuple(placement(term, lost) for term in rule.results)
-    return AxisStrategy(factor, operands, results, picks=factor in rule.picked, blocks=blocks)
+    return AxisStrategy(factor, operands, results, is_one_hot=factor in rule.one_hot, blocks=blocks)
 
 
-def travels(rule: ShardingRule, count: int) -> list[AxisStrategy]:
+def exchanges(rule: ShardingRule, count: int) -> list[AxisStrategy]:
     """The strategy that sends rows between `count` devices, if the operation has one; only a mesh axis can do that."""
-    travel = rule.travel
-    if travel is None or any(rule.sizes.get(factor, 1) % count for factor in (travel.part, travel.group)):
+    exchange = rule.exchange
+    if exchange is None or any(rule.sizes.get(factor, 1) % count for factor in (exchange.part, exchange.group)):
         return []
     placements = tuple(
         REPLICATED if factor is None else split_along(replace(rule, operands=(term,), results=()), factor).operands[0]
-        for term, factor in zip((*rule.operands, *rule.results), travel.along, strict=True)
+        for term, factor in zip((*rule.operands, *rule.results), exchange.along, strict=True)
     )
     operands = len(rule.operands)
-    return [AxisStrategy(travel.part, placements[:operands], placements[operands:], beside=travel.group)]
+    return [AxisStrategy(exchange.part, placements[:operands], placements[operands:], beside=exchange.group)]
 
 
 class NoPositionError(Exception):

@@ -130,7 +130,7 @@ def test_rows_travel_to_their_groups(numbers, shapes, mesh_shape):
         return grouped_product_p.bind(lhs, rhs, EIGHT_PARTS, ragged_dot_dimension_numbers=numbers, **settings)
 
     def travels(strategy):
-        return strategy.travels and "b" not in strategy.axes_of
+        return strategy.exchanged_over and "b" not in strategy.axes_of
 
     assert check_function(product, *shapes, only=["grouped_product"], limit=8, which=travels, mesh_shape=mesh_shape) > 3
 

@@ -70,7 +70,9 @@ def _dispatch(tokens):
 def test_rule(primitive, fun, args, rule, linear):
     found = rule_for(eqn_of(primitive, fun, *args))
     assert (str(found), found.linear) == (rule, linear)
-    assert all(operands == (0,) for operands in found.joined.values()) and tuple(found.joined) == found.summed
+    assert (
+        all(operands == (0,) for operands in found.accumulators.values()) and tuple(found.accumulators) == found.summed
+    )
 
 
 WRITES = {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}

@@ -164,7 +164,7 @@ class _Phases:
                 return self.end_loop(at, matters, stuck.cause)
             made = added
         strategy = solution.strategy_of.get(eqn)
-        if strategy is not None and strategy.picks and self.hoist.rearrange(eqn, all_split=True):
+        if strategy is not None and strategy.is_one_hot and self.hoist.rearrange(eqn, all_split=True):
             return at + 1
         solution.phase[eqn] = "loop"
         solution.placement_of.update(zip(eqn.outvars, made, strict=True))

@@ -287,7 +287,7 @@ class Ordering:
         if len(orders) > 1 or (places is not None and eqn.primitive.name not in RESHAPES):
             return None
         for strategy in strategies(rule, self.count):
-            if strategy.factor is None or REPLICATED in strategy.results or strategy.picks:
+            if strategy.factor is None or REPLICATED in strategy.results or strategy.is_one_hot:
                 continue
             operands = zip(eqn.invars, known, strategy.operands, strict=True)
             if not all(self._is_read(*each) for each in operands):
