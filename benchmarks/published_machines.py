@@ -8,6 +8,7 @@ Method: the catalog has what devices and links reach; the row may state another 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from published_frameworks import BY_ROWS, FIRST_FLASH, OMNI_PATH, SECOND_FLASH, 
 from published_runs import Run
 
 from autopar.errors import AutoparError
-from autopar.mesh import Device, Link, find_device
+from autopar.mesh import Cluster, Device, Link, find_device, linked_mesh
 from autopar.mesh.catalog import Model
 from autopar.mesh.find_device import known_device, slice_chips
 
@@ -38,11 +39,11 @@ class Machine:
     inter: Link
 
     def link_of(self, size: int) -> Link:
-        """That of a group of so many neighbours: rings through several hosts use the cards of all devices there."""
+        """That of a group of so many neighbours."""
         if size <= self.per_host:
             return self.intra.within(size)
-        rate = min(self.intra.bytes_per_second, self.per_host * self.inter.bytes_per_second)
-        return replace(self.inter, bytes_per_second=rate)
+        hosts = math.ceil(size / self.per_host)
+        return linked_mesh(Cluster(hosts, self.per_host, self.device, self.intra, self.inter), (size,)).links[0]
 
 
 def machine_of(run: Run) -> Machine:

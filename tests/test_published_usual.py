@@ -309,11 +309,11 @@ def test_rings_through_several_hosts_use_all_of_their_cards(read):
     cells = {"gpus": "16", "dp": "1", "tp": "16", "heads": "16", "hidden": "1024", "framework": "Megatron-LM"}
     machine = machine_of(replace(read(**cells), network="100 Gb/s IB per node"))
     assert machine.link_of(8) == machine.intra
-    assert machine.link_of(16).bytes_per_second == pytest.approx(8 * machine.inter.bytes_per_second)
+    assert machine.link_of(16).ring_bytes_per_second == pytest.approx(8 * machine.inter.bytes_per_second)
     fast = machine_of(replace(read(**cells), network="8x400 Gb/s IB"))
-    assert fast.link_of(16).bytes_per_second == fast.intra.bytes_per_second
+    assert fast.link_of(16).ring_bytes_per_second == fast.intra.bytes_per_second
     pod = machine_of(replace(read(**cells), device="TPU v5p"))
-    assert pod.link_of(16) == pod.inter  # no faster than its ring
+    assert pod.link_of(16).ring_bytes_per_second == pod.inter.bytes_per_second  # no faster than its ring
 
 
 def test_maxtext_splits_what_lies_between_layers(read):

@@ -45,7 +45,7 @@ def all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
         Seconds; 0.0 for a group of one.
     """
     hops = 2 * (group_size - 1)
-    return hops * (link.latency_seconds + num_bytes / group_size / link.bytes_per_second)
+    return hops * (link.latency_seconds + num_bytes / group_size / link.ring_bytes_per_second)
 
 
 def tree_all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
@@ -54,7 +54,7 @@ def tree_all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> fl
     Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005, sec. 4.5.
     """
     hops = 2 * math.ceil(math.log2(group_size))
-    return hops * (link.latency_seconds + num_bytes / link.bytes_per_second)
+    return hops * (link.latency_seconds + num_bytes / link.ring_bytes_per_second)
 
 
 def all_gather_seconds(num_bytes: float, group_size: int, link: Link) -> float:
@@ -65,7 +65,7 @@ def all_gather_seconds(num_bytes: float, group_size: int, link: Link) -> float:
         group_size: Devices taking part.
         link: Slowest hop.
     """
-    return (group_size - 1) * (link.latency_seconds + num_bytes / group_size / link.bytes_per_second)
+    return (group_size - 1) * (link.latency_seconds + num_bytes / group_size / link.ring_bytes_per_second)
 
 
 def reduce_scatter_seconds(num_bytes: float, group_size: int, link: Link) -> float:
@@ -76,12 +76,16 @@ def reduce_scatter_seconds(num_bytes: float, group_size: int, link: Link) -> flo
 def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one pairwise all-to-all: p - 1 messages of num_bytes / p each; `num_bytes` is one device's operand.
 
-    Thakur, Rabenseifner & Gropp, 2005, sec. 4.4. On a torus, messages occupy all links on their way: a quarter of the ring on
-    average, along each axis that the group fills (Austin et al., "How to scale your model", 2025, ch. 3).
+    Thakur, Rabenseifner & Gropp, 2005, sec. 4.4. Messages to other hosts take a device's own card, beside those within its
+    host. On a torus, messages occupy all links on their way: a quarter of the ring on average, along each axis that the group
+    fills (Austin et al., "How to scale your model", 2025, ch. 3).
     """
-    axes = link.axes(group_size) if link.torus else 0.0
-    passed_on = max(1.0, axes * group_size ** (1 / axes) / 4) if axes else 1.0
-    return (group_size - 1) * (link.latency_seconds + passed_on * num_bytes / group_size / link.bytes_per_second)
+    in_host, inside = link.in_host
+    moving = max((in_host - 1) / inside, (group_size - in_host) / link.bytes_per_second)
+    if link.torus:
+        axes = link.axes(group_size)
+        moving *= max(1.0, axes * group_size ** (1 / axes) / 4)
+    return (group_size - 1) * link.latency_seconds + moving * num_bytes / group_size
 
 
 def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
@@ -161,7 +165,13 @@ def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, L
     yield list(groups)
     if all(link.has_short_messages for _, link in groups):
         for latency, rate in _PROTOCOLS[1:]:
-            yield [(size, Link(link.latency_seconds * latency, link.bytes_per_second * rate)) for size, link in groups]
+            yield [(size, _under(link, latency, rate)) for size, link in groups]
+
+
+def _under(link: Link, latency: float, rate: float) -> Link:
+    """A link under another protocol: factors on its latency and rates; the switch reduces long messages only."""
+    in_host, inside = link.in_host
+    return Link(link.latency_seconds * latency, link.bytes_per_second * rate, in_host=(in_host, inside * rate))
 
 
 def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:

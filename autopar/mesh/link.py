@@ -35,6 +35,8 @@ class Link:
             ways, and a group that fills several axes has the sum of their rings' rates.
         shared_memory: Whether the devices share one memory, as virtual CPU devices do. A collective then costs one latency
             per participant, and copies whose bytes do not depend on the number of participants.
+        in_host: Of an axis through several hosts: how many devices of each it takes, and the rate between these. Rings use
+            the network cards of all of them; the other devices of the host have rings and cards of their own.
 
     Raises:
         ClusterError: A negative latency, or a rate that is not positive.
@@ -47,11 +49,18 @@ class Link:
     groups: tuple[tuple[int, float], ...] = ()
     shared_memory: bool = False
     torus: tuple[tuple[int, float], ...] = ()
+    in_host: tuple[int, float] = (1, math.inf)
 
     def __post_init__(self) -> None:
         for name, least in (("latency_seconds", 0), ("bytes_per_second", None), ("switch_bytes_per_second", 0)):
             do = "pass Link(latency_seconds, bytes_per_second), such as Link(2e-6, 300e9)."
             check_number("Link", name, getattr(self, name), least=least, kind=ClusterError, do=do)
+
+    @property
+    def ring_bytes_per_second(self) -> float:
+        """Rate of the rings along the axis together, or of trees: each crosses to the next host by another card."""
+        cards, inside = self.in_host
+        return min(cards * self.bytes_per_second, inside)
 
     def within(self, num_devices: int) -> Link:
         """The link as a group of `num_devices` neighbours has it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import DeviceCountError, MeshError
 from autopar.markup import facts
@@ -125,10 +125,17 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
 
 def linked_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None) -> LogicalMesh:
     """The mesh of a shape over neighbouring devices: each axis gets the link of the level that it spans."""
-    reaches = [math.prod(shape[axis:]) for axis in range(len(shape))]
-    links = (cluster.link_at(cluster.level_over(reach)) for reach in reaches)
-    within = (link.within(size) for link, size in zip(links, shape, strict=True))
-    return LogicalMesh(tuple(shape), axis_names or tuple(_NAMES[: len(shape)]), tuple(within))
+    links = [_link_along(cluster, size, math.prod(shape[axis + 1 :])) for axis, size in enumerate(shape)]
+    return LogicalMesh(tuple(shape), axis_names or tuple(_NAMES[: len(shape)]), tuple(links))
+
+
+def _link_along(cluster: Cluster, size: int, stride: int) -> Link:
+    """The link of an axis of `size` devices, each `stride` places after the one before."""
+    level = cluster.level_over(size * stride)
+    link, in_host = cluster.link_at(level).within(size), cluster.devices_per_host // stride
+    if not level or link.torus or not 1 < in_host < size:
+        return link
+    return replace(link, in_host=(in_host, cluster.intra.within(in_host).bytes_per_second))
 
 
 def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: int = 3) -> list[LogicalMesh]:
@@ -168,7 +175,7 @@ def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: i
         if len(outer) + len(inner) <= max_axes
     ]
     if not found:
-        found = [LogicalMesh((count,), links=(cluster.link_at(cluster.level_over(count)).within(count),))]
+        found = [LogicalMesh((count,), links=(_link_along(cluster, count, 1),))]
     return sorted(found, key=lambda mesh: len(mesh.shape))
 
 
@@ -192,7 +199,7 @@ def finer_meshes(cluster: Cluster, num_devices: int, wide: bool = True) -> list[
     """Meshes that are tried last, since they take longer to plan for or win little.
 
     On several hosts: meshes of two axes whose first spans the hosts and a part of each, so that data and tensor parallelism
-    can have any degree; the first axis is priced at its slowest link. If `wide`: then the meshes of three axes.
+    can have any degree. If `wide`: then the meshes of three axes.
     """
     inside = cluster.devices_per_host
     several = num_devices > inside and num_devices % inside == 0

@@ -215,7 +215,14 @@ def _measured(entry: Entry) -> Measured:
     return reader_of(Measured)(entry)
 
 
-_link_of = reader_of(Link, later=("torus",), infinite=("bytes_per_second",), groups=_parts, torus=_parts)
+_link_of = reader_of(
+    Link,
+    later=("torus", "in_host"),
+    infinite=("bytes_per_second",),
+    groups=_parts,
+    torus=_parts,
+    in_host=lambda entry: entry.pair(lambda count: count.count(1), lambda rate: rate.number(or_infinite=True)),
+)
 _achieved = reader_of(
     Achieved,
     later=("narrow", "kept_bytes", "passes", "update_passes", "turned", "turning"),

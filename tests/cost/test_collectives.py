@@ -17,7 +17,10 @@ from autopar.cost.collectives import (
     transfer_seconds,
     tree_all_reduce_seconds,
 )
-from autopar.mesh import Cluster, Link, LogicalMesh
+from autopar.entry import Entry
+from autopar.mesh import Cluster, Link, LogicalMesh, linked_mesh
+from autopar.plan.read import _link
+from autopar.plan.record import _link_record
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -177,3 +180,17 @@ def test_shared_memory(kind):
     )
     assert collective_seconds(kind, 0.0, ("x",), one) == pytest.approx(8e-5)
     assert collective_seconds(kind, 1e6, ("x",), LogicalMesh((1,), links=(link,))) == 0.0
+
+
+def test_rings_through_hosts_use_the_cards_of_all_their_devices():
+    """An axis over hosts and a part of each is as fast as hosts and parts on axes of their own."""
+    cluster = Cluster(4, 8, intra=Link(1e-6, 4e11), inter=Link(1e-6, 5e10))
+    joined, apart = (linked_mesh(cluster, shape) for shape in ((16, 2), (4, 4, 2)))
+    for kind in KINDS[:4]:
+        one = collective_seconds(kind, 1e9, ("x",), joined)
+        two = collective_seconds(kind, 1e9, ("x", "y"), apart)
+        assert 0.6 * two < one < 1.05 * two, kind
+    own = collective_seconds("collective-permute", 1e9, ("x",), joined)
+    assert own == pytest.approx(1e9 / 5e10, rel=1e-3), "a message takes its device's card"
+    link = joined.links[0]
+    assert link.in_host == (4, 4e11) and _link(Entry(_link_record(link), "link")) == link

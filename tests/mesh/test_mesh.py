@@ -186,8 +186,9 @@ def test_logical_meshes(hosts, per_host, count, max_axes, meshes):
 def test_every_axis_has_the_link_it_takes():
     cluster = Cluster(2, 8, intra=FAST, inter=SLOW)
     assert [mesh.links for mesh in logical_meshes(cluster)] == [(SLOW, FAST), (SLOW, FAST, FAST)]
-    assert logical_meshes(cluster, max_axes=1)[0].links == (SLOW,)
-    assert logical_mesh(cluster, (4, 4)).links == (SLOW, FAST)
+    several = [dataclasses.replace(SLOW, in_host=(count, FAST.bytes_per_second)) for count in (8, 2)]
+    assert logical_meshes(cluster, max_axes=1)[0].links == (several[0],)
+    assert logical_mesh(cluster, (4, 4)).links == (several[1], FAST)
     assert logical_mesh(cluster, (2, 2, 4)).links == (SLOW, FAST, FAST)
     with pytest.raises(DeviceCountError, match="it has 8 places"):
         logical_mesh(cluster, (2, 4))
@@ -260,11 +261,17 @@ def test_there_is_one_object_of_each_sharding():
 
 
 def test_meshes_over_hosts_and_a_part_of_each():
-    """Their first axis takes the link of the level that it reaches over: within a pod that of hosts, else that between pods."""
+    """Their first axis takes the link of the level that it reaches over: within a pod that of hosts, else that between pods.
+
+    It has two devices of each host, whose cards its rings share, at most at the rate between the two.
+    """
     intra, inter, across = Link(1e-6, 1e11), Link(1e-5, 1e10), Link(1e-4, 1e9)
     cluster = Cluster(4, 4, device=Device(), intra=intra, inter=inter, hosts_per_pod=2, across=across)
     for num_devices, outer in ((8, inter), (16, across)):
         (mesh,) = finer_meshes(cluster, num_devices, wide=False)
         assert mesh.shape == (num_devices // 2, 2)
-        assert mesh.links == (outer.within(num_devices // 2), intra.within(2))
+        assert mesh.links == (dataclasses.replace(outer, in_host=(2, 1e11)), intra)
+        assert mesh.links[0].ring_bytes_per_second == 2 * outer.bytes_per_second
+    slow = dataclasses.replace(cluster, intra=Link(1e-6, 5e9))
+    assert finer_meshes(slow, 8, wide=False)[0].links[0].ring_bytes_per_second == 5e9
     assert finer_meshes(cluster, 4, wide=False) == []
