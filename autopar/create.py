@@ -24,7 +24,7 @@ from autopar.ir.trace.trace import name_of
 from autopar.plan.arguments import find_argument, is_argument
 
 
-class Unborn:
+class NewState:
     """The state that an initializer will create."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Unborn:
         """The result as arguments of the step, with types in place of arrays."""
         return self._objects(self._tree.unflatten(self._types))
 
-    def born(self, compiled: CompiledStep) -> Any:
+    def create(self, compiled: CompiledStep) -> Any:
         """Run the initializer; its result, each array in the plan's sharding.
 
         Raises:

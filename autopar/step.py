@@ -19,12 +19,12 @@ import jax
 
 from autopar._jax import Direct, shaped, trace_context, with_cudnn_of, without_mesh
 from autopar.compiled import CompiledStep, compile_plan
-from autopar.create import Unborn
+from autopar.create import NewState
 from autopar.direct import DirectCalls, Failure
 from autopar.errors import BatchError, StructureChangedError
 from autopar.frameworks import Adapter, Apart, Shell, StaticKey, adapter_of, on_arrays
 from autopar.ir.program import Program
-from autopar.ir.rewrite.state_on_host import returned_there
+from autopar.ir.rewrite.state_on_host import return_to_host
 from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.trace.state import Roles, find_roles
 from autopar.ir.trace.trace import name_of, trace_step
@@ -251,8 +251,8 @@ class ParallelStep(Generic[P, R]):
         Raises:
             StructureChangedError: The result is no argument of the step: another structure, shape or dtype.
         """
-        made = Unborn(init_fn, args, None if example is None else len(example), self._static.parameters)
-        compiled = self.latest() if example is None else self.compiled(*made.arguments(), *example)
+        new = NewState(init_fn, args, None if example is None else len(example), self._static.parameters)
+        compiled = self.latest() if example is None else self.compiled(*new.arguments(), *example)
         if compiled is None:
             raise StructureChangedError(
                 "the step has no plan yet.",
@@ -261,7 +261,7 @@ class ParallelStep(Generic[P, R]):
                 do="pass example=(batch, ...), the arguments after the state, or call the step once before.",
             )
         with without_mesh():
-            return made.born(compiled)
+            return new.create(compiled)
 
     def compiled(self, *args: Any) -> CompiledStep:
         """The compiled step for these arguments, which may be types; compiled now if it is not yet."""
@@ -359,7 +359,7 @@ class ParallelStep(Generic[P, R]):
             self._check_trains(program, ())  # forgotten state makes the batch ambiguous: report that instead
             raise
         self._check_trains(program, roles.batch)
-        return dataclasses.replace(program, jaxpr=returned_there(program.jaxpr, roles.aliases)), roles
+        return dataclasses.replace(program, jaxpr=return_to_host(program.jaxpr, roles.aliases)), roles
 
     def _check_trains(self, program: Program, batch: tuple[int, ...]) -> None:
         if self._donate_argnums == "auto":

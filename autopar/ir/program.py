@@ -42,7 +42,7 @@ class Program:
         num_args: Number of argument leaves.
         static: Name and `repr` of each static argument.
         arguments: The parameter that each child of `in_tree`'s args and kwargs belongs to.
-        left_out: Numbers of the parameters that have a default and were not passed.
+        defaulted: Numbers of the parameters that have a default and were not passed.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Program:
     num_args: int
     static: tuple[tuple[str, str], ...] = ()
     arguments: tuple[Argument, ...] = ()
-    left_out: tuple[int, ...] = ()
+    defaulted: tuple[int, ...] = ()
     raw_keys: tuple[int, ...] = ()
     gradient: str = ""
 

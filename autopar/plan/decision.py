@@ -257,7 +257,7 @@ class Value:
     on_host: bool = False
 
     @property
-    def lies(self) -> str:
+    def sharding_text(self) -> str:
         """Its sharding as text, and whether it is on the host."""
         return f"{self.sharding} on the host" if self.on_host else str(self.sharding)
 

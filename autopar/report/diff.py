@@ -94,7 +94,7 @@ def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
     found: dict[str, Counter[str]] = {}
     for value in plan.values:
         if (value.role == "activation") == activations:
-            found.setdefault(value.name, Counter())[f"{type_text(value.shape, value.dtype)} {value.lies}"] += 1
+            found.setdefault(value.name, Counter())[f"{type_text(value.shape, value.dtype)} {value.sharding_text}"] += 1
     return {
         name: "\n".join(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
         for name, counts in found.items()

@@ -264,7 +264,7 @@ def _arguments(plan: Decision) -> Table:
     for v, count, each in merged_values(plan):
         if v.role != "activation":
             stage, size = (str(v.stage) for _ in staged), each * count
-            row = v.name, v.role, *stage, type_text(v.shape, v.dtype), v.lies, str(count), bytes_text(size)
+            row = v.name, v.role, *stage, type_text(v.shape, v.dtype), v.sharding_text, str(count), bytes_text(size)
             rows.append((size, row))
     columns = ("path", "role", *staged, "type", "sharding", "arrays", "per device")
     return _largest("Arguments and results", columns, rows)

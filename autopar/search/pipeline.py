@@ -74,10 +74,10 @@ def plan_pipeline(
     levels = terms.options.recompute_levels(len(borders)) or ()
     tasks, programs = terms.solved.pieces_of(cut, borders, splits_backward(schedule), levels)
     restrict = restrict_stages(cut, terms.options.constraints, restrict)
-    return _Attempts(cut, tasks, programs, meshes, schedule, terms, restrict, beat).best(report, bool(levels))
+    return _PipelinePlanner(cut, tasks, programs, meshes, schedule, terms, restrict, beat).best(report, bool(levels))
 
 
-class _Attempts:
+class _PipelinePlanner:
     """Plans one pipeline in several ways; arguments as in `plan_pipeline`.
 
     Attributes:

@@ -143,7 +143,7 @@ def pipeline_under(
         return weigh_segments(cut, min(sizes), cluster.device)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
-    cut, whole = _first_cut(request, partial(cut_in, num_stages), count, method.num_microbatches is None)
+    cut, whole = _cut_or_whole(request, partial(cut_in, num_stages), count, method.num_microbatches is None)
     again = partial(cut_in, count=cut.split.count)
     parts = even_parts(cut, num_stages)
     cut = cut if parts == cut.stacks.count else again(parts)
@@ -204,7 +204,9 @@ def _planner(
     return plan
 
 
-def _first_cut(request: Request, cut_for: Callable[[int], CutStep], count: int, is_open: bool) -> tuple[CutStep, str]:
+def _cut_or_whole(
+    request: Request, cut_for: Callable[[int], CutStep], count: int, is_open: bool
+) -> tuple[CutStep, str]:
     """Cut the step for so many microbatches; if the user left the number open and that fails, for one, with a warning.
 
     Raises:

@@ -61,7 +61,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     options = dataclasses.replace(request.options, repaying_steps=math.inf)
     cuts = _Cuts(request)
     report("cutting the step into layers", 0.0, known)
-    cut, counts = _first_cut(cuts, _counts(request), found.tried)
+    cut, counts = _reference_cut(cuts, _counts(request), found.tried)
     reference = counts[len(counts) // 2]
     forward_only = not any(cut.chain.backward)
     if forward_only:  # nothing is accumulated, and there is no backward pass to wait for: few microbatches may do
@@ -138,7 +138,7 @@ class _Cuts:
         return self._weighed[key][1]
 
 
-def _first_cut(cuts: _Cuts, counts: list[int], tried: list[tuple[str, str]]) -> tuple[CutStep, list[int]]:
+def _reference_cut(cuts: _Cuts, counts: list[int], tried: list[tuple[str, str]]) -> tuple[CutStep, list[int]]:
     """The step cut for the middle number of microbatches, and the numbers to try; only 1 if it has no microbatches."""
     reference = counts[len(counts) // 2]
     try:

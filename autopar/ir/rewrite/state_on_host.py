@@ -65,7 +65,7 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
     return make_jaxpr([host_var.get(var, var) for var in jaxpr.invars], outvars, written)
 
 
-def returned_there(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
+def return_to_host(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
     """Offload the state whose new value the step itself puts into host memory: then the old value is there too."""
     there = [k for k in aliases if on_host(jaxpr.outvars[k].aval)]
     if not there:

@@ -1,7 +1,7 @@
 """Resolves argument numbers and names to parameters, as `jax.jit` does.
 
 In:     the user's function; `static_argnums`, `static_argnames`, `batch_argnums`, `donate_argnums`; a call's arguments.
-Out:    `Parameters` of the function, `Static` of its parameters, `Split` of a call's arguments.
+Out:    `Parameters` of the function, `Static` of its parameters, `SplitCall` of a call's arguments.
 Method: from the signature, once. A parameter has one number and one name, whether it is passed by position or by name.
 """
 
@@ -103,7 +103,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitCall:
     """The arguments of a call, separated into those with arrays and static ones.
 
     Attributes:
@@ -144,11 +144,11 @@ class Static:
     numbers: tuple[int, ...]
     names: tuple[str, ...]
 
-    def split(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Split:
+    def split(self, args: Sequence[object], kwargs: Mapping[str, object]) -> SplitCall:
         """Separate a call's static arguments from the others."""
         apart = self.positions(len(args))
         named = {name: value for name, value in kwargs.items() if name not in self.names}
-        return Split(
+        return SplitCall(
             tuple(value for n, value in enumerate(args) if n not in apart),
             named,
             (

@@ -232,7 +232,7 @@ def _warn_of_casts(program: Program, cast: Mapping[int, int]) -> None:
 def _positions(program: Program, option: str, argnums: object) -> tuple[int, ...]:
     """Positions, among the program's arguments, of the user's argument numbers."""
     position = {argument.number: k for k, argument in enumerate(program.arguments)}
-    numbers = [n for n in integers(argnums) if n not in program.left_out]
+    numbers = [n for n in integers(argnums) if n not in program.defaulted]
     missing = [n for n in numbers if n not in position]
     if missing:
         raise BatchError(

@@ -36,7 +36,7 @@ from autopar.ir.rewrite.unique_writes import resolve_unique_writes
 from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.moved_out import restore_scopes
-from autopar.ir.trace.parameters import Split, Static, check_hashable, parameters_of, static_of
+from autopar.ir.trace.parameters import SplitCall, Static, check_hashable, parameters_of, static_of
 from autopar.ir.trace.random import raw_keys
 from autopar.ir.trace.returned import is_of_objects, objects_in
 
@@ -114,7 +114,7 @@ def trace_step(
         static=tuple((argument, repr(value)) for argument, value in call.static),
         arguments=call.arguments,
         raw_keys=tuple(k for k, var in enumerate(jaxpr.invars) if var in keys),
-        left_out=tuple(n for n in static.parameters.optional if n not in passed),
+        defaulted=tuple(n for n in static.parameters.optional if n not in passed),
         gradient=gradient_line(jaxpr),
     )
 
@@ -128,7 +128,7 @@ class _Typed(NamedTuple):
     avals: tuple[Aval, ...]
 
 
-def _typed(call: Split, name: str) -> _Typed:
+def _typed(call: SplitCall, name: str) -> _Typed:
     """The argument leaves of a call; `name`: the step's, for errors.
 
     Raises:
@@ -141,7 +141,7 @@ def _typed(call: Split, name: str) -> _Typed:
     return _Typed(tree, paths, tuple(path for path, _ in found), avals)
 
 
-def _result_paths(call: Split, tree: PyTreeDef, avals: Sequence[Aval]) -> tuple[str, ...]:
+def _result_paths(call: SplitCall, tree: PyTreeDef, avals: Sequence[Aval]) -> tuple[str, ...]:
     """Readable paths of the leaves of a step's result; `avals`: their types."""
     names = [argument.name for argument in call.arguments]
     found = jax.tree_util.tree_flatten_with_path(in_containers(tree, [_type_of(aval) for aval in avals], ()))[0]
@@ -155,7 +155,7 @@ def _key_impls(avals: Sequence[Aval]) -> tuple[str | None, ...]:
 
 def _traced(
     fn: Function,
-    call: Split,
+    call: SplitCall,
     in_tree: PyTreeDef,
     in_avals: Sequence[Aval],
     static_positions: Sequence[int],
@@ -187,7 +187,7 @@ def _traced(
     return Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars)), out_tree
 
 
-def _call_flat(fn: Function, call: Split, tree: PyTreeDef, *leaves: object) -> object:
+def _call_flat(fn: Function, call: SplitCall, tree: PyTreeDef, *leaves: object) -> object:
     args, kwargs = call.joined(*jax.tree.unflatten(tree, leaves))
     return fn(*args, **kwargs)
 

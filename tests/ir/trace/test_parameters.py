@@ -99,4 +99,4 @@ def test_a_static_argument_without_a_hash():
 
 def test_what_a_call_leaves_out():
     program = trace_step(step, (jnp.ones(2),), {"batch": jax.ShapeDtypeStruct((4,), jnp.float32)})
-    assert program.left_out == (2, 3) and [a.number for a in program.arguments] == [0, 1]
+    assert program.defaulted == (2, 3) and [a.number for a in program.arguments] == [0, 1]

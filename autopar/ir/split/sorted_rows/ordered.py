@@ -84,9 +84,9 @@ class Counts:
         return [self.key]
 
 
-Lies: TypeAlias = Rows | Counts | None
+RowOrder: TypeAlias = Rows | Counts | None
 """The order of a value's rows; None: it has none, or they are in their original order."""
-Known = Sequence[Lies]
+Known = Sequence[RowOrder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Transfer:
         made: The same for its results; None: the result is the sum of those of all parts.
     """
 
-    results: tuple[Lies, ...]
+    results: tuple[RowOrder, ...]
     parts: tuple[int | None, ...] | None = None
     made: tuple[int | None, ...] = ()
 
@@ -191,14 +191,14 @@ class Ordering:
 
     # Gathers and scatters of rows.
 
-    def _takes(self, eqn: JaxprEqn, table: Lies, at: Rows) -> Transfer | None:
+    def _takes(self, eqn: JaxprEqn, table: RowOrder, at: Rows) -> Transfer | None:
         """`x[order]`, `x[order // k]`, `h[argsort(order)]`."""
         rule, dim = rule_for(eqn), _one(eqn.params["dimension_numbers"].start_index_map)
         factor = _one(rule.operands[1][at.dim])
         if dim is None or factor is None or not self._are_rows(eqn.invars[1], eqn.invars[0].aval.shape[dim]):
             return None
         found = [d for d, names in enumerate(rule.results[0]) if factor in names]
-        if len(found) != 1 or not self._lies(eqn.invars[0], table, dim, at):
+        if len(found) != 1 or not self._is_in_order_for(eqn.invars[0], table, dim, at):
             return None
         return Transfer((_unless_plain(Rows(found[0], at.order)),), (dim, at.dim), (found[0],))
 
@@ -213,7 +213,7 @@ class Ordering:
         if eqn.primitive.name == "scatter" and (not self._is_identity(eqn.invars[1]) or eqn.params["update_jaxpr"]):
             return None
         behind = [d for d, names in enumerate(rule.operands[2]) if factor in names]
-        if len(behind) != 1 or not self._lies(eqn.invars[0], known[0], dim, at):
+        if len(behind) != 1 or not self._is_in_order_for(eqn.invars[0], known[0], dim, at):
             return None
         updates = _unless_plain(Rows(behind[0], at.order))
         if known[2] != updates and (known[2] is not None or not self.values.is_uniform(eqn.invars[2], behind[0])):
@@ -221,7 +221,7 @@ class Ordering:
         table = Rows(dim, None if at.order is not None else at.places)
         return Transfer((_unless_plain(table),), (dim, at.dim, behind[0]), (dim,))
 
-    def _lies(self, atom: Atom, have: Lies, dim: int, at: Rows) -> bool:
+    def _is_in_order_for(self, atom: Atom, have: RowOrder, dim: int, at: Rows) -> bool:
         """Whether the rows of an array that is indexed are in the order that the indices are for."""
         assert at.places is not None
         if at.order is not None:
@@ -296,7 +296,7 @@ class Ordering:
                 return Transfer(tuple(_rows(p, order, places, depth) for p in strategy.results))
         return None
 
-    def _is_read(self, atom: Atom, have: Lies, want: Placement) -> bool:
+    def _is_read(self, atom: Atom, have: RowOrder, want: Placement) -> bool:
         """Whether an operand may be read in placement `want` by an operation row by row."""
         if isinstance(have, Rows):
             return want == Split(have.dim)

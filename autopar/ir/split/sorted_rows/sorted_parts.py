@@ -22,7 +22,7 @@ from autopar.ir.region import Binding, Region, equations_within, is_region, regi
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.sorted_rows.ordered import PRODUCTS, Counts, Lies, Ordering, Rows, Transfer, on_one_part
+from autopar.ir.split.sorted_rows.ordered import PRODUCTS, Counts, Ordering, RowOrder, Rows, Transfer, on_one_part
 
 
 def sort_in_parts(jaxpr: Jaxpr, num_devices: int, count: int = 1) -> Jaxpr:
@@ -48,14 +48,14 @@ class _Found:
 
     Attributes:
         count: Number of parts.
-        lies: The order of each value that has one, or what it counts.
+        order_of: The order of each value that has one, or what it counts.
         transfer_of: The transfer of the equations on these values.
     """
 
     def __init__(self, jaxpr: Jaxpr, count: int):
         self.count, self.ordering = count, Ordering(jaxpr, count)
         while True:  # ends: each turn has fewer keys
-            self.lies: dict[Var, Rows | Counts] = {}
+            self.order_of: dict[Var, Rows | Counts] = {}
             self.transfer_of: dict[JaxprEqn, Transfer] = {}
             self.failed: dict[int, None] = {}
             if self.ordering.key_of:
@@ -66,17 +66,17 @@ class _Found:
             left = self.ordering.key_of.items()
             self.ordering.key_of = {var: key for var, key in left if key not in self.failed}
 
-    def of(self, atom: Atom | None) -> Lies:
-        return self.lies.get(atom) if isinstance(atom, Var) else None
+    def of(self, atom: Atom | None) -> RowOrder:
+        return self.order_of.get(atom) if isinstance(atom, Var) else None
 
-    def give_up(self, places: Iterable[Lies]) -> None:
+    def give_up(self, places: Iterable[RowOrder]) -> None:
         """Give up the sorts on whose order these values depend."""
         for rows in places:
             self.failed.update(dict.fromkeys(rows.keys if isinstance(rows, Rows) else ()))
 
-    def place(self, var: Var, lies: Lies) -> None:
-        if lies is not None:
-            self.lies[var] = lies
+    def place(self, var: Var, order: RowOrder) -> None:
+        if order is not None:
+            self.order_of[var] = order
 
     def body(self, jaxpr: Jaxpr) -> None:
         for eqn in jaxpr.eqns:
@@ -89,30 +89,30 @@ class _Found:
                 self.give_up(known)
                 continue
             self.transfer_of[eqn] = found
-            for var, lies in zip(eqn.outvars, found.results, strict=True):
-                self.place(var, lies)
+            for var, order in zip(eqn.outvars, found.results, strict=True):
+                self.place(var, order)
 
     def region(self, region: Region) -> None:
         """Propagate orders through a region: as constants or stacks, not through carries or tests."""
         for b in region.bindings:
-            lies = self.of(b.outer)
-            if lies is None:
+            order = self.of(b.outer)
+            if order is None:
                 continue
             if b.role == "through" and b.result is not None:
-                self.place(b.result, lies)
-            elif b.role == "const" and not lies.depth:
+                self.place(b.result, order)
+            elif b.role == "const" and not order.depth:
                 for var in b.variables:
-                    self.place(var, lies)
-            elif b.role == "xs" and lies.depth:
-                self.place(b.var, lies.moved(-1))
+                    self.place(var, order)
+            elif b.role == "xs" and order.depth:
+                self.place(b.var, order.moved(-1))
             else:
-                self.give_up([lies])
+                self.give_up([order])
         for body in region.bodies:
             self.body(body)
         for b in region.bindings:
             if b.role == "ys" and b.result is not None:
-                lies = self.of(b.value)
-                self.place(b.result, None if lies is None else lies.moved(1))
+                order = self.of(b.value)
+                self.place(b.result, None if order is None else order.moved(1))
             else:
                 self.give_up(map(self.of, b.values))
 

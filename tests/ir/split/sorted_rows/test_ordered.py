@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar._jax import Var
-from autopar.ir.split.sorted_rows.ordered import Counts, Lies, Ordering, Rows
+from autopar.ir.split.sorted_rows.ordered import Counts, Ordering, RowOrder, Rows
 from autopar.ir.trace.trace import trace_step
 
 ROWS, WIDTH, GROUPS, PARTS = 8, 4, 3, 2
@@ -13,10 +13,10 @@ X, KEY = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct(
 W = jax.ShapeDtypeStruct((GROUPS, WIDTH, WIDTH), jnp.float32)
 
 
-def lies(function) -> Lies | str:
+def lies(function) -> RowOrder | str:
     """How the result of a function of rows, weights and a key lies; "refused": another order would give another one."""
     jaxpr = trace_step(function, [X, W, KEY]).jaxpr
-    ordering, known = Ordering(jaxpr, PARTS), dict[Var, Lies]()
+    ordering, known = Ordering(jaxpr, PARTS), dict[Var, RowOrder]()
     for eqn in jaxpr.eqns:
         operands = [known.get(a) if isinstance(a, Var) else None for a in eqn.invars]
         found = ordering.transfer(eqn, operands)
