@@ -189,6 +189,26 @@ def epochs(turns=2):
     return step, params, lambda k: {"x": normal(k, BATCH, WIDTH), "y": normal(k + 9, BATCH, 4)}
 
 
+def batches_of_steps(turns=3):
+    """A scan over a stack of batches, `[steps, batch, ...]`, with a rate and a random key for each step."""
+    params = layers(0, WIDTH, WIDTH, 4)
+
+    def one(params, given):
+        rows, rate, key = given
+        x = rows["x"] + 0.1 * jax.random.normal(key, rows["x"].shape)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((mlp(p, x) - rows["y"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss
+
+    def step(params, batch):
+        return jax.lax.scan(one, params, (batch["rows"], batch["rate"], batch["key"]))
+
+    def batch(k):
+        rows = {"x": normal(k, turns, BATCH, WIDTH), "y": normal(k + 9, turns, BATCH, 4)}
+        return {"rows": rows, "rate": jnp.full(turns, 0.1), "key": jax.random.split(jax.random.key(k), turns)}
+
+    return step, params, batch
+
+
 # How often a microbatch goes forwards and backwards, the step, how it is cut.
 CELLS = [
     (2, sharpness_aware, autopar.PipelineParallel(num_stages=2, num_microbatches=1)),
@@ -198,6 +218,9 @@ CELLS = [
     (2, measured_after, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (3, shuffled, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (4, epochs, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
+    (3, batches_of_steps, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
+    (3, batches_of_steps, autopar.PipelineParallel(num_stages=2, num_microbatches=1)),
+    (3, batches_of_steps, autopar.ThreeD(data=2, tensor=1, pipeline=2, num_microbatches=4)),
 ]
 
 
@@ -223,6 +246,29 @@ def test_rounds_equal_jit(num_rounds, case, method):
         for (path, got), leaf in zip(leaves, jax.tree.leaves((same, wanted)), strict=True):
             assert relative_error(_host(got), _host(leaf)) <= 2e-5, jax.tree_util.keystr(path)
     assert step.plan(state, batch(0)).origin.pipeline.cut.chain.num_rounds == num_rounds
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_each_step_of_a_loop_is_split(num_microbatches):
+    """Three steps on four devices: the batch of each is split, though three is no multiple of four, or of two."""
+    step, state, batch = batches_of_steps()
+    method = autopar.DataParallel(zero=3, num_microbatches=num_microbatches)
+    cluster = autopar.Cluster.local(jax.devices()[:4], device=SLOW, intra=QUICK)
+    found = autopar.parallelize(step, cluster=cluster, method=method, donate_argnums=())
+    got, wanted = found(state, batch(0)), jax.jit(step)(state, batch(0))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        assert relative_error(_host(a), _host(b)) <= 2e-5, jax.tree_util.keystr(path)
+    plan = found.plan(state, batch(0))
+    shardings = plan.shardings[0][1]["rows"]
+    assert shardings["x"][0] is None and shardings["x"][1], "steps stay in order; samples are split"
+    assert plan.cost.figures.amount == 3 * BATCH
+
+
+def test_stages_split_each_step_of_a_loop():
+    step, state, batch = parallel(*CELLS[-1][1:])
+    plan = step.plan(state, batch(0))
+    x = plan.shardings[0][1]["rows"]["x"]
+    assert x[0] is None and x[1] == "data", x
 
 
 def test_rounds_are_told():

@@ -31,6 +31,7 @@ from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.unrolled_steps import unroll_steps
 from autopar.ir.split.layers.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
+from autopar.ir.split.placement import Batch
 from autopar.ir.split.rounds.stage_phases import split_at_joins, whole_batch
 from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.trace.state import Roles
@@ -114,6 +115,7 @@ def in_parts(
         tuple(sorted(at for k in roles.state for at in stacks.inputs[k])),
         tuple(at for k in roles.batch for at in stacks.inputs[k]),
         tuple(roles.donated[k] for k, parts in enumerate(stacks.inputs) for _ in parts),
+        {at: dims for k, dims in roles.dims.items() for at in stacks.inputs[k]},
     )
     return parted, parted_roles, stacks
 
@@ -171,11 +173,11 @@ class Rewritten:
         return dataclasses.replace(self, program=dataclasses.replace(self.program, jaxpr=jaxpr))
 
     @property
-    def how(self) -> tuple[int, Sequence[int], bool, str]:
-        """Arguments of `split_at_joins` and `accumulate_in_rounds`: number of microbatches, batch positions, whether each
+    def how(self) -> tuple[int, Batch, bool, str]:
+        """Arguments of `split_at_joins` and `accumulate_in_rounds`: number of microbatches, the batch, whether each
         microbatch takes its own sums, and the batch's name in messages."""
         names = ", ".join(dict.fromkeys(self.program.in_paths[k].split("/")[0] for k in self.roles.batch))
-        return self.count, self.roles.batch, self.semantics == "per_microbatch", names
+        return self.count, self.roles.leading, self.semantics == "per_microbatch", names
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,16 +268,17 @@ def cut_step(
     if num_microbatches > 1:
         jaxpr, split = split_at_joins(program.jaxpr, *made.how)
     else:
-        jaxpr, split = whole_batch(program.jaxpr, roles.batch)
+        jaxpr, split = whole_batch(program.jaxpr, roles.leading)
     program = dataclasses.replace(program, jaxpr=jaxpr)
     check_after("microbatch", check_phases(program.jaxpr), split)
-    first = 1 + len(split.invariants)
     order = pass_order(split)
     chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), order)
-    pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
+    samples = {program.jaxpr.invars[k]: dims for k, dims in roles.dims.items()}
+    entering = enumerate((*split.invariants, *split.pieces), start=1)
+    given = {k: samples[var] for k, var in entering if var in samples}
     known = EqualRules()
     rules = {eqn: known.of(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
-    batch = follow_batch(split.loop, rules, pieces)
+    batch = follow_batch(split.loop, rules, given)
     return CutStep(program, roles, stacks, split, chain, order.after_pass, batch, paths)
 
 

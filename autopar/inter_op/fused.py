@@ -27,7 +27,7 @@ def fused_program(program: Program, roles: Roles) -> StageProgram:
         aliases=roles.aliases,
         donated=tuple(roles.donated),
         outputs={k: k for k in range(len(jaxpr.outvars))},
-        batch={k: frozenset({0}) for k in roles.batch},
+        batch=roles.dims,
         tasks=(Task("step", program.name, 0, 0, jaxpr, inputs, outputs),),
     )
 

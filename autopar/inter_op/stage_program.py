@@ -65,7 +65,11 @@ class _Builder:
         invars = [*arguments, *self.stacks.values(), *arrived, *self.joins]
         at = {var: k for k, var in enumerate(invars)}
         aliases = self.aliases(outputs, at)
-        dims_of = {at[stack]: self.tasks.cut.batch.dims(v) for v, stack in self.stacks.items()}
+        cut = self.tasks.cut
+        dims_of = {at[stack]: cut.batch.dims(v) for v, stack in self.stacks.items()}
+        batch = {k: frozenset(d + 1 for d in dims) for k, dims in dims_of.items() if dims}
+        given = [(cut.program.jaxpr.invars[k], dims) for k, dims in cut.roles.dims.items()]
+        batch |= {at[var]: dims for var, dims in given if var in at}
         twice = self.twice()
         program = StageProgram(
             stage=self.stage,
@@ -79,7 +83,7 @@ class _Builder:
             aliases=aliases,
             donated=tuple(k in aliases.values() for k in range(len(invars))),
             outputs=dict(enumerate(outputs)),
-            batch={k: frozenset(d + 1 for d in dims) for k, dims in dims_of.items() if dims},
+            batch=batch,
             rounds=tuple(rounds),
             anew=frozenset(
                 (*(var for eqn in scan.eqns for body in bodies_of(eqn) for var in body.invars), *makers(twice))

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.dims import Dims
 from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
-
-Dims = frozenset[int]
 
 
 @dataclass(eq=False, slots=True)

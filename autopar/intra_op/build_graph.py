@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, on_host
-from autopar.intra_op.batch import Dims, between_samples, follow_batch
+from autopar.intra_op.batch import between_samples, follow_batch
 from autopar.intra_op.graph import (
     PHASES,
     Edge,
@@ -31,6 +31,7 @@ from autopar.intra_op.graph import (
     stacked,
 )
 from autopar.intra_op.strategies import enumerate_strategies
+from autopar.ir.dims import Dims
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import Binding, Region, Role, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for

@@ -16,7 +16,7 @@ Method: choices are forbidden or made dear, and the ILP finds the cheapest of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from autopar.intra_op.batch import BatchDims, factors_of
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.strategies import IDLE
+from autopar.ir.dims import Dims
 from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.terms import factors_of as factors_in
@@ -37,7 +38,7 @@ REPLICATED, PARTIAL = -1, -2
 
 
 def restrict_to_data_parallel(
-    graph: Graph, allowed: Allowed, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int
+    graph: Graph, allowed: Allowed, batch_inputs: Mapping[int, Dims], state_inputs: Sequence[int], zero: int
 ) -> None:
     """Forbid everything but data parallelism of one ZeRO stage over all axes of the mesh.
 
@@ -49,20 +50,18 @@ def restrict_to_data_parallel(
     Args:
         graph: The decision graph of the step.
         allowed: Extended.
-        batch_inputs: Inputs whose leading dim is the batch.
+        batch_inputs: Inputs that hold samples -> their dims that run over samples; one of these is split.
         state_inputs: Inputs that are returned as new state.
         zero: ZeRO stage, 0 to 3.
     """
     _split_samples(graph, allowed, zero)
     # An axis of one device splits nothing.
     axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
-    for position in batch_inputs:
+    for position, dims in batch_inputs.items():
         node = graph.nodes[graph.inputs[position]]
-        allowed.only(
-            node,
-            [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
-            "batch",
-        )
+        axes_of = [{d: of for d, of in enumerate(s.dims) if of} for s in node.shardings]
+        wanted = [{d: axes} if axes else {} for d in sorted(dims)]
+        allowed.only(node, [of in wanted for of in axes_of], "batch")
     parameters = _parameters(graph)
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import StepError
+from autopar.ir.dims import in_pieces
 from autopar.ir.trace.state import Roles
 from autopar.runtime.acts import Act, Live, Receive, SendTo, act, end_of, then_look
 from autopar.runtime.compile import Compiled
@@ -308,4 +309,4 @@ def _in_pieces(array: Any, shape: tuple[int, ...]) -> Any:
     """A batch argument with a leading dim of microbatches; a deleted one as it is."""
     if is_gone(array):
         return array
-    return jnp.reshape(plainly_typed(array), shape) if isinstance(array, jax.Array) else np.reshape(array, shape)
+    return in_pieces(plainly_typed(array) if isinstance(array, jax.Array) else np.asarray(array), shape)

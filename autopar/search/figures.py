@@ -8,6 +8,7 @@ Method: MFU counts the products that the step needs, HFU those that devices run:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import JaxprEqn
+from autopar._jax import Aval, JaxprEqn, resized
 from autopar.cost.collectives import sent_bytes
 from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.sharded import Collective, computed
@@ -39,7 +40,8 @@ def figures_of(
 ) -> Figures:
     """The figures of a planned step; `collectives` and `crossings`: all its communication."""
     step, cluster = request.program, request.cluster
-    amount, unit = amount_of([step.in_avals[k] for k in request.roles.batch])
+    samples = [(step.in_avals[k], max(dims)) for k, dims in request.roles.dims.items()]
+    amount, unit = amount_of([_of_all_steps(aval, dim) for aval, dim in samples])
     groups = cluster.groups or (cluster,)
     tasks = [task for stage in planned.stages for task in stage.tasks]
     return Figures(
@@ -51,6 +53,11 @@ def figures_of(
         sum_stated([None if g.device.watts is None else g.num_devices * g.device.watts for g in groups]),
         sum_stated([None if g.price_per_hour is None else g.num_devices * g.price_per_hour for g in groups]),
     )
+
+
+def _of_all_steps(aval: Aval, dim: int) -> Aval:
+    """The type of a batch whose samples lie along `dim`, with the steps and microbatches of the dims before it in one."""
+    return resized(aval, (math.prod(aval.shape[: dim + 1]), *aval.shape[dim + 1 :]))
 
 
 def amount_of(batch: Any) -> tuple[int, str]:

@@ -100,7 +100,7 @@ def shard_on(
 
     roles, device = request.roles, request.cluster.device
     return shard(
-        build_graph(request.program.jaxpr, mesh, roles.aliases, roles.batch, like=like),
+        build_graph(request.program.jaxpr, mesh, roles.aliases, roles.dims, like=like),
         device,
         request.options,
         partial(restrict_plan, request, mesh),
@@ -119,7 +119,7 @@ def _known_plans(request: Request, mesh: LogicalMesh) -> list[Restrict]:
         check_batch(request, mesh)
     except BatchError:
         return []
-    batch, state = request.roles.batch, _state_in_parts(request)
+    batch, state = request.roles.dims, _state_in_parts(request)
     return [partial(restrict_to_data_parallel, batch_inputs=batch, state_inputs=state, zero=zero) for zero in (0, 1, 3)]
 
 
@@ -135,7 +135,7 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
     keep_keys_whole(graph, into, out_of, allowed)
     if isinstance(method, DataParallel):
         check_batch(request, mesh)
-        restrict_to_data_parallel(graph, allowed, roles.batch, _state_in_parts(request), method.zero)
+        restrict_to_data_parallel(graph, allowed, roles.dims, _state_in_parts(request), method.zero)
     for pins in find_pins(program.in_paths, request.options.constraints, program.out_paths):
         pin_borders(graph, graph.inputs, pins.inputs, program.in_paths, allowed)
         pin_borders(graph, graph.outputs, pins.outputs, program.out_paths, allowed)
@@ -162,8 +162,10 @@ def check_batch(request: Request, mesh: LogicalMesh) -> None:
             "Auto(): they split what pays, whatever it is.",
             candidates={},
         )
-    for leaf, size in zip(roles.batch, request.batch_sizes, strict=True):
-        if size % mesh.num_devices:
+    for leaf, dims in roles.dims.items():
+        sizes = [program.in_avals[leaf].shape[d] for d in sorted(dims)]
+        if all(size % mesh.num_devices for size in sizes):
+            size = max(sizes)
             raise BatchError(
                 "the batch does not divide over the devices.",
                 given=f"{program.in_paths[leaf]} with {size} samples, {mesh.num_devices} devices",

@@ -274,8 +274,8 @@ def _check_one_kind(cluster: Cluster) -> None:
 
 
 def _check_rows(program: Program, roles: Roles) -> None:
-    for leaf in roles.batch:
-        if not program.in_avals[leaf].shape[0]:
+    for leaf, dims in roles.dims.items():
+        if not program.in_avals[leaf].shape[min(dims)]:
             raise BatchError(
                 "the batch has no rows.",
                 given=f"{program.in_paths[leaf]}: {program.in_avals[leaf].str_short()}",

@@ -46,8 +46,8 @@ class Request:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Number of samples in each batch argument."""
-        return [self.program.in_avals[k].shape[0] for k in self.roles.batch]
+        """Number of samples in each batch argument that microbatches share; of a stack for a loop of steps, in each step."""
+        return [self.program.in_avals[k].shape[dim] for k, dim in self.roles.leading.items()]
 
     def divides_into(self, count: int) -> bool:
         """Whether there is a batch, and it divides into so many microbatches."""

@@ -40,3 +40,20 @@ def test_parts(name):
         for box in own_boxes(wanted.kind, seat):
             np.testing.assert_array_equal(cut_out(wanted, box, parts), lies[tuple(slice(*side) for side in box)])
         assert cut_out(number, (), {k: np.float32(7) for k in parts}) == 7
+
+
+def test_parts_of_a_stack_of_batches():
+    """Microbatches split the samples of each step, and a worker reads whole steps."""
+    mesh, steps, samples, count = LogicalMesh((4,)), 6, 8, 2
+    whole = np.arange(steps * samples * 4, dtype=np.float32).reshape(steps, samples, 4)
+    lies = whole.reshape(steps, count, samples // count, 4).swapaxes(0, 1)
+    for dims in (((), (), ("x",), ()), ((), (), (), ("x",))):
+        wanted = Wanted(0, ArrayType(lies.shape, lies.dtype, Sharding(dims), mesh), True, dim=1)
+        seats = seats_of(((0, mesh.num_devices),), 2)
+        number = count_portions(steps, [((wanted,), seat) for seat in seats])
+        assert [portions_for(steps, number, (wanted,), seat) for seat in seats] == [(0,), (0,)]
+        for seat in seats:
+            for box in own_boxes(wanted.kind, seat):
+                np.testing.assert_array_equal(
+                    cut_out(wanted, box, {0: whole}), lies[tuple(slice(*side) for side in box)]
+                )

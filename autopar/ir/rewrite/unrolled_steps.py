@@ -17,13 +17,11 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, replace_eqn
+from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, replace_eqn
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import descendants, inputs_of
-from autopar.ir.gradient import is_backward
-from autopar.ir.region import Region, Role, bodies_of, equations_within, region_of, trip_count
+from autopar.ir.region import Region, Role, region_of, trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.split.rounds.turns import holds_steps
+from autopar.ir.split.rounds.steps import is_loop_of_steps
 
 
 def unroll_steps(jaxpr: Jaxpr, most: int) -> Jaxpr:
@@ -35,31 +33,8 @@ def unroll_steps(jaxpr: Jaxpr, most: int) -> Jaxpr:
 def _num_trips(jaxpr: Jaxpr) -> int:
     """Trips of all loops of training steps; those of an inner loop count once per trip of the outer."""
     return sum(
-        trip_count(eqn) * max(1, _num_trips(region_of(eqn).bodies[0])) for eqn in jaxpr.eqns if _is_loop_of_steps(eqn)
+        trip_count(eqn) * max(1, _num_trips(region_of(eqn).bodies[0])) for eqn in jaxpr.eqns if is_loop_of_steps(eqn)
     )
-
-
-def _is_loop_of_steps(eqn: JaxprEqn) -> bool:
-    is_scan = eqn.primitive.name == "scan" and not eqn.effects
-    return is_scan and holds_steps(eqn) and _goes_on_with_gradients(region_of(eqn))
-
-
-def _goes_on_with_gradients(scan: Region) -> bool:
-    """Whether a trip takes gradients that depend on those of earlier trips; with a mere sum of gradients it does not."""
-    (body,), carried = scan.bodies, list(scan.of_role("carry"))
-    moved: dict[Var, None] = {}
-    while True:  # a carry may depend on gradients through another carry
-        behind = descendants(body.eqns, _takes_gradients, moved)
-        more = [b.inner[0] for b in carried if b.inside[0] in behind]
-        if len(more) == len(moved):
-            break
-        moved = dict.fromkeys(filter(None, more))
-    led = descendants(body.eqns, given=moved)
-    return any(_takes_gradients(eqn) and any(a in led for a in inputs_of(eqn)) for eqn in body.eqns)
-
-
-def _takes_gradients(eqn: JaxprEqn) -> bool:
-    return is_backward(eqn) or any(is_backward(inner) for body in bodies_of(eqn) for inner, _ in equations_within(body))
 
 
 def _unrolled(jaxpr: Jaxpr) -> Jaxpr:
@@ -71,7 +46,7 @@ def _unrolled(jaxpr: Jaxpr) -> Jaxpr:
 
     for eqn in jaxpr.eqns:
         eqn = replace_eqn(eqn, invars=now(eqn.invars))
-        if _is_loop_of_steps(eqn):
+        if is_loop_of_steps(eqn):
             made.update(zip(eqn.outvars, _append_trips(eqns, region_of(eqn)), strict=True))
         else:
             eqns.append(eqn)

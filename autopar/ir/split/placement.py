@@ -10,11 +10,14 @@ Method: a mesh axis lies in space, the loop over microbatches in time, and the p
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from autopar._jax import Aval, resized
 
+Batch: TypeAlias = Sequence[int] | Mapping[int, int]
+"""The inputs of a program that hold samples, along dim 0; or input -> the dim that runs over samples."""
 Made: TypeAlias = Literal["once", "each", "own"]
 Reduction: TypeAlias = Literal["sum", "max", "min"]
 
@@ -116,3 +119,8 @@ def local_aval(aval: Aval, placement: Placement, units: int, size: int = 1) -> A
     if isinstance(placement, Split):
         shape[placement.dim] = shape[placement.dim] // units * size
     return resized(aval, shape)
+
+
+def sample_dims(batch: Batch) -> dict[int, int]:
+    """Input -> the dim that runs over samples."""
+    return dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(batch, 0)

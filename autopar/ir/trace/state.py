@@ -23,10 +23,13 @@ from jax.tree_util import PyTreeDef
 
 from autopar._jax import Aval, Var, is_key
 from autopar.errors import BatchError, warn
+from autopar.ir.dims import Dims
 from autopar.ir.program import Program
 from autopar.ir.split.rounds.rounds import rows_are_samples
+from autopar.ir.split.rounds.steps import dims_of_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
+from autopar.ir.work import num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,9 @@ class Roles:
     Attributes:
         aliases: Output leaf -> input leaf whose new value it is, of the same dtype.
         state: Input leaves whose new value is returned.
-        batch: Input leaves that hold samples along dim 0.
+        batch: Input leaves that hold samples.
+        dims: For each of these its dims that run over samples: dim 0; of a stack that a loop of training steps reads, the
+            dim behind it; of one that a loop of microbatches reads, both.
         donated: Whether each input leaf is donated.
     """
 
@@ -44,6 +49,12 @@ class Roles:
     state: tuple[int, ...]
     batch: tuple[int, ...]
     donated: tuple[bool, ...]
+    dims: Mapping[int, Dims]
+
+    @property
+    def leading(self) -> dict[int, int]:
+        """For each leaf of the batch the dim that microbatches split."""
+        return {k: min(dims) for k, dims in self.dims.items()}
 
     @property
     def may_hold_layers(self) -> tuple[int, ...]:
@@ -80,8 +91,28 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
     for number in changed if donate_argnums == "auto" else _positions(program, "donate_argnums", donate_argnums):
         for leaf in range(*arguments[number]):
             donated[leaf] = leaf not in cast.values() and (donate_argnums != "auto" or leaf in state)
-    samples = tuple(k for n in batch for k in range(*arguments[n]) if program.in_avals[k].shape)
-    return Roles(aliases, state, samples, tuple(donated))
+    dims = _dims(program, [k for n in batch for k in range(*arguments[n])])
+    return Roles(aliases, state, tuple(dims), tuple(donated), dims)
+
+
+def _dims(program: Program, leaves: Sequence[int]) -> dict[int, Dims]:
+    """The leaves that hold samples, and along which dims.
+
+    Other leaves hold a number, or a key, for each step of a loop. Of those that differ in the size of what may be samples
+    within a step, those of most bytes hold them.
+    """
+    invars, found = program.jaxpr.invars, dict[int, Dims]()
+    for k, (_, dims) in zip(leaves, dims_of_samples(program.jaxpr, [invars[k] for k in leaves]).items(), strict=True):
+        most = len(program.in_avals[k].shape) - (k in program.raw_keys)
+        if any(d < most for d in dims):
+            found[k] = frozenset(d for d in dims if d < most)
+    bytes_of: dict[int, int] = {}
+    within = [k for k, dims in found.items() if 0 not in dims]
+    for k in within:
+        size = program.in_avals[k].shape[min(found[k])]
+        bytes_of[size] = bytes_of.get(size, 0) + num_bytes(invars[k])
+    most = max(bytes_of, key=bytes_of.__getitem__, default=0)
+    return {k: dims for k, dims in found.items() if k not in within or program.in_avals[k].shape[min(dims)] == most}
 
 
 def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
@@ -96,6 +127,7 @@ def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
     candidates = _candidates(program, arguments, state)
     if len(set(candidates.values())) > 1:
         rows = rows_are_samples(program.jaxpr, _leaves_by_size(program, arguments, candidates))
+        rows = rows or _scanned_by_steps(program, arguments, candidates)
         if len(rows) == 1:
             return tuple(number for number, size in candidates.items() if size == rows[0])
         listed = "; ".join(f"argument {_label(program.arguments[n])}: leading dim {d}" for n, d in candidates.items())
@@ -129,6 +161,14 @@ def _leaves_by_size(
     for number, size in candidates.items():
         found.setdefault(size, []).extend(k for k in range(*arguments[number]) if program.in_avals[k].shape)
     return found
+
+
+def _scanned_by_steps(
+    program: Program, arguments: Sequence[tuple[int, int]], candidates: Mapping[int, int]
+) -> list[int]:
+    """The leading dims of candidates that are stacks of batches, one for each step of a loop."""
+    groups = _leaves_by_size(program, arguments, candidates)
+    return [size for size, leaves in groups.items() if any(0 not in dims for dims in _dims(program, leaves).values())]
 
 
 def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> dict[int, int]:

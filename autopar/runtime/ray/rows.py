@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.ir.dims import in_pieces
 from autopar.mesh import ArrayType, Box
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport.parcels import own_boxes, slices
@@ -22,11 +23,17 @@ from autopar.runtime.ray.transport.parcels import own_boxes, slices
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A type in which a worker wants array `leaf` of the batch; `is_piece`: it has a leading dim of microbatches."""
+    """A type in which a worker wants array `leaf` of the batch.
+
+    Attributes:
+        is_piece: It has a leading dim of microbatches.
+        dim: The dim of the batch's array that these split; the rows of a stack for several steps are whole in each.
+    """
 
     leaf: int
     kind: ArrayType
     is_piece: bool
+    dim: int = 0
 
     @property
     def num_leading(self) -> int:
@@ -35,6 +42,8 @@ class Wanted:
 
     def rows_in(self, box: Box) -> np.ndarray:
         """Numbers of the batch's rows in a box of this array, in order."""
+        if self.dim:
+            return np.arange(*box[1])
         leading = self.kind.shape[: self.num_leading]
         whole = tuple((0, length) for length in leading)
         return np.arange(math.prod(leading)).reshape(leading)[slices(box[: self.num_leading], whole)].ravel()
@@ -61,13 +70,17 @@ def cut_out(wanted: Wanted, box: Box, portions: Mapping[int, np.ndarray]) -> np.
     if not leading:
         return np.asarray(next(iter(portions.values())), dtype)
     length = len(next(iter(portions.values())))
-    rest = tuple(slice(*side) for side in box[leading:])
+    rest = () if wanted.dim else tuple(slice(*side) for side in box[leading:])
     own = []
     for start, stop in _runs(wanted.rows_in(box)):
         for k in range(start // length, (stop - 1) // length + 1):
             rows = slice(max(start - k * length, 0), min(stop - k * length, length))
             own.append(np.asarray(portions[k][(rows, *rest)], dtype))
     whole = own[0] if len(own) == 1 else np.concatenate(own)
+    if wanted.dim:
+        count, _, *others = wanted.kind.shape
+        pieces = in_pieces(whole, (count, len(whole), *others))
+        return pieces[tuple(slice(None) if d == 1 else slice(*side) for d, side in enumerate(box))]
     return whole.reshape([stop - start for start, stop in box])
 
 

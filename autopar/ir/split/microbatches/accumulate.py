@@ -34,7 +34,7 @@ from autopar._jax import (
 )
 from autopar.ir.build import Equations, flat_function
 from autopar.ir.dataflow import makers
-from autopar.ir.dims import apart
+from autopar.ir.dims import apart, in_pieces
 from autopar.ir.region import Binding, new_scan, rows_in, rows_out
 from autopar.ir.rules.linearity import identity_of
 from autopar.ir.split.microbatches.microbatch import Microbatches, Result
@@ -48,7 +48,10 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     assert not split.between, "one loop has no place between its forward and its backward passes"
     count = split.count
     eqns = Equations(split.before)
-    stacks = {var: eqns.call_one(lambda x: apart(x, 0, count), [whole]) for var, whole in split.piece_of.items()}
+    stacks = {
+        var: eqns.call_one(partial(in_pieces, shape=(count, *var.aval.shape)), [whole])
+        for var, whole in split.piece_of.items()
+    }
     results = list(zip(split.results, split.loop.outvars, strict=True))
     scan = accumulating_scan(count, split.number, split.loop.eqns, split.invariant_of, stacks, results)
     eqns += [*scan.eqns, *scan.after, *split.after]

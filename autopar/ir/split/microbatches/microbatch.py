@@ -9,7 +9,7 @@ Method: `phases.py` assigns phases and strategies; here the program of one micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -19,9 +19,10 @@ from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new
 from autopar.errors import BatchError
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
+from autopar.ir.dims import pieces_dim
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import arrays_of_numbers, views_of_arguments
-from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Batch, Partial, Placement, Split, sample_dims
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 
@@ -48,7 +49,7 @@ class Microbatches:
         before: Equations on whole values that the loop needs, in order.
         loop: One microbatch. Invars: its number (int32), then `invariants`, then `pieces`; outvars: `results`.
         invariants: Variables of the step that every microbatch reads whole.
-        pieces: Variables of the step of which microbatch k reads the k-th part along dim 0.
+        pieces: Variables of the step of which microbatch k reads the k-th part along the dim that runs over samples.
         results: The results of the loop.
         between: Equations on joint results of all forward passes, in order. Backward passes read their values among
             `invariants`, so none may begin before (`rounds/joins.py`).
@@ -101,8 +102,14 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
         outside = [*split.invariants, *split.pieces]
         assert all(var in there for var in outside), "the loop reads what is not there before it"
         inner = [var.aval.shape for var in split.loop.invars[1:]]
-        pieces = [(size // split.count, *rest) for size, *rest in (var.aval.shape for var in split.pieces)]
-        assert inner == [*(var.aval.shape for var in split.invariants), *pieces], "the loop reads other shapes"
+        assert inner[: len(split.invariants)] == [var.aval.shape for var in split.invariants], (
+            "the loop reads other shapes"
+        )
+        for part, whole in zip(inner[len(split.invariants) :], split.pieces, strict=True):
+            dim = pieces_dim(whole.aval.shape, (split.count, *part))
+            assert whole.aval.shape == (*part[:dim], part[dim] * split.count, *part[dim + 1 :]), (
+                "the loop reads other parts"
+            )
         there = dict.fromkeys([*jaxpr.invars, *made, *(result.var for result in split.results)])
         check_program(make_jaxpr([*there], joint, split.between))
         check_program(make_jaxpr([*there, *joint], jaxpr.outvars, split.after))
@@ -110,13 +117,13 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
     return check
 
 
-def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "the batch") -> None:
+def check_divides(jaxpr: Jaxpr, count: int, batch: Batch, name: str = "the batch") -> None:
     """Check that the batch divides into microbatches.
 
     Raises:
         BatchError: It does not, or there is none.
     """
-    sizes = sorted({jaxpr.invars[k].aval.shape[0] for k in batch})
+    sizes = sorted({jaxpr.invars[k].aval.shape[dim] for k, dim in sample_dims(batch).items()})
     if not sizes:
         raise BatchError(
             "there is no batch to split into microbatches.",
@@ -152,9 +159,10 @@ class _Loop(ShardWriter):
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """Read a value of the step that the loop does not make."""
-        is_piece = want == Split(0) or self.solution.count == 1
-        if is_piece and self.solution.made_as(var) == Split(0) and var in self.inputs:
-            return self.pieces.setdefault(var, self.local(var.aval, Split(0)))
+        made = self.solution.made_as(var)
+        is_piece = isinstance(made, Split) and made.blocks == 1 and (want == made or self.solution.count == 1)
+        if is_piece and var in self.inputs:
+            return self.pieces.setdefault(var, self.local(var.aval, made))
         whole = self.view(var) or self.invariants.setdefault(var, new_var(var.aval))
         return self.converted(var, whole, want, source)
 

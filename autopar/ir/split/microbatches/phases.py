@@ -33,7 +33,7 @@ from autopar.ir.split.microbatches.hoist import Hoist
 from autopar.ir.split.microbatches.local_statistics import SampleSums
 from autopar.ir.split.microbatches.refusal import refusal
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
-from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Batch, Partial, Placement, Split, sample_dims
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
 from autopar.ir.work import Work, num_bytes
@@ -43,7 +43,7 @@ from autopar.tuning import TUNING
 def find_phases(
     jaxpr: Jaxpr,
     count: int,
-    batch: Sequence[int],
+    batch: Batch,
     per_microbatch: bool = False,
     apart: bool = False,
     joins: Collection[JaxprEqn] | None = None,
@@ -53,7 +53,7 @@ def find_phases(
 
     Args:
         count: Number of microbatches, at least 2; it divides the batch.
-        batch: Inputs whose leading dim runs over samples.
+        batch: The inputs that hold samples.
         per_microbatch: Use local statistics where samples wait for a sum over the batch.
         apart: Accumulate the terms of a gradient (of a tied weight) one by one, and add them after the loop.
         joins: Copies of joint results of all forward passes, which the backward passes read (`rounds/joins.py`); equations
@@ -76,14 +76,15 @@ def find_phases(
     return solution
 
 
-def _in_blocks(refused: _Phases, begin: Callable[[], _Phases], batch: Sequence[int]) -> _Phases:
+def _in_blocks(refused: _Phases, begin: Callable[[], _Phases], batch: Batch) -> _Phases:
     """The same with each microbatch's part of every block of samples, in which a policy that was refused was cut.
 
     Raises:
         What is being handled: it was not cut, or that does not do either.
     """
-    blocks, inputs = refused.blocks, [refused.jaxpr.invars[k] for k in batch]
-    if blocks > 1 and all(var.aval.shape[0] % (blocks * refused.solution.count) == 0 for var in inputs):
+    blocks, avals = refused.blocks, {k: refused.jaxpr.invars[k].aval for k in batch}
+    sizes = [avals[k].shape[dim] for k, dim in sample_dims(batch).items()]
+    if blocks > 1 and all(size % (blocks * refused.solution.count) == 0 for size in sizes):
         policy = begin()
         with contextlib.suppress(SamplesWaitError, MicrobatchError):
             policy.run(batch, blocks)
@@ -113,9 +114,9 @@ class _Phases:
         self.waiting: dict[JaxprEqn, MicrobatchError] = {}
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
 
-    def run(self, batch: Sequence[int], blocks: int = 1) -> None:
-        for position in batch:
-            self.solution.placement_of[self.jaxpr.invars[position]] = Split(0, blocks)
+    def run(self, batch: Batch, blocks: int = 1) -> None:
+        for position, dim in sample_dims(batch).items():
+            self.solution.placement_of[self.jaxpr.invars[position]] = Split(dim, blocks)
         matters = feeds_backward(self.jaxpr)
         at = 0
         while at < len(self.jaxpr.eqns):

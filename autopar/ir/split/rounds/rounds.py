@@ -28,6 +28,7 @@ from autopar.ir.split.microbatches.accumulate import accumulate
 from autopar.ir.split.microbatches.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
+from autopar.ir.split.placement import Batch
 from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from autopar.ir.split.rounds.turns import split_turns
 from autopar.ir.split.solution import LoopSolution
@@ -55,7 +56,7 @@ class _Round:
 
 
 def accumulate_in_rounds(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+    jaxpr: Jaxpr, count: int, batch: Batch, per_microbatch: bool = False, name: str = "the batch"
 ) -> Jaxpr:
     """Write a program that processes its microbatches in as many rounds as needed; arguments as of `split_at_joins`.
 
@@ -69,7 +70,7 @@ def accumulate_in_rounds(
         rounds = _best_rounds(jaxpr, decide)
     except MicrobatchError as error:
 
-        def of_turn(body: Jaxpr, rows: Sequence[int]) -> Jaxpr:
+        def of_turn(body: Jaxpr, rows: Batch) -> Jaxpr:
             return accumulate_in_rounds(body, count, rows, per_microbatch, name)
 
         jaxpr, loops = split_turns(jaxpr, count, batch, of_turn)

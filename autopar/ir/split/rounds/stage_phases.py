@@ -11,7 +11,7 @@ Method: joint results for which backward passes wait are computed between the fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from autopar._jax import Jaxpr, JaxprEqn
@@ -30,10 +30,10 @@ from autopar.ir.split.microbatches.microbatch import Microbatches, check_divides
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.refusal import refused, too_much_at_once
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
-from autopar.ir.split.placement import BY_EACH, Axis, Split
+from autopar.ir.split.placement import BY_EACH, Axis, Batch, Split, sample_dims
 from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from autopar.ir.split.rounds.joins import samples_of_backward, with_joins, with_rounds
-from autopar.ir.split.rounds.turns import holds_steps
+from autopar.ir.split.rounds.steps import holds_steps
 from autopar.ir.split.solution import LoopSolution
 from autopar.tuning import TUNING
 
@@ -42,13 +42,13 @@ Decide = Callable[..., LoopSolution]
 
 
 def split_at_joins(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+    jaxpr: Jaxpr, count: int, batch: Batch, per_microbatch: bool = False, name: str = "the batch"
 ) -> tuple[Jaxpr, Microbatches]:
     """Split a step into phases for stages: each stage accumulates its own terms of a gradient.
 
     Args:
         count: Number of microbatches, at least 2.
-        batch: Inputs whose leading dim runs over samples.
+        batch: The inputs that hold samples.
         per_microbatch: Use local statistics where samples wait for a sum over the batch.
         name: The name of the batch in messages.
 
@@ -111,7 +111,7 @@ def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
     )
 
 
-def _goes_again(jaxpr: Jaxpr, batch: Sequence[int]) -> bool:
+def _goes_again(jaxpr: Jaxpr, batch: Batch) -> bool:
     """Whether a forward pass on samples depends on gradients."""
     led, of_batch = made_by_backward(jaxpr), {jaxpr.invars[k]: None for k in batch}
     for eqn in jaxpr.eqns:
@@ -141,7 +141,7 @@ def _in_rounds(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
     raise error
 
 
-def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
+def whole_batch(jaxpr: Jaxpr, batch: Batch) -> tuple[Jaxpr, Microbatches]:
     """The phases of a step whose only microbatch is the whole batch.
 
     Equations that depend on gradients and are not part of a backward pass come after the loop, or between rounds if another
@@ -153,7 +153,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches
             if rounds[1].between:
                 return rounds
     solution = LoopSolution(Axis(1))
-    solution.placement_of.update((jaxpr.invars[k], Split(0)) for k in batch)
+    solution.placement_of.update((jaxpr.invars[k], Split(dim)) for k, dim in sample_dims(batch).items())
     for eqn, is_behind in zip(jaxpr.eqns, after_gradients(jaxpr), strict=True):
         solution.phase[eqn] = "after" if is_behind else "before"
         if not is_behind and any(a in solution.placement_of for a in inputs_of(eqn)):
@@ -162,7 +162,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches
     return jaxpr, write_phases(jaxpr, solution)
 
 
-def _whole_in_rounds(jaxpr: Jaxpr, batch: Sequence[int]) -> tuple[Jaxpr, Microbatches]:
+def _whole_in_rounds(jaxpr: Jaxpr, batch: Batch) -> tuple[Jaxpr, Microbatches]:
     """The phases of the only microbatch in several rounds; equations that move parameters stand between them."""
     decide = partial(find_phases, count=1, batch=batch, per_microbatch=True, apart=True)
     solution, maker = decide(jaxpr, joins=[]), makers(jaxpr.eqns)

@@ -5,28 +5,29 @@ Out:    the program in which each turn of a loop that takes gradients, and each 
         (`rounds.py`); and these loops, which the step around them runs on all samples.
 Method: critics trained several times before the generator, epochs over minibatches, descent until convergence, line searches
         with gradients: no microbatch can go from turn to turn alone, for the next turn needs the gradient of all. The batch
-        of a turn is not known; every group of its inputs that depend on the step's batch and have equally many rows is
+        of a turn is not known; every group of its inputs that depend on the step's batch and hold equally many samples is
         tried. The phases prove it (`phases.py`): they are exact for any rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import descendants, inputs_of
-from autopar.ir.gradient import is_backward
-from autopar.ir.region import Region, equations_within, kind_of, region_of
+from autopar.ir.region import Region, region_of
 from autopar.ir.split.microbatches.refusal import refused
+from autopar.ir.split.placement import Batch
+from autopar.ir.split.rounds.steps import dims_of_samples, holds_steps, takes_gradients
 from autopar.ir.work import num_bytes
 
-SplitTurn: TypeAlias = Callable[[Jaxpr, Sequence[int]], Jaxpr]
+SplitTurn: TypeAlias = Callable[[Jaxpr, Batch], Jaxpr]
 """`accumulate_in_rounds` of a program and its batch inputs, with its other arguments bound."""
 
 
-def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: SplitTurn) -> tuple[Jaxpr, list[JaxprEqn]]:
+def split_turns(jaxpr: Jaxpr, count: int, batch: Batch, split: SplitTurn) -> tuple[Jaxpr, list[JaxprEqn]]:
     """The program whose loops of training steps have microbatches in each turn, and these loops; itself, if it has none.
 
     Raises:
@@ -43,22 +44,11 @@ def split_turns(jaxpr: Jaxpr, count: int, batch: Sequence[int], split: SplitTurn
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), loops) if loops else (jaxpr, [])
 
 
-def holds_steps(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a loop or condition that takes gradients in a body, and is not part of a backward pass."""
-    if kind_of(eqn) not in ("scan", "while", "cond") or is_backward(eqn):
-        return False
-    return any(map(_takes_gradients, region_of(eqn).bodies))
-
-
-def _takes_gradients(body: Jaxpr) -> bool:
-    return any(is_backward(inner) for inner, _ in equations_within(body))
-
-
 def _in_microbatches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int, split: SplitTurn) -> JaxprEqn:
     region = region_of(eqn)
     bodies = list(region.bodies)
     for k, body in enumerate(bodies):
-        if _takes_gradients(body):
+        if takes_gradients(body):
             bodies[k] = _split_body(region, k, of_batch, count, split)
     return region.with_bodies(bodies)
 
@@ -81,13 +71,18 @@ def _split_body(region: Region, number: int, of_batch: dict[Var, None], count: i
     raise first
 
 
-def _batches(region: Region, number: int, of_batch: dict[Var, None], count: int) -> Iterator[list[int]]:
-    """Groups of a body's inputs that depend on the step's batch and have equally many rows; those of most bytes first."""
-    position = {var: k for k, var in enumerate(region.bodies[number].invars)}
-    by_size: dict[int, list[Var]] = {}
-    for b in region.of_role("const", "xs"):
-        var = b.inner[number] if isinstance(b.outer, Var) and b.outer in of_batch else None
-        if var is not None and var.aval.shape and var.aval.shape[0] % count == 0:
-            by_size.setdefault(var.aval.shape[0], []).append(var)
+def _batches(region: Region, number: int, of_batch: dict[Var, None], count: int) -> Iterator[dict[int, int]]:
+    """Groups of a body's inputs that depend on the step's batch and hold equally many samples; those of most bytes first.
+
+    A group: input -> its dim that runs over samples.
+    """
+    body = region.bodies[number]
+    position = {var: k for k, var in enumerate(body.invars)}
+    bound = [b for b in region.of_role("const", "xs") if isinstance(b.outer, Var) and b.outer in of_batch]
+    given = [var for b in bound if (var := b.inner[number]) is not None]
+    by_size: dict[int, dict[Var, int]] = {}
+    for var, dims in dims_of_samples(body, given).items():
+        if dims and var.aval.shape[min(dims)] % count == 0:
+            by_size.setdefault(var.aval.shape[min(dims)], {})[var] = min(dims)
     for group in sorted(by_size.values(), key=lambda group: -sum(map(num_bytes, group))):
-        yield [position[var] for var in group]
+        yield {position[var]: dim for var, dim in group.items()}

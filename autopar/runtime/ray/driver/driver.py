@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import StepError
+from autopar.ir.dims import in_pieces
 from autopar.mesh import ArrayType, Box
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
@@ -250,7 +251,8 @@ class RayStep:
     def _values(self, at: BufferId, array: np.ndarray, seat: Seat) -> list[np.ndarray]:
         """The packed parts of an argument that a worker's devices hold."""
         kind = self.job.types[at]
-        whole = np.asarray(array, kind.dtype).reshape(kind.shape)
+        whole = np.asarray(array, kind.dtype)
+        whole = whole if whole.shape == kind.shape else in_pieces(whole, kind.shape)
         return [pack(whole[cut]) for cut in self._cuts[at, seat.number]]
 
     def _results(self, made: Mapping[int, Sequence[Any]], keep: Mapping[MeshId, range]) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.ir.dims import pieces_dim
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
 from autopar.runtime.ray.rows import Wanted, count_portions, portions_for
@@ -33,7 +34,8 @@ class Layout:
         found: dict[MeshId, list[Wanted]] = {}
         for leaf in range(len(types)):
             for mesh, kind, is_piece in step.wanted(first + leaf):
-                found.setdefault(mesh, []).append(Wanted(leaf, kind, is_piece))
+                dim = pieces_dim(types[leaf].shape, kind.shape) if is_piece else 0
+                found.setdefault(mesh, []).append(Wanted(leaf, kind, is_piece, dim))
         seats = {seat.number: seat for mesh in sorted(found) for seat in step.workers.seats_on(mesh)}
         for number, seat in seats.items():
             self.wanted[number], self.meshes[number] = tuple(found[seat.mesh]), seat.mesh
