@@ -104,10 +104,12 @@ def _mark_samples(graph: Graph, samples: AbstractSet[Var]) -> None:
 
 
 def _take_over(graph: Graph, like: Graph) -> None:
-    graph.batch, graph.held = like.batch, like.held
+    graph.batch = like.batch
     _mark_samples(graph, like.samples)
-    if like.traffic is not None:
-        graph.traffic = {graph.op_node[eqn]: like.traffic[node] for eqn, node in like.op_node.items()}
+    if "held" in like.derived:
+        graph.derived["held"] = like.derived["held"]
+    if (traffic := like.derived.get("traffic")) is not None:
+        graph.derived["traffic"] = {graph.op_node[eqn]: traffic[node] for eqn, node in like.op_node.items()}
 
 
 class _Builder:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.problem import PROVED, Problem, Solution
-from autopar.intra_op.solve import solve
+from autopar.intra_op.read_off import Sharded
+from autopar.intra_op.solve import Solve, solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
+from autopar.intra_op.tying import choices_of_classes
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.tuning import TUNING
 
@@ -96,6 +99,20 @@ def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
         return known[id(listed), axis]
 
     return tuple(tuple(numbers(first[k], axis) for k in range(len(first))) for axis in graph.mesh.axis_names)
+
+
+def descend_from(known: Sequence[Sharded], graph: Graph, class_of: Sequence[int]) -> Solve:
+    """A solver by axes, which begins with the best of answers from other meshes and those that it found before."""
+    starts = [choices_of_classes(class_of, lift(sharded.choices, sharded.graph, graph)) for sharded in known]
+    does = behaviours(graph, class_of)
+
+    def by_axes(problem: Problem, *how: Any) -> Solution:
+        found = descend(problem, *how, start=min(starts, key=problem.cost), does=does)
+        if found.choices and found.choices not in starts:
+            starts.append(found.choices)
+        return found
+
+    return by_axes
 
 
 def descend(

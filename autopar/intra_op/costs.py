@@ -81,7 +81,7 @@ class Prices:
             self.costs.append(total)
         self.small = small_bytes(graph.mesh)
         self.edges: dict[tuple[int, int], list[tuple[np.ndarray, dict[Kind, float]]]] = {}
-        numbers, kinds = _conversions(graph, self.small)
+        numbers, kinds = graph.cached("conversions", lambda: _conversions(graph, self.small))
         weights: dict[tuple[int, int, int], dict[Kind, float]] = {}
         first: dict[tuple[int, int, int], Edge] = {}
         for edge, number, kind in zip(graph.edges, numbers, kinds, strict=True):
@@ -176,25 +176,21 @@ class OperationSeconds:
 
 def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:
     """A cache of prices of a graph, independent of ties and of allowed choices."""
-    # The device is kept with its prices, so that its id is not reused.
-    return graph.priced.setdefault((what, id(device)), (device, {}))[1]
+    return graph.cached((what, device), dict)
 
 
 def _conversions(graph: Graph, small: float) -> tuple[list[int], list[Kind]]:
     """Per edge, a number that is equal for edges with equal seconds, and its kind."""
-    found: tuple[list[int], list[Kind]] | None = graph.priced.get("conversions")
-    if found is None:
-        numbers: dict[tuple[Any, ...], int] = {}
-        kinds: dict[Kind, Kind] = {}
-        found = [], []
-        for edge in graph.edges:
-            aval = edge.var.aval
-            how = id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample, edge.moves
-            found[0].append(numbers.setdefault((aval.shape, aval.dtype.itemsize, *how), len(numbers)))
-            kind = kind_of(edge, small)
-            found[1].append(kinds.setdefault(kind, kind))
-        graph.priced["conversions"] = found
-    return found
+    numbers: dict[tuple[Any, ...], int] = {}
+    kinds: dict[Kind, Kind] = {}
+    number_of, kind_at = list[int](), list[Kind]()
+    for edge in graph.edges:
+        aval = edge.var.aval
+        how = id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample, edge.moves
+        number_of.append(numbers.setdefault((aval.shape, aval.dtype.itemsize, *how), len(numbers)))
+        kind = kind_of(edge, small)
+        kind_at.append(kinds.setdefault(kind, kind))
+    return number_of, kind_at
 
 
 def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: LogicalMesh) -> np.ndarray:

@@ -15,7 +15,7 @@ Method: four kinds of node. An *operation* chooses a strategy of its rule. A *po
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,8 @@ from autopar.intra_op.batch import BatchDims
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import Role
 from autopar.mesh import LogicalMesh, Sharding
+
+T = typing.TypeVar("T")
 
 Shardings = tuple[Sharding, ...]
 """One sharding per choice of a node; equal tuples are one object, so that costs are computed once."""
@@ -171,13 +173,9 @@ class Graph:
         outputs: Port of each program output.
         batch: Batch dims.
         samples: Values on edges that have samples or that samples wait for.
-        traffic: Memory traffic of each operation; a cache (`traffic.py`).
-        held: Value that takes memory -> factor on its bytes; a cache (`held.held_values`).
-        priced: Prices of operations; a cache (`costs.py`).
-        computes: Node -> choice -> lowered instruction; a cache (`lower.py`).
-        readers: Program -> (value, phase) -> position of the last reader; a cache (`lower.py`).
         signatures: What each node's signature stands for.
         tables: Caches shared with other programs on this mesh.
+        derived: What was computed from the graph (`cached`).
     """
 
     jaxpr: Jaxpr
@@ -195,13 +193,15 @@ class Graph:
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
     samples: AbstractSet[Var] = frozenset()
-    traffic: Any = None
-    held: Mapping[Var, int] | None = None
-    priced: dict[Any, Any] = field(default_factory=dict)
-    computes: dict[int, dict[int, Any]] = field(default_factory=dict)
-    readers: dict[Jaxpr, dict[tuple[Var, Phase], int]] = field(default_factory=dict)
     signatures: list[object] = field(default_factory=list)
     tables: Tables = field(default_factory=Tables)
+    derived: dict[Hashable, Any] = field(default_factory=dict)
+
+    def cached(self, key: Hashable, derive: Callable[[], T]) -> T:
+        """What `derive` returns, computed once for each key; a key begins with the name of what is derived."""
+        if key not in self.derived:
+            self.derived[key] = derive()
+        return self.derived[key]
 
 
 def stacked(sharding: Sharding) -> Sharding:

@@ -41,11 +41,13 @@ _IN_FLOAT32 = SLOW | {"clamp", "div", "exp", "exp2", "rem", "rsqrt", "sqrt"}
 def held_values(graph: Graph) -> Mapping[Var, int]:
     """Held values, with the factor on the bytes of their type: 2 for bfloat16 held in float32, and for 8-bit floats held in
     two layouts, else 1; cached in the graph."""
-    if graph.held is None:
-        nodes = [node for node in graph.nodes if node.kind == "op"]
-        held, wide = _find_held(graph, nodes), {*_wide_values(nodes), *_in_two_layouts(graph, nodes)}
-        graph.held = {var: 1 + (var in wide) for var in held}
-    return graph.held
+    return graph.cached("held", lambda: _find_factors(graph))
+
+
+def _find_factors(graph: Graph) -> Mapping[Var, int]:
+    nodes = [node for node in graph.nodes if node.kind == "op"]
+    held, wide = _find_held(graph, nodes), {*_wide_values(nodes), *_in_two_layouts(graph, nodes)}
+    return {var: 1 + (var in wide) for var in held}
 
 
 def _find_held(graph: Graph, nodes: Sequence[Node]) -> set[Var]:

@@ -163,15 +163,15 @@ class _Lowering:
 
     def last_readers(self, jaxpr: Jaxpr) -> dict[tuple[Var, Phase], int]:
         """(value, phase) -> position of its last reader in that phase; cached."""
-        known: dict[tuple[Var, Phase], int] | None = self.graph.readers.get(jaxpr)
-        if known is None:
-            phases = self.graph.phases
-            known = self.graph.readers[jaxpr] = {
+        phases = self.graph.phases
+        return self.graph.cached(
+            ("last readers", jaxpr),
+            lambda: {
                 (var, phases.get(eqn, "f")): position
                 for position, eqn in enumerate(jaxpr.eqns)
                 for var in inputs_of(eqn)
-            }
-        return known
+            },
+        )
 
     def gate(self, earlier: Var, *gated: Var) -> None:
         """Make readers of `gated` values wait for `earlier` from here on."""
@@ -262,12 +262,11 @@ class _Lowering:
         return pace[max(0, len(pace) - 2)] if pace else None
 
     def compute(self, eqn: JaxprEqn) -> None:
-        at = self.graph.op_node[eqn]
-        known = self.graph.computes.setdefault(at, {})
-        instruction = known.get(self.choices[at])
-        if instruction is None:
-            node = self.graph.nodes[at]
-            instruction = known[self.choices[at]] = Compute(eqn, node.rule, node.strategies[self.choices[at]])
+        node = self.graph.nodes[self.graph.op_node[eqn]]
+        chosen = self.choices[node.index]
+        instruction = self.graph.cached(
+            ("lowered", node.index, chosen), lambda: Compute(eqn, node.rule, node.strategies[chosen])
+        )
         phase = self.graph.phases.get(eqn, "f")
         for var, sharding in instruction.reads:
             if sharding not in self.copies.get((var, phase), ()):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
-from autopar.intra_op.solve import solve
+from autopar.intra_op.solve import Solve, solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.tuning import TUNING
 
@@ -31,10 +31,6 @@ class Prices:
     """
 
     fitting: float = 0.0
-
-
-Solve = Callable[..., Solution]
-"""Solves a problem without rows; takes the arguments of `solve` up to `known`."""
 
 
 def solve_constrained(

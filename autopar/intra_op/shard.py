@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from autopar.intra_op.budget import BudgetSearch
-from autopar.intra_op.by_axes import behaviours, descend, lift
+from autopar.intra_op.by_axes import descend_from
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph
@@ -23,14 +22,15 @@ from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
-from autopar.intra_op.memory_constrained import Prices, Solve, is_far_over, solve_constrained
+from autopar.intra_op.memory_constrained import Prices, is_far_over, solve_constrained
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
-from autopar.intra_op.solve import pass_messages, solve
+from autopar.intra_op.solve import Solve, pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
+from autopar.intra_op.tying import choices_of_classes
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device
 from autopar.options import Options
@@ -84,9 +84,9 @@ def shard(
         Pruned: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
     setting = run_passes(SHARD, Setting(graph, device, restrict), check_setting)
-    instance = _Instance(setting, options, donated, waiting, gap)
-    if begin and num_pairs(instance.prices.problem()) > TUNING.small_mesh_pairs:
-        instance.begin_at(begin)
+    is_large = bool(begin) and num_pairs(setting.priced.problem()) > TUNING.small_mesh_pairs
+    solve_one = descend_from(begin, graph, setting.class_of) if is_large else solve
+    instance = _Instance(setting, options, donated, waiting, gap, solve_one)
     problem, solution = instance.solve_under(exposure, beat)
     if solution.status == "pruned":
         raise Pruned(solution.bound)
@@ -95,7 +95,7 @@ def shard(
     if best is not None:
         best, last = _follow_clock(instance, best, tried)
         best, last = _explore(instance, best, last, tried) if explore else (best, last)
-        best = _around(instance, best, last, tried, TUNING.around_turns) if instance.proves else best
+        best = best if is_large else _around(instance, best, last, tried, TUNING.around_turns)
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
@@ -114,10 +114,18 @@ class _Instance:
         class_of: Class of each node in the problems.
         prices: Seconds of all choices.
         budget_search: What is known of its memory.
-        proves: Whether its solutions have bounds.
     """
 
-    def __init__(self, setting: Setting, options: Options, donated: Sequence[bool], waiting: Waiting, gap: float):
+    def __init__(
+        self,
+        setting: Setting,
+        options: Options,
+        donated: Sequence[bool],
+        waiting: Waiting,
+        gap: float,
+        solve_one: Solve,
+    ):
+        """`solve_one`: solves one problem without rows."""
         self.graph, self.allowed, self.device = setting.graph, setting.allowed, setting.device
         self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
         self.class_of, self.prices = setting.class_of, setting.priced
@@ -128,27 +136,9 @@ class _Instance:
         # Caches of one entry: a body is as large as the program.
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
-        self._solve_one: Solve = solve
-        self.proves = True
+        self._solve_one = solve_one
         self._memory_prices = Prices()
         self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
-
-    def begin_at(self, known: Sequence[Sharded]) -> None:
-        """Solve by axes from here on, beginning with the best of answers from other meshes and those found since."""
-        starts = [self.classes(lift(sharded.choices, sharded.graph, self.graph)) for sharded in known]
-        does = behaviours(self.graph, self.class_of)
-
-        def by_axes(problem: Problem, *how: Any) -> Solution:
-            found = descend(problem, *how, start=min(starts, key=problem.cost), does=does)
-            if found.choices and found.choices not in starts:
-                starts.append(found.choices)
-            return found
-
-        self._solve_one, self.proves = by_axes, False
-
-    def only_pass_messages(self, start: tuple[int, ...]) -> None:
-        """Solve by message passing alone from here on: a bound of the whole problem, and answers better than `start`."""
-        self._solve_one = lambda problem, *_: pass_messages(problem, start)
 
     def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:
         """The problem under an exposure, and its solution; cached."""
@@ -197,11 +187,6 @@ class _Instance:
     def nodes(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of nodes from those of classes."""
         return tuple(choices[c] for c in self.class_of)
-
-    def classes(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of classes from those of nodes: that of a class's first node."""
-        of_class = dict(zip(reversed(self.class_of), reversed(choices), strict=True))
-        return tuple(of_class[number] for number in range(len(of_class)))
 
     def _body_of(self, choices: tuple[int, ...]) -> Body:
         if choices not in self._lowered:
@@ -279,9 +264,11 @@ def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence
     setting = Setting(sharded.graph, device, None, sharded.allowed, sharded.class_of)
     # Memory is checked by `_around`, and not priced.
     endless = dataclasses.replace(options, memory_budget_bytes=np.inf)
-    instance = _Instance(run_passes(SHARD[-1:], setting, check_setting), endless, donated, ONE_PROGRAM, PROVED)
-    instance.only_pass_messages(sharded.solution.choices)
-    tried, budget = [sharded.solution.choices], options.budget_bytes(device.memory_bytes)
+    setting, start = run_passes(SHARD[-1:], setting, check_setting), sharded.solution.choices
+    instance = _Instance(
+        setting, endless, donated, ONE_PROGRAM, PROVED, lambda problem, *_: pass_messages(problem, start)
+    )
+    tried, budget = [start], options.budget_bytes(device.memory_bytes)
     return _around(instance, sharded, sharded, tried, turns, budget)
 
 
@@ -302,7 +289,7 @@ def _around(
         problem, solution = instance.solve_under(exposure)
         if not solution.choices:
             break
-        other = _repriced(best, instance.classes(best.choices), problem, solution.bound, exposure)
+        other = _repriced(best, choices_of_classes(instance.class_of, best.choices), problem, solution.bound, exposure)
         best = min(best, other, key=lambda sharded: sharded.gap)
         if solution.choices in tried and not doubted:
             doubted, exposure = True, exposure.doubtful()  # it may be one of several such answers

@@ -12,7 +12,8 @@ Method: elimination is exact, so the whole is as optimal as the core. For a core
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -26,6 +27,9 @@ from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.intra_op.trws import Ascent
 from autopar.options import Prover
 from autopar.tuning import TUNING
+
+Solve = Callable[..., Solution]
+"""Solves a problem without rows; takes the arguments of `solve` up to `known`."""
 
 
 def solve(
@@ -99,13 +103,39 @@ def _solve_core(
     return _Core(core, solver, limit, gap, known, constant, start).solve()
 
 
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """The gaps between incumbent and bound at which the search for a core stops.
+
+    Attributes:
+        relative: As requested, or `large_gap` for a large core; of the whole cost.
+        whole: The cost of the incumbent, with the constant; 0 before there is one.
+    """
+
+    relative: float
+    whole: float = 0.0
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether message passing alone suffices."""
+        return self.relative >= TUNING.rough_gap
+
+    @property
+    def allowed(self) -> float:
+        """Seconds at which the search is done."""
+        return self.relative * self.whole
+
+    @property
+    def left_open(self) -> float:
+        """Seconds not worth a large ILP: who allows more than `large_gap` does not wait for the last hundredth."""
+        return TUNING.rough_gap * self.whole if self.relative > TUNING.large_gap else self.allowed
+
+
 class _Core:
     """Solves a core without rows in stages: rounds of message passing, then the ILP on the choices that these leave.
 
     Attributes:
-        gap: Relative gap at which the search may stop; larger than requested if the core is large.
-        allowed: The same in seconds, once there are bounds.
-        content: Seconds of gap that are left open rather than closed by a large ILP.
+        gaps: The gaps between incumbent and bound at which the search stops.
         proved: Lower bound that the ILP has proved.
         solved_pairs: Pairs that the ILP has solved so far.
     """
@@ -122,28 +152,26 @@ class _Core:
     ):
         self.core, self.solver, self.limit, self.known, self.constant = core, solver, limit, known, constant
         self.pairs = num_pairs(core)
-        self.gap = gap if self.pairs <= TUNING.large_core else max(gap, TUNING.large_gap)
+        self.gaps = _Gaps(gap if self.pairs <= TUNING.large_core else max(gap, TUNING.large_gap))
         self.ascent = Ascent(core)
         if start:
             self.ascent.offer(start)
         self.how, self.proved, self.solved_pairs = "message passing", -np.inf, 0
-        self.allowed = self.content = 0.0
 
     def solve(self) -> Solution:
         """The best assignment found, with its bound."""
-        gap, ascent, limit = self.gap, self.ascent, self.limit
+        ascent, limit = self.ascent, self.limit
         # Depends on size and not on time, so that the same problem always has the same answer.
         stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > 4 * TUNING.large_core)]
         for stage, rounds in enumerate(stages, 1):
-            rounds = rounds if gap < TUNING.rough_gap else rounds // 2
-            bounds = ascent.run(rounds, gap=gap, enough=self.known * (1 - PROVED))
-            if bounds.lower + self.constant >= (self.known + self.constant) * (1 - gap):
+            gaps = self.gaps
+            rounds = rounds // 2 if gaps.is_rough else rounds
+            bounds = ascent.run(rounds, gap=gaps.relative, enough=self.known * (1 - PROVED))
+            if bounds.lower + self.constant >= (self.known + self.constant) * (1 - gaps.relative):
                 return Solution(bounds.choices, bounds.upper, bounds.lower, "pruned", self.how)
-            room, whole = bounds.upper - bounds.lower, abs(bounds.upper + self.constant)
-            self.allowed = gap * whole
-            # Callers that allow a gap of more than `large_gap` do not wait for the ILP to close the last hundredth.
-            self.content = TUNING.rough_gap * whole if gap > TUNING.large_gap else self.allowed
-            if np.isfinite(bounds.upper) and (room <= self.allowed or gap >= TUNING.rough_gap or limit.is_spent):
+            room = bounds.upper - bounds.lower
+            gaps = self.gaps = replace(gaps, whole=abs(bounds.upper + self.constant))
+            if np.isfinite(bounds.upper) and (room <= gaps.allowed or gaps.is_rough or limit.is_spent):
                 break
             # The incumbent can gain no more than the room; mostly the bound closes the larger part of it.
             won = TUNING.hoped * room
@@ -151,15 +179,17 @@ class _Core:
             if self.is_solved_among_promising(bounds.lower, won, is_last):
                 return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", self.how)
             proved_enough = ascent.upper - self.proved <= TUNING.large_gap * abs(ascent.upper + self.constant)
-            if is_last or ascent.upper - bounds.lower <= self.allowed or proved_enough:
+            if is_last or ascent.upper - bounds.lower <= gaps.allowed or proved_enough:
                 break
-        return self.polished() if np.isfinite(ascent.upper) else _solve_whole(self.core, self.solver, limit, gap)
+        if np.isfinite(ascent.upper):
+            return self.polished()
+        return _solve_whole(self.core, self.solver, limit, self.gaps.relative)
 
     def is_solved_among_promising(self, lower: float, won: float, is_last: bool) -> bool:
         """Solve the ILP over the promising choices, more of them each time; returns whether the incumbent is optimal."""
         for part in TUNING.room_parts:
             room = self.ascent.upper - lower
-            if room <= self.allowed:
+            if room <= self.gaps.allowed:
                 break
             most = self.limit.steps * won * TUNING.solver_pairs_per_second - self.solved_pairs
             slack = part * room
@@ -168,7 +198,7 @@ class _Core:
             narrowed = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
             if narrowed is None:
                 break
-            if part == 1 and room <= self.content and num_pairs(narrowed.problem) > TUNING.early_core:
+            if part == 1 and room <= self.gaps.left_open and num_pairs(narrowed.problem) > TUNING.early_core:
                 break
             answer = self.ask(narrowed)
             if part == 1 and answer.choices:  # no better assignment has a dropped choice
@@ -180,7 +210,7 @@ class _Core:
     def ask(self, narrowed: Reduced) -> Solution:
         """Solve what is left of the core by the ILP, and offer its answer to the ascent."""
         self.solved_pairs += num_pairs(narrowed.problem)
-        enough = _gap_of_part(narrowed, self.ascent.upper, self.constant, self.gap)
+        enough = _gap_of_part(narrowed, self.ascent.upper, self.constant, self.gaps.relative)
         answer = _solve_whole(narrowed.problem, self.solver, self.limit, enough)
         if answer.choices or not narrowed.kept:
             self.ascent.offer(narrowed.expand(answer.choices))
@@ -193,13 +223,13 @@ class _Core:
         bound = min(max(ascent.lower, self.proved), ascent.upper)
         found = Solution(ascent.best, ascent.upper, bound, "feasible", self.how)
         room, seconds = found.objective - bound, TUNING.polish_node_seconds * len(self.core.costs)
-        is_enough = self.gap >= TUNING.rough_gap or room <= self.content
+        is_enough = self.gaps.is_rough or room <= self.gaps.left_open
         if is_enough or not self.limit.repays(TUNING.hoped * room, seconds):
             return found
         masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
         for mask, choice in zip(masks, found.choices, strict=True):
             mask[choice] = True
-        return polish(_narrowed(self.core, masks), found, self.limit, self.solver, bound + self.allowed)
+        return polish(_narrowed(self.core, masks), found, self.limit, self.solver, bound + self.gaps.allowed)
 
 
 def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:

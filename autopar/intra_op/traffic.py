@@ -54,9 +54,7 @@ class Traffic:
 
 def find_traffic(graph: Graph) -> dict[int, Traffic]:
     """The traffic of each operation, by the index of its node; cached in the graph, and equal ones are one object."""
-    if graph.traffic is None:
-        graph.traffic = _Finder(graph).all_traffic()
-    return graph.traffic
+    return graph.cached("traffic", lambda: _Finder(graph).all_traffic())
 
 
 def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:

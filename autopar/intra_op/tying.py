@@ -11,7 +11,7 @@ Method: a stretch of the program that repeats with a period is a row of equal la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -52,6 +52,12 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = TUNI
     # Hashed colours alone might collide; paired with the kind, nodes of one class certainly have equal choices.
     classes: dict[tuple[int, int], int] = {}
     return [classes.setdefault((int(k), int(c)), len(classes)) for k, c in zip(signatures, colours, strict=True)]
+
+
+def choices_of_classes(class_of: Sequence[int], choices: Sequence[int]) -> tuple[int, ...]:
+    """Choices of classes from those of nodes: that of a class's first node."""
+    of_class = dict(zip(reversed(class_of), reversed(choices), strict=True))
+    return tuple(of_class[number] for number in range(len(of_class)))
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
