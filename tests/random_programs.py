@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tests.random_families import MORE
+
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 SIZES = (8, 16, 4, 3, 1)
 
@@ -547,3 +549,4 @@ FAMILIES = (
     product,
 )
 FAMILIES += (reading, reading, writing, writing, ordering, selection, window, decomposition, loop, loop, noise)
+FAMILIES += MORE

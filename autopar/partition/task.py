@@ -125,7 +125,8 @@ def _on_device(
         array = array[0] if value.type.is_vector else array
         if value.kind == "piece":
             array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
-        operands.append(array)
+        # XLA crashes where an empty array enters a manual computation and is read (jaxlib 0.11.2, on CPUs).
+        operands.append(array if array.size else jnp.zeros(array.shape, array.dtype))
     made = run_body(body(number), operands, mesh.axis_sizes, platform)
     stacks, results = iter(arrays[len(plan.inputs) :]), list[jax.Array]()
     for value, array in zip(plan.outputs, made, strict=False):
