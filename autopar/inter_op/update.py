@@ -94,29 +94,16 @@ def place_update(
         },
     )
     # Joins of samples after the only forward pass: each stage repeats them, once it has the others' contributions.
-    joint = frozenset(split.between if set(after_pass.values()) == {0} else ())
-    ungrouped = [*split.between, *split.after]
-    stage_of, _ = _place(step, ungrouped, joint)
-    eqns, after_pass = join_locally(jaxpr, ungrouped, stage_of, after_pass)
-    stage_of, stage_of_eqn = _place(step, eqns, joint)
-
-    floating = makers(eqn for eqn in eqns if eqn not in stage_of_eqn)
+    placed = _place(step, frozenset(split.between if set(after_pass.values()) == {0} else ()), after_pass)
     last = step.num_stages - 1
-    made_last = [var for var in variables(jaxpr.outvars) if var in floating]  # whoever else reads it
-    building = _Rounds(step, eqns, stage_of, floating)
-    for eqn, stage in stage_of_eqn.items():
-        building.add(eqn, stage, max((after_pass.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP))
-    late = [(var, stage, after_pass[var]) for stage, read in enumerate(outside) for var in read if var in after_pass]
-    for var, stage, after in (*late, *((var, last, AFTER_LOOP) for var in made_last)):
-        building.want(var, stage, after)
-    rounds = tuple(map(building.of_stage, range(step.num_stages)))
+    made_last = {var: last for var in variables(jaxpr.outvars) if var in placed.floating}  # whoever else reads it
+    rounds = _rounds(step, placed, outside, made_last)
 
-    stage_of_result = {**stage_of, **dict.fromkeys(made_last, last)}
-    readers = _readers(step, rounds)
-    sources = _made_before(step)
+    stage_of_result = {**placed.stage_of, **made_last}
+    readers, sources = _readers(step, rounds), _made_before(step)
     home, outputs = _homes(
         step,
-        {var: stage_of.get(var, min(readers.get(var, ()), default=0)) for var in jaxpr.invars},
+        {var: placed.stage_of.get(var, min(readers.get(var, ()), default=0)) for var in jaxpr.invars},
         [stage_of_result.get(atom, 0) if isinstance(atom, Var) else 0 for atom in jaxpr.outvars],
         sources,
     )
@@ -125,7 +112,7 @@ def place_update(
             readers.setdefault(var, set()).add(outputs[k])
     return Update(
         rounds,
-        stage_of,
+        placed.stage_of,
         tuple(tuple(r.var for r in split.results if step.result_at[r.var] == s) for s in range(step.num_stages)),
         home,
         {var: tuple(sorted(stages)) for var, stages in readers.items()},
@@ -169,13 +156,38 @@ class _Step:
         return {outvars[k]: invars[at] for k, at in self.aliases.items() if isinstance(outvars[k], Var)}
 
 
-def _place(
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """The update on stages.
+
+    Attributes:
+        eqns: Its equations, in order; what joins values of several stages joins those of each stage first.
+        after_pass: Value made between passes of the loop -> the pass after which it is made.
+        stage_of: Stage of each value.
+        stage_of_eqn: Stage of each equation, in order.
+        floating: Value -> its maker, for values that every reader makes for itself.
+    """
+
+    eqns: Sequence[JaxprEqn]
+    after_pass: Mapping[Var, int]
+    stage_of: Mapping[Var, int]
+    stage_of_eqn: Mapping[JaxprEqn, int]
+    floating: Mapping[Var, JaxprEqn]
+
+
+def _place(step: _Step, joint: Collection[JaxprEqn], after_pass: Mapping[Var, int]) -> _Placed:
+    """Place the equations; `joint`: those left without a stage."""
+    ungrouped = [*step.split.between, *step.split.after]
+    stage_of, _ = _stages(step, ungrouped, joint)
+    eqns, after_pass = join_locally(step.jaxpr, ungrouped, stage_of, after_pass)
+    stage_of, stage_of_eqn = _stages(step, eqns, joint)
+    return _Placed(eqns, after_pass, stage_of, stage_of_eqn, makers(eqn for eqn in eqns if eqn not in stage_of_eqn))
+
+
+def _stages(
     step: _Step, eqns: Sequence[JaxprEqn], joint: Collection[JaxprEqn]
 ) -> tuple[dict[Var, int], dict[JaxprEqn, int]]:
-    """The stage of values and of equations, in order; what every reader makes for itself has none.
-
-    `joint`: equations left without a stage.
-    """
+    """The stage of values and of equations, in order; what every reader makes for itself has none."""
     stage_of = {**step.result_at, **{var: s for var, s in step.read_at.items() if not is_scalar(var)}}
     stage_of_eqn: dict[JaxprEqn, int] = {}
     order = {eqn: k for k, eqn in enumerate(eqns)}
@@ -244,14 +256,35 @@ def _stage_for(step: _Step, eqn: JaxprEqn, stage_of: Mapping[Var, int], joins: b
     return -max((num_bytes(var), -stage_of[var]) for var in operands if var in stage_of)[1]
 
 
-class _Rounds:
-    """Builds the rounds of each stage; `floating`: value -> its maker, for values that every reader makes for itself."""
+def _rounds(
+    step: _Step, placed: _Placed, outside: Sequence[Mapping[Var, None]], made_last: Mapping[Var, int]
+) -> tuple[tuple[UpdateRound, ...], ...]:
+    """The rounds of each stage.
 
-    def __init__(
-        self, step: _Step, eqns: Sequence[JaxprEqn], stage_of: Mapping[Var, int], floating: Mapping[Var, JaxprEqn]
-    ):
-        self.arguments, self.stage_of, self.floating = step.arguments, stage_of, floating
-        self.order = {eqn: k for k, eqn in enumerate(eqns)}
+    Args:
+        step: The step in phases.
+        placed: Its update on stages.
+        outside: Per stage, the values that its part of the loop reads from outside.
+        made_last: Floating results of the step -> the stage that makes them.
+    """
+    building, after_pass = _Rounds(step, placed), placed.after_pass
+    for eqn, stage in placed.stage_of_eqn.items():
+        building.add(eqn, stage, max((after_pass.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP))
+    for stage, read in enumerate(outside):
+        for var in read:
+            if var in after_pass:
+                building.want(var, stage, after_pass[var])
+    for var, stage in made_last.items():
+        building.want(var, stage, AFTER_LOOP)
+    return tuple(map(building.of_stage, range(step.num_stages)))
+
+
+class _Rounds:
+    """Builds the rounds of each stage: all equations are added, then the values that stages want, then rounds are read."""
+
+    def __init__(self, step: _Step, placed: _Placed):
+        self.arguments, self.stage_of, self.floating = step.arguments, placed.stage_of, placed.floating
+        self.order = {eqn: k for k, eqn in enumerate(placed.eqns)}
         self.round_of: dict[Var, _Round] = {}
         self.eqns: list[dict[_Round, list[JaxprEqn]]] = [{} for _ in range(step.num_stages)]
         self.wanted: list[dict[_Round, list[Var]]] = [{} for _ in range(step.num_stages)]
