@@ -42,6 +42,8 @@ class Product:
         work: FLOPs of one multiplication with its addition; complex ones have more.
         is_convolution: Whether it is the implicit product of a convolution.
         is_turned: Whether the contracted dim comes before the rows in the first operand.
+        turned_bytes: Bytes of operands that lie in no order of dims that libraries multiply from: batch first, then rows and
+            depth as one dim each. They are copied first.
     """
 
     count: int
@@ -54,6 +56,7 @@ class Product:
     work: float = 2.0
     is_convolution: bool = False
     is_turned: bool = False
+    turned_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,13 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
     moving = kernel.num_bytes / rate
     match kernel:
         case Product():
-            return reached.launch_seconds + max(product_seconds(kernel, device), moving)
+            copying = device.turning_seconds(kernel.turned_bytes)
+            return reached.launch_seconds + max(product_seconds(kernel, device), moving) + copying
         case FusedProducts(flops, _, dtypes):
             return reached.launch_seconds + flops / (device.product_flops_per_second(dtypes) * reached.fused) + moving
         case MemoryPass(_, launches, on, turned_bytes):
             times = {"samples": reached.passes, "parameters": reached.update_passes, "alone": 1.0}[on]
-            picking = (reached.turning - 1) * turned_bytes / rate
-            return times * (reached.launch_seconds * launches + moving + picking)
+            return times * (reached.launch_seconds * launches + moving + device.turning_seconds(turned_bytes))
         case HostCopy(num_bytes):
             return reached.launch_seconds + num_bytes / device.host_bytes_per_second
 

@@ -249,7 +249,7 @@ class _Lowering:
         self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
         self.made_by = {var: t.kind for t in program.tasks for eqn in t.jaxpr.eqns for var in eqn.outvars}
         self.operations = OperationSeconds(self.graph, self.choices, device)
-        self.achieved = device.achieved
+        self.device, self.achieved = device, device.achieved
 
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
@@ -323,7 +323,7 @@ class _Lowering:
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))
-        lanes = run_lanes(body, self.operations.of, self.mesh, self.achieved.overlap)
+        lanes = run_lanes(body, self.operations.of, self.mesh, self.device)
         own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
         made = sum(b.num_bytes for b in outputs)  # these reuse operands' memory, or are allocations of their own
         return TaskPlan(

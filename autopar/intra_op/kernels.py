@@ -84,7 +84,7 @@ def _kernel(
     dtypes = dtypes or ("bool",) * len(eqn.invars)  # no number among them: a product of masks
     match eqn.primitive.name:
         case "dot_general":
-            return _product(eqn, shapes, flops, num_bytes, dtypes)
+            return _product(eqn, shapes, flops, num_bytes, dtypes, sizes)
         case "conv_general_dilated":
             return _convolution(eqn, shapes, flops, num_bytes, dtypes)
     if grouped is not None:
@@ -123,13 +123,21 @@ def _grouped(node: Node, strategy: Strategy, mesh: LogicalMesh) -> _Grouped | No
 
 
 def _product(
-    eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
+    eqn: JaxprEqn,
+    shapes: Sequence[Shape],
+    flops: float,
+    num_bytes: float,
+    dtypes: tuple[str, ...],
+    sizes: Sequence[int],
 ) -> Product | MemoryPass:
     """A product of matrices; products with vectors are passes: XLA multiplies and sums elementwise."""
     if 1 in _lengths(eqn, [tuple(atom.aval.shape) for atom in eqn.invars])[1:]:
         return MemoryPass(num_bytes)
     lengths = _lengths(eqn, shapes)
-    return Product(*lengths, num_bytes, dtypes, _is_highest(eqn), _work(eqn), is_turned=_is_turned(eqn))
+    copied = sum(sizes[k] for k in (0, 1) if _is_scattered(eqn, k))
+    return Product(
+        *lengths, num_bytes, dtypes, _is_highest(eqn), _work(eqn), is_turned=_is_turned(eqn), turned_bytes=copied
+    )
 
 
 def _lengths(eqn: JaxprEqn, shapes: Sequence[Shape]) -> tuple[int, int, int, int]:
@@ -147,6 +155,15 @@ def _is_turned(eqn: JaxprEqn) -> bool:
     (depth, _), (batch, _) = eqn.params["dimension_numbers"]
     rows = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in (*depth, *batch)]
     return bool(rows and depth) and max(depth) < max(rows)
+
+
+def _is_scattered(eqn: JaxprEqn, operand: int) -> bool:
+    """Whether an operand's dims do not lie as batch, then rows and depth in either order; dims of length one aside."""
+    of_depth, of_batch = (dims[operand] for dims in eqn.params["dimension_numbers"])
+    long = [d for d, size in enumerate(eqn.invars[operand].aval.shape) if size > 1]
+    batch, depth = ([d for d in dims if d in long] for dims in (of_batch, of_depth))
+    rows = [d for d in long if d not in batch and d not in depth]
+    return long not in ([*batch, *rows, *depth], [*batch, *depth, *rows])
 
 
 def _convolution(

@@ -27,9 +27,10 @@ from autopar.intra_op.sharded import (
     Region,
     collectives_of,
     copies_awaited,
+    transposed_bytes,
 )
 from autopar.ir.region import region_of, trip_count
-from autopar.mesh import LogicalMesh
+from autopar.mesh import Device, LogicalMesh
 from autopar.tuning import TUNING
 
 
@@ -67,23 +68,23 @@ class _Task:
     inner: tuple[float, ...] = ()
 
 
-def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, overlap: float) -> Lanes:
+def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, device: Device) -> Lanes:
     """Simulate a program.
 
     `seconds_of`: seconds of one run of a plain equation on one device.
-    `overlap`: fraction of a collective that overlaps with kernels; 0: collectives stop them.
+    `device`: says which fraction of a collective overlaps with kernels, and what its transposes take.
     """
-    build = _Build(seconds_of, mesh, overlap)
+    build = _Build(seconds_of, mesh, device)
     build.add(body, {}, in_turn=True)
-    end, exposed = _Clock(build.tasks, build.count, overlap).run()
+    end, exposed = _Clock(build.tasks, build.count, device.achieved.overlap).run()
     return Lanes(end, end - sum(exposed), exposed)
 
 
 class _Build:
     """Builds the tasks of a body, or of several trips of one."""
 
-    def __init__(self, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, overlap: float):
-        self.seconds_of, self.mesh, self.overlap = seconds_of, mesh, overlap
+    def __init__(self, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, device: Device):
+        self.seconds_of, self.mesh, self.device = seconds_of, mesh, device
         self.tasks: list[_Task] = []
         self.latest: tuple[int, ...] = ()
         self.count = 0
@@ -134,6 +135,7 @@ class _Build:
             or instruction.strategy.exchanged_over
         ):
             own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
+            kernel = kernel or self.device.turning_seconds(transposed_bytes(instruction, self.mesh)) or None
         if not kernel and not own:
             return None
         sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)
@@ -151,7 +153,7 @@ class _Build:
 
     def turns(self, region: Region, inner: Body, trips: int) -> tuple[float, list[float]]:
         """Seconds of all trips of a loop, and exposed seconds per collective, extrapolated from the first few trips."""
-        build = _Build(self.seconds_of, self.mesh, self.overlap)
+        build = _Build(self.seconds_of, self.mesh, self.device)
         ends: list[tuple[float, tuple[float, ...]]] = []
         given: dict[Copy, tuple[int, ...]] = {}
         for _ in range(min(TUNING.loop_turns, trips)):
@@ -161,7 +163,7 @@ class _Build:
                 first, last = len(loop.consts), len(loop.consts) + len(loop.carries)
                 carried = zip(inner.inputs[first:last], inner.outputs[: last - first], strict=True)
                 given = {copy: maker[out] for copy, out in carried if out in maker}  # type: ignore[index]
-            ends.append(_Clock(build.tasks, build.count, self.overlap).run())
+            ends.append(_Clock(build.tasks, build.count, self.device.achieved.overlap).run())
         seconds, exposed = ends[-1]
         if trips <= TUNING.loop_turns:
             return seconds, list(exposed)

@@ -167,7 +167,7 @@ def read_off(
     body = lower(graph, choices) if body is None else body
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
-    lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)
+    lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device)
     liveness = liveness or measure_liveness(body, graph.mesh, held_values(graph), donated)
     besides = device.achieved.program_seconds(max(0, liveness.peak_bytes - liveness.argument_bytes))
     return Sharded(

@@ -18,7 +18,7 @@ from typing import assert_never
 import numpy as np
 
 from autopar._jax import JaxprEqn, Literal, Var, on_host
-from autopar.cost.steps import AllGather, CollectiveKind, Step, reduced_itemsize, step_kind
+from autopar.cost.steps import AllGather, CollectiveKind, ReduceScatter, Step, reduced_itemsize, step_kind
 from autopar.errors import listed
 from autopar.intra_op.graph import Phase
 from autopar.intra_op.strategies import Strategy
@@ -295,6 +295,18 @@ def move_bytes(move: Move, mesh: LogicalMesh) -> int:
     """The bytes of a move as in `Collective.bytes`."""
     num_bytes = local_bytes(move.var, move.target if isinstance(move.step, AllGather) else move.source, mesh)
     return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
+
+
+def transposed_bytes(instruction: Instruction, mesh: LogicalMesh) -> int:
+    """Bytes that are transposed for an instruction's collectives: parts of a dim that others precede are not contiguous."""
+    moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
+    return sum(
+        move_bytes(move, mesh)
+        for move in moves
+        if isinstance(move, Move)
+        and isinstance(move.step, AllGather | ReduceScatter)
+        and math.prod(move.source.local_shape(tuple(move.var.aval.shape), mesh)[: move.step.dim]) > 1
+    )
 
 
 def _move_collective(moves: tuple[Move, ...], mesh: LogicalMesh, times: int) -> Iterator[Collective]:

@@ -261,11 +261,11 @@ class _Finder:
 
 
 def _turns(eqn: JaxprEqn) -> bool:
-    """Whether a transpose changes the minor dim, dims of length one aside."""
+    """Whether a transpose changes the order of dims, those of length one aside."""
     if eqn.primitive.name != "transpose":
         return False
     long = [d for d in eqn.params["permutation"] if eqn.invars[0].aval.shape[d] > 1]
-    return bool(long) and long[-1] != max(long)
+    return long != sorted(long)
 
 
 def _is_larger(eqn: JaxprEqn) -> bool:

@@ -62,7 +62,8 @@ class Achieved:
         turned: Rate of products whose first operand has the summed dim before its rows, as gradients of weights have,
             relative to others. Libraries for GPUs read both layouts equally fast, those for CPUs do not.
         turning: How many times as long a pass takes that reads an array in another order of dims than its layout's.
-            Kernels on GPUs transpose tiles in fast memory; loops on CPUs use one element of each cache line.
+            Kernels on GPUs transpose tiles in fast memory; loops on CPUs compute the place of each element, and use one
+            of each cache line.
 
     Raises:
         ClusterError: A fraction that is not between 0 and 1, or a negative number.
@@ -152,6 +153,10 @@ class Device:
 
     def _rates(self) -> list[float]:
         return list(self.peak_flops.values()) if isinstance(self.peak_flops, Mapping) else [self.peak_flops]
+
+    def turning_seconds(self, num_bytes: float) -> float:
+        """Seconds that a pass over so many bytes takes longer because it reads them in another order of dims than they lie."""
+        return (self.achieved.turning - 1) * num_bytes / (self.memory_bytes_per_second * self.achieved.memory)
 
     def flops_per_second(self, dtype: Any) -> float:
         """Peak FLOP/s in a dtype; one without a rate of its own takes a related dtype's."""

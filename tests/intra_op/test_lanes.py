@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import Achieved, Cluster, DataParallel, Device, Link
+from autopar import Achieved, Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.cost import collective_seconds
 from autopar.intra_op.lanes import run_lanes
 
@@ -80,5 +81,25 @@ def test_gradients_are_reduced_behind_the_backward_pass():
 def test_the_same_program_twice_is_the_same():
     plan = plan_of(False, 3, 1e10, 1.0)
     sharded = plan.origin.pipeline.stages[0].sharded
-    first, second = (run_lanes(sharded.body, lambda eqn: 1e-6, sharded.graph.mesh, 0.5) for _ in range(2))
+    first, second = (run_lanes(sharded.body, lambda eqn: 1e-6, sharded.graph.mesh, device(0.5)) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_a_dim_behind_others_are_transposed(dim):
+    """What is gathered along the first dim lies as it comes; along another, kernels put every row together."""
+
+    def step(weights, x):
+        return jnp.mean(jnp.tanh(x @ weights))
+
+    spec = PartitionSpec(*("x" if dim == d else None for d in (0, 1)))
+    weights, x = (jax.ShapeDtypeStruct((rows, 256), jnp.float32) for rows in (256, 4096))
+    seconds = []
+    for turning in (1.0, 5.0):
+        described = Device("d", 1e12, memory_bytes_per_second=1e9, achieved=Achieved(turning=turning))
+        cluster = Cluster(1, 4, described, Link(1e-7, 1e12), Link(1e-7, 1e12))
+        method = ShardParallel(mesh_shape=(4,), constraints={"weights": spec, "x": PartitionSpec("x")})
+        plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(weights, x)
+        assert [c.kind for c in plan.cost.collectives][:1] == ["all-gather"]
+        seconds.append(plan.cost.step_seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(4 * 256 * 256 * 4 / 1e9 if dim else 0.0)

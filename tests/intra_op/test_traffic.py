@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from autopar import Device
+from autopar import Achieved, Device
 from autopar.cost.kernels import MemoryPass, Product, kernel_seconds
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
@@ -97,8 +97,9 @@ def test_passes(fun, args, arrays, kernels):
         # Elementwise work writes as its reader wants it, and products make what is read.
         (lambda x, w: jnp.sin((x @ w).T), (X, W), 0),
         (lambda x: jnp.sin(x).T * 2, (X,), 0),
-        # Lines stay together, or nothing moves; products read either way.
-        (lambda x: jnp.sin(x.reshape(8, 8, WIDTH).swapaxes(0, 1)), (X,), 0),
+        # So it is if lines stay together: loops compute the place of each element.
+        (lambda x: jnp.sin(x.reshape(8, 8, WIDTH).swapaxes(0, 1)), (X,), 1),
+        # Nothing moves; products read either way.
         (lambda x: jnp.sin(x.reshape(ROWS, 1, WIDTH).transpose(0, 2, 1)), (X,), 0),
         (lambda x: jnp.sin(x.reshape(WIDTH, ROWS)), (X,), 0),
         (lambda x, w: x.T @ (x @ w), (X, W), 0),
@@ -110,6 +111,29 @@ def test_arrays_that_lie_turned(fun, args, arrays):
     ops = [node for node in graph.nodes if node.kind == "op"]
     kernels = [kernel_of(node, node.strategies[0], traffic[node.index], MESH) for node in ops]
     assert sum(kernel.turned_bytes for kernel in kernels if isinstance(kernel, MemoryPass)) == arrays * SIZE
+
+
+@pytest.mark.parametrize(
+    "terms, copied",
+    [
+        # Heads lie between tokens: each is gathered before it is multiplied.
+        ("bqhd,bkhd->bhqk", 2),
+        ("bhqk,bkhd->bqhd", 1),
+        ("bkq,bkd->bqd", 0),
+        ("btx,bty->xy", 0),
+        ("xbk,bky->bxy", 1),
+    ],
+)
+def test_operands_that_products_copy_first(terms, copied):
+    """Libraries read rows and depth in either order, with the batch before them."""
+    shapes = [jax.ShapeDtypeStruct((8,) * len(term), jnp.float32) for term in terms.split("->")[0].split(",")]
+    graph = build_graph(trace_step(lambda a, b: jnp.einsum(terms, a, b), shapes).jaxpr, MESH, {})
+    (node,) = [node for node in graph.nodes if node.name == "dot_general"]
+    kernel = kernel_of(node, node.strategies[0], find_traffic(graph)[node.index], MESH)
+    assert isinstance(kernel, Product) and kernel.turned_bytes == copied * 4 * 8 ** len(terms.split(",")[0])
+    slow = Device("d", 1e12, memory_bytes_per_second=1e9, achieved=Achieved(turning=5.0))
+    seconds = kernel_seconds(kernel, slow) - kernel_seconds(kernel, Device("d", 1e12, memory_bytes_per_second=1e9))
+    assert seconds == pytest.approx(4 * kernel.turned_bytes / 1e9)
 
 
 def test_indexing_touches_what_it_picks():
