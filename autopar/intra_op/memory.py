@@ -11,6 +11,7 @@ Method: a copy's owner is the node that chose its sharding: the first one whose 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
     found = [(owners.of(alive), alive) for alive in liveness.alive]
     first_of: dict[Var, _Owner] = {}
     # Makers come first, then keeps, then hubs, then readers, as in `_Owners._line`.
-    for (_, owner, is_chosen), alive in sorted(found, key=lambda entry: entry[0][0]):
+    for (_, owner, is_chosen), alive in sorted(found, key=lambda entry: entry[0].rank):
         var = alive.copy[0]
         if owner is None:
             row.constant += alive.num_bytes
@@ -102,7 +103,7 @@ def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
         else:
             row.add(var, first_of.setdefault(var, owner), owner, alive.times)
     for move in liveness.packed:
-        ends = [owners.find(move.var, end, "fbuo")[1] for end in (move.source, move.target)]
+        ends = [owners.find(move.var, end, "fbuo").owner for end in (move.source, move.target)]
         if ends[0] is None or ends[1] is None:
             row.constant += packed_bytes(move, mesh)
         else:
@@ -114,6 +115,20 @@ def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
 
 _Owner = tuple[int, Shardings]
 """A node that chooses a sharding for a value, and the value's sharding under each of its choices."""
+
+
+class _Owned(NamedTuple):
+    """Who owns a copy of a value.
+
+    Attributes:
+        rank: The owner's position among the nodes that choose a sharding of the value.
+        owner: The node; None: unknown.
+        is_chosen: Whether it chose the copy's sharding; else the copy is on the way to its own.
+    """
+
+    rank: int
+    owner: _Owner | None
+    is_chosen: bool = True
 
 
 class _Row:
@@ -175,29 +190,27 @@ class _Owners:
                 self.readers.setdefault((edge.var, edge.phase), []).append((edge.target, edge.wanted))
         self.reads_of: dict[Body, dict[Var, list[tuple[int, Phase]]]] = {}
 
-    def of(self, alive: Alive) -> tuple[int, _Owner | None, bool]:
-        """The rank of a copy's owner, the owner (None: unknown), and whether it chose this sharding (else: of a copy on the
-        way to its own)."""
+    def of(self, alive: Alive) -> _Owned:
+        """The owner of a live copy."""
         var, sharding = alive.copy
         phases = "".join(phase for at, phase in self._reads(alive.body).get(var, ()) if at >= alive.position)
         for among in (phases, "fbuo"):
-            rank, owner = self.find(var, sharding, among)
-            if owner is not None:
-                return rank, owner, True
+            found = self.find(var, sharding, among)
+            if found.owner is not None:
+                return found
         for instruction in alive.body.instructions[max(0, alive.position) :]:
             for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
                 if isinstance(move, Move) and (move.var, move.source) == alive.copy:
-                    rank, owner, _ = self.of(alive._replace(copy=(var, move.target)))
-                    return rank, owner, False
-        return rank, None, False
+                    return self.of(alive._replace(copy=(var, move.target)))._replace(is_chosen=False)
+        return found._replace(is_chosen=False)
 
-    def find(self, var: Var, sharding: Sharding, phases: str) -> tuple[int, _Owner | None]:
-        """The first node that serves these phases and has chosen this sharding, after its rank."""
+    def find(self, var: Var, sharding: Sharding, phases: str) -> _Owned:
+        """The first node that serves these phases and has chosen this sharding."""
         line = self._line(var, phases)
         for rank, (node, shardings) in enumerate(line):
             if shardings[self.choices[self.class_of[node]]] == sharding:
-                return rank, (node, shardings)
-        return len(line), None
+                return _Owned(rank, (node, shardings))
+        return _Owned(len(line), None)
 
     def merges_with(self, var: Var, owner: _Owner) -> _Owner | None:
         """For a scatter that is added to a value, the other node that chooses its sharding: where both agree, it is done in

@@ -62,6 +62,18 @@ class LayerCost:
     exposed_seconds: float = 0.0
 
 
+Costs = list[list[tuple[LayerCost, ...] | None]]
+"""`[mesh][layer]`, at each level; None: no plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharded:
+    """All layers, sharded on the meshes of a submesh for one number of microbatches, and whether all fit memory."""
+
+    costs: Costs
+    fits: bool
+
+
 class LayerCosts:
     """Costs of all layers on all meshes, for any number of microbatches.
 
@@ -102,8 +114,7 @@ class LayerCosts:
         self._cut_for, self._terms, self._cluster, self._options = cut_for, terms, cluster, options
         self._kinds: list[int] = []
         self._layers: dict[int, dict[int, tuple[StageProgram, list[Tasks]]]] = {}
-        self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
-        self._beyond: dict[tuple[int, int], bool] = {}
+        self._known: dict[int, dict[int, _Sharded]] = {}
         self._seconds_on: dict[int, dict[int, float]] = {}
         self._weights: LayerKernels | None = None
         self._batch_sizes, self._counts = batch_sizes, counts
@@ -138,8 +149,8 @@ class LayerCosts:
         """For each batch argument, the largest number of devices that divides both `size` and a microbatch's samples."""
         return tuple(math.gcd(samples // count, size) for samples in self._batch_sizes)
 
-    def of(self, size: int, count: int) -> tuple[int, list[list[tuple[LayerCost, ...] | None]]]:
-        """The number of microbatches that was solved for, and costs `[mesh][layer]` at each level; None: does not fit.
+    def of(self, size: int, count: int) -> tuple[int, Costs]:
+        """The number of microbatches that was solved for, and costs.
 
         For a submesh that no layer was sharded on, lower bounds.
         """
@@ -148,12 +159,12 @@ class LayerCosts:
             return count, [[of_kind[kind] for kind in self._kinds] for _ in self.meshes[size]]
         known = self._known[size]
         alike = [c for c in known if self._ways(size, c) == self._ways(size, count)]
-        solved_for = min(alike or known, key=lambda c: (self._beyond[size, c], abs(math.log(c / count)), c))
-        return solved_for, known[solved_for]
+        solved_for = min(alike or known, key=lambda c: (not known[c].fits, abs(math.log(c / count)), c))
+        return solved_for, known[solved_for].costs
 
     def is_beyond(self, size: int, count: int) -> bool:
         """Whether costs on a submesh are those of layers of which some exceed memory: within it, none is faster."""
-        return not self.is_bound(size) and self._beyond[size, self.of(size, count)[0]]
+        return not self.is_bound(size) and not self._known[size][self.of(size, count)[0]].fits
 
     def stretch(self, size: int, solved_for: int, count: int) -> np.ndarray:
         """Per layer, the ratio of its kernels' seconds per microbatch with `count` microbatches to those with `solved_for`.
@@ -209,23 +220,23 @@ class LayerCosts:
     def solve(self, size: int, count: int, within: bool = True) -> None:
         """Shard every layer on every mesh of a submesh, for a number of microbatches, `within` the memory budget or without
         one."""
-        self._beyond[size, count] = False
         try:
             layers = self._layers_for(count)
             restrict = restrict_stages(self._cut_for(count), self._options.constraints)
         except AutoparError:
-            self._known.setdefault(size, {})[count] = [[None] * self.num_layers for _ in self.meshes[size]]
+            nothing: Costs = [[None] * self.num_layers for _ in self.meshes[size]]
+            self._known.setdefault(size, {})[count] = _Sharded(nothing, fits=True)
             return
-        found: list[list[tuple[LayerCost, ...] | None]] = []
+        found, all_fit = Costs(), True
         for number, mesh in enumerate(self.meshes[size]):
             text = f"sharding {len(layers)} kinds of layers on {mesh}, {count} microbatches"
             self._report(text, number / len(self.meshes[size]))
             costs: dict[int, tuple[LayerCost, ...] | None] = {}
             for kind, (program, tasks) in layers.items():
                 costs[kind], fits = self._cost(program, tasks, mesh, restrict, within)
-                self._beyond[size, count] |= not fits
+                all_fit &= fits
             found.append([costs[kind] for kind in self._kinds])
-        self._known.setdefault(size, {})[count] = found
+        self._known.setdefault(size, {})[count] = _Sharded(found, all_fit)
 
     def _cost(
         self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage, within: bool
