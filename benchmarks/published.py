@@ -20,7 +20,7 @@ from pathlib import Path
 
 from published_choices import settle
 from published_machines import model_of
-from published_order import Row, group_taus, pairs_of, repeated_tau, spreads
+from published_order import Row, contradicted, group_taus, pairs_of, repeated_tau, spreads
 from published_runs import DATA, Left, Run, read_runs
 from published_steps import Prediction
 from rich.console import Console
@@ -180,6 +180,12 @@ def _order(rows: Sequence[Row]) -> Iterable[str]:
         f"of {len(apart)} pairs further apart than that {_share(pair.predicted > 0 for pair in apart):.0%} in order; "
         f"tau of these pairs, on average over groups: {statistics.mean(t[3] for t in group_taus(rows, noise)):.2f}"
     )
+    for run, _ in contradicted(rows):
+        others = statistics.mean(t[3] for t in group_taus([row for row in rows if row[0] is not run]))
+        yield (
+            f"other rows contradict {run.model} with {run.batch} samples in {run.seconds:.1f} s, the same plan with other "
+            f"batches or once more; without this row tau is {others:.2f} on average"
+        )
 
 
 def _wrong_pairs(rows: Sequence[Row]) -> Table:

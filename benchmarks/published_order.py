@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from published_runs import Run
@@ -55,6 +55,27 @@ class Pair:
 
 Group = tuple[str, int, tuple[Plan, ...]]
 """Model, devices, and the plans."""
+
+
+def contradicted(rows: Sequence[Row]) -> list[Row]:
+    """Timed runs that other rows contradict: the same plan was published several times, also with other batches.
+
+    A step's time grows as its batch, but for the pipeline's bubble. A run is contradicted whose time per sample is further
+    from the median of three or more than twice what any repetition of a run was from another.
+    """
+    alike: dict[Run, list[tuple[float, Row]]] = {}
+    for run, predicted in rows:
+        if run.seconds is not None:
+            plan = replace(run, line=0, batch=0, seconds=None, memory_gib=None)
+            alike.setdefault(plan, []).append((run.seconds / run.batch, (run, predicted)))
+    most = 2 * max(spreads(rows))
+    return [
+        row
+        for same in alike.values()
+        if len(same) > 2
+        for each, row in same
+        if abs(each / statistics.median(each for each, _ in same) - 1) > most
+    ]
 
 
 def plan_groups(rows: Sequence[Row], least: int = 3) -> list[Group]:

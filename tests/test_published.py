@@ -22,7 +22,7 @@ from published_frameworks import (  # noqa: E402
     with_launches,
 )
 from published_layers import weights  # noqa: E402
-from published_order import group_taus, pairs_of, repeated_tau, tau  # noqa: E402
+from published_order import contradicted, group_taus, pairs_of, repeated_tau, tau  # noqa: E402
 from published_runs import DATA, Run, read_runs  # noqa: E402
 from published_steps import Prediction, border_seconds, machine_of, predict, sizes_of, tied_seconds  # noqa: E402
 
@@ -235,6 +235,15 @@ def test_pairs_of_plans_and_what_a_repetition_would_score(runs):
     (wrong,) = (pair for pair in pairs_of(rows) if pair.predicted < 0)
     assert wrong.differs == "microbatch" and wrong.published == pytest.approx(12.2 / 11 - 1)
     assert 0.9 < repeated_tau(rows) <= 1
+
+
+def test_runs_that_others_contradict(runs):
+    """Of one plan, three that take as long for each sample, and one with fewer samples that takes as long as they."""
+    bloom = next(run for run in runs if run.model == "GPT 181B" and run.pipeline == 12)
+    told = [(2048, 100.0), (2048, 101.0), (1024, 52.0), (1536, 100.0)]
+    rows = [(replace(bloom, batch=batch, seconds=seconds), Prediction(1.0, *[0.0] * 8)) for batch, seconds in told]
+    rows += [(replace(bloom, microbatch=m, seconds=60.0), Prediction(1.0, *[0.0] * 8)) for m in (16, 32)]
+    assert contradicted(rows) == [rows[3]]
 
 
 def test_tau():
