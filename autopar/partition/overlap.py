@@ -3,14 +3,16 @@
 In:     the sharded program and its mesh.
 Out:    options of this one compilation; nothing global is set.
 Method: XLA's scheduler for GPUs starts collectives early and waits for them late; within a loop, only for collectives that
-        are pipelined into the trip before or after. Small collectives are combined up to a threshold: for each kind the
-        bytes that one trip of a loop sends, so that the gathers of one layer are combined, but not those of two, which
-        would overlap with nothing. Flags that the user sets in `XLA_FLAGS` are left alone. Names: `xla.proto`
-        (DebugOptions); NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
+        are pipelined into the trip before or after. Small collectives are combined up to a threshold on their results: for
+        each kind the bytes that one trip of a loop makes, so that the gathers of one layer are combined, but not those of
+        two, which would overlap with nothing. Where no loop sends a kind, those that are too large for `fuse.py` stay apart,
+        as they were placed. Flags that the user sets in `XLA_FLAGS` are left alone. Names: `xla.proto` (DebugOptions);
+        NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +22,8 @@ import jax
 from autopar._jax import takes_packed
 from autopar.cost.steps import CollectiveKind
 from autopar.debug import xla_flags
-from autopar.intra_op.sharded import Body, Region, collectives_of
+from autopar.intra_op.fuse import small_bytes
+from autopar.intra_op.sharded import Body, Collective, Region, collectives_of
 from autopar.mesh import LogicalMesh
 
 Options = Mapping[str, bool | int]
@@ -45,6 +48,8 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
         if per_trip:
             found[threshold] = per_trip
             found[pipelined] = True
+        elif sent := [c for c in collectives_of(body, mesh) if c.kind == kind]:
+            found[threshold] = max(int(small_bytes(mesh)) * _made_bytes(c, mesh) // max(c.bytes, 1) for c in sent)
     if any(name.endswith("threshold_bytes") for name in found):
         # Combine gathers along different dims, too: weights are gathered along whatever dim they are split along.
         found["xla_gpu_enable_all_gather_combine_by_dim"] = False
@@ -82,6 +87,12 @@ def _trips(body: Body) -> Iterator[Body]:
 
 
 def _bytes_of(body: Body, mesh: LogicalMesh, kind: CollectiveKind) -> int:
-    """Bytes that one trip sends with collectives of a kind, outside of nested loops."""
+    """Bytes that one trip makes with collectives of a kind, outside of nested loops: thresholds count results."""
     straight = Body(body.inputs, tuple(i for i in body.instructions if not isinstance(i, Region)), body.outputs)
-    return sum(c.bytes for c in collectives_of(straight, mesh) if c.kind == kind)
+    return sum(_made_bytes(c, mesh) for c in collectives_of(straight, mesh) if c.kind == kind)
+
+
+def _made_bytes(collective: Collective, mesh: LogicalMesh) -> int:
+    """Bytes of a collective's result on one device."""
+    parts = math.prod(mesh.size_of(axis) for axis in collective.axes) if collective.kind == "reduce-scatter" else 1
+    return collective.bytes // parts

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import Cluster, DataParallel, ThreeD
+from autopar.intra_op.fuse import small_bytes
 from autopar.partition import overlap
 from autopar.partition.overlap import compile_lowered, overlap_options
 from autopar.partition.program import run_body
@@ -81,8 +82,31 @@ def test_a_layer_is_gathered_as_one_message_and_ahead():
     assert found["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert found["xla_gpu_all_gather_combine_threshold_bytes"] == layer
     assert found["xla_gpu_enable_pipelined_all_gather"] is True
-    assert found["xla_gpu_reduce_scatter_combine_threshold_bytes"] == layer
-    assert "xla_gpu_all_reduce_combine_threshold_bytes" not in found, "the loop has none"
+    assert found["xla_gpu_reduce_scatter_combine_threshold_bytes"] == layer // 4, "XLA counts results"
+    assert "xla_gpu_enable_pipelined_all_reduce" not in found, "the loop has none"
+
+
+def test_messages_of_a_program_without_loops_stay_apart():
+    """XLA would combine those that were placed one layer apart, and send them all behind the backward pass."""
+
+    def unrolled(weights, batch):
+        def loss_of(weights):
+            x = batch["x"]
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], loss
+
+    stack, batch = types(WIDE)
+    given = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)] * LAYERS, batch
+    plan = autopar.parallelize(unrolled, cluster=Cluster.of("4 h100"), method=DataParallel(zero=3)).plan(*given)
+    found, small = overlap_options(plan.origin.pipeline.stages[0].sharded.body, plan.mesh), int(small_bytes(plan.mesh))
+    assert small < WIDE * WIDE * 4
+    assert found["xla_gpu_all_gather_combine_threshold_bytes"] == small
+    assert found["xla_gpu_reduce_scatter_combine_threshold_bytes"] == small // 4
+    assert "xla_gpu_enable_pipelined_all_gather" not in found, "there is no loop"
 
 
 @pytest.mark.skipif(

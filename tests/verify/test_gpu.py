@@ -76,6 +76,10 @@ def test_weights_are_gathered_while_kernels_run(found):
     assert gathered == found["zero"]["planned"]["all-gather"] and gathered >= 2**23, "all weights, at least once"
 
 
+def test_gradients_are_summed_while_the_backward_pass_runs(found):
+    assert found["written out"]["hidden"] > 0.9
+
+
 def test_a_step_compiles_for_devices_that_are_not_there(found):
     assert {"stage0/F", "stage1/B"} <= set(found["programs"])
 
