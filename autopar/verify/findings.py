@@ -39,7 +39,8 @@ class Checked:
         emitted: The same by XLA.
         collectives: Collectives of the compiled program.
         compute_seconds: Seconds of its kernels in one run; XLA has not tuned them.
-        exposed_seconds: Seconds in which kernels wait for collectives.
+        exposed_seconds: Seconds in which kernels wait for collectives or are slowed down by them.
+        predicted_exposed_seconds: The same, predicted.
         kernels: Executions of kernels that are not XLA's own, by name and first result.
     """
 
@@ -53,6 +54,7 @@ class Checked:
     collectives: tuple[Emitted, ...]
     compute_seconds: float
     exposed_seconds: float
+    predicted_exposed_seconds: float
     kernels: dict[str, int]
 
     @property
@@ -116,9 +118,17 @@ class Verification:
 
     @property
     def exposed_share(self) -> float:
-        """Fraction of the collectives' seconds in which kernels wait for them."""
+        """Fraction of the collectives' seconds that kernels lose to them."""
+        return self._share(sum(p.runs * p.exposed_seconds for p in self.programs))
+
+    @property
+    def predicted_exposed_share(self) -> float:
+        """The same, predicted."""
+        return self._share(sum(p.runs * p.predicted_exposed_seconds for p in self.programs))
+
+    def _share(self, seconds: float) -> float:
         total = self.communication_seconds
-        return min(1.0, sum(p.runs * p.exposed_seconds for p in self.programs) / total) if total else 0.0
+        return min(1.0, seconds / total) if total else 0.0
 
     # Shown.
 
@@ -152,7 +162,8 @@ class Verification:
             )
         if self.communication_seconds:
             facts.append(
-                f"collectives: {self.async_share:.0%} of their seconds asynchronous, {self.exposed_share:.0%} exposed"
+                f"collectives: {self.async_share:.0%} of their seconds asynchronous, {self.exposed_share:.0%} exposed "
+                f"({self.predicted_exposed_share:.0%} predicted)"
             )
         return facts
 
@@ -166,11 +177,13 @@ class Verification:
                 f"{program.compiled_bytes / max(program.predicted_bytes, 1):.3f}",
                 seconds_text(program.compute_seconds),
                 seconds_text(program.exposed_seconds),
+                seconds_text(program.predicted_exposed_seconds),
                 ", ".join(f"{name} x {times}" for name, times in program.kernels.items()),
             )
             for program in self.programs
         ]
-        columns = ("program", "runs", "predicted", "XLA's peak", "ratio", "kernels", "waiting", "kernels not of XLA")
+        headings = "predicted", "XLA's peak", "ratio", "kernels", "waiting", "predicted waiting", "kernels not of XLA"
+        columns = ("program", "runs", *headings)
         collectives = []
         for program in self.programs:
             for kind, planned, emitted in program.moves:
@@ -183,7 +196,7 @@ class Verification:
                     shares = (f"{going:.0%}", f"{hidden:.0%}") if kind in COLLECTIVE_KINDS else ("", "")
                     collectives.append((program.name, kind, *shown, *shares))
         return [
-            Table("Programs, one run of each on one device", columns, tuple(programs), tuple(range(1, 7))),
+            Table("Programs, one run of each on one device", columns, tuple(programs), tuple(range(1, 8))),
             Table(
                 "Bytes that move in one run, loops counted",
                 ("program", "move", "planned", "executed", "", "asynchronous", "kernels meanwhile"),

@@ -3,7 +3,8 @@
 In:     `Module`, the mesh, the device.
 Out:    `Followed`: every collective with its executions, and seconds of kernels, collectives and waiting.
 Method: two clocks, of kernels and of the network. A kernel advances the first, a collective the second; waiting for a
-        collective advances the first to its end. A loop is simulated once, and counts by its trips. Kernels take the longer
+        collective advances the first to its end, and one that runs beside kernels slows them down as in the plan, which
+        counts as waiting, too (`intra_op/lanes.py`). A loop is simulated once, and counts by its trips. Kernels take the longer
         of their products at the device's rate and their bytes at its memory's. XLA compiles here without tuning kernels, so
         this shows what overlaps with a collective, and not how long a step takes.
 """
@@ -71,7 +72,7 @@ class Followed:
         kernels: Executions of custom calls, by target and first result, whose shape is local:
             `__cudnn$fmhaSoftmax bf16[4,256,8,64]`.
         compute_seconds: Seconds of all kernels.
-        exposed_seconds: Seconds in which kernels wait for collectives.
+        exposed_seconds: Seconds in which kernels wait for collectives or are slowed down by them.
     """
 
     collectives: list[Emitted] = field(default_factory=list)
@@ -113,6 +114,9 @@ class _Follower:
                 seconds = self._seconds(inner)
                 network = max(now, network) + seconds
                 if (_begins(hlo) or inner.chain is not None) and not hlo.is_synchronous:
+                    slowed = (1 - self.device.achieved.overlap) * seconds
+                    self.seen.exposed_seconds += times * slowed
+                    now += slowed
                     begun[hlo.name] = (now, network, hlo, inner)
                 else:
                     self._note(inner, times, False, 0.0)

@@ -46,6 +46,7 @@ class Program:
         compiled: XLA's executable.
         predicted_bytes: Predicted peak of one device, operands included.
         collectives: Planned collectives of one run.
+        exposed_seconds: Predicted seconds in one run in which kernels wait for them.
         host_copies: Planned bytes copied to and from host memory in one run.
     """
 
@@ -56,6 +57,7 @@ class Program:
     compiled: Any
     predicted_bytes: int
     collectives: tuple[Collective, ...]
+    exposed_seconds: float
     host_copies: Mapping[str, int]
 
     @property
@@ -75,15 +77,21 @@ def compile_programs(plan: Decision, target: Target) -> list[Program]:
     planned = plan.attached.pipeline
     made = compile_step(planned, target.devices, target.options)
     runs = Counter(i.program for stream in plan.streams.values() for i in stream if isinstance(i, Run))
-    listed, found = iter(plan.cost.collectives), []  # listed in the order of stages and their tasks
+    listed = zip(
+        plan.cost.collectives, plan.cost.exposed_seconds, strict=True
+    )  # in the order of stages and their tasks
+    found = []
     for number, stage in enumerate(planned.stages):
         for task in stage.tasks:
             name = task.task.name
             peak = _peak_bytes(task, made.functions[name].donated)
-            own = itertools.islice(listed, len(task.collectives))
-            once = tuple(dataclasses.replace(c, times=c.times // runs[name]) for c in own)
+            own = list(itertools.islice(listed, len(task.collectives)))
+            once = tuple(dataclasses.replace(c, times=c.times // runs[name]) for c, _ in own)
+            exposed = sum(seconds for _, seconds in own) / runs[name]
             copied = planned_copies(task.body, stage.mesh)
-            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, once, copied))
+            found.append(
+                Program(name, number, stage.mesh, runs[name], made.programs[name], peak, once, exposed, copied)
+            )
     return found
 
 
@@ -149,6 +157,7 @@ def _checked(program: Program, plan: Decision, target: Target) -> Checked:
         tuple(seen.collectives),
         seen.compute_seconds,
         seen.exposed_seconds,
+        program.exposed_seconds,
         program_kernels(seen.kernels),
     )
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from autopar import Device, Link, LogicalMesh
+from autopar import Achieved, Device, Link, LogicalMesh
 from autopar.cost import collective_seconds
 from autopar.verify.hlo import read_module
 from autopar.verify.schedule import follow_program, product_flops
 
 MESH = LogicalMesh((2, 4), links=(Link(0.0, 1e9), Link(0.0, 4e9)))
-DEVICE = Device("toy", 1e12, memory_bytes_per_second=1e9)
+DEVICE = Device("toy", 1e12, memory_bytes_per_second=1e9, achieved=Achieved(overlap=1.0))
 # One row of the mesh is {0,1,2,3}: its axis is y.
 ROWS, COLUMNS = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups=[4,2]<=[2,4]T(1,0)"
 ASYNC = 'backend_config={"collective_backend_config":{"is_sync":false}}'
@@ -75,6 +75,16 @@ def test_seconds(seen):
     # The kernel between begin and end hides its time of the gather, nothing hides the scatter.
     assert seen.collectives[1].hidden_seconds == pytest.approx(short)
     assert seen.exposed_seconds == pytest.approx(reduce + 3 * (max(0, gather - short) + scatter))
+
+
+def test_kernels_beside_a_collective_are_slowed_down(seen):
+    """As in the plan: by the part of it that does not overlap."""
+    device = Device("toy", 1e12, memory_bytes_per_second=1e9, achieved=Achieved(overlap=0.75))
+    slowed = follow_program(read_module(TEXT), MESH, device)
+    (_, gather, scatter), kernel = slowed.collectives, 8000 / 1e9
+    lost = max(0.25 * gather.seconds, gather.seconds - kernel) + scatter.seconds
+    assert slowed.exposed_seconds == pytest.approx(slowed.collectives[0].seconds + 3 * lost)
+    assert slowed.compute_seconds == seen.compute_seconds and slowed.exposed_seconds >= seen.exposed_seconds
 
 
 def test_a_loop_of_unknown_length_counts_as_if_it_never_ran():

@@ -91,6 +91,15 @@ def test_shown(verified, tmp_path):
     assert repr(found).startswith("Verification(train_step for")
 
 
+def test_what_kernels_lose_to_collectives_is_told_as_predicted_and_as_compiled(verified):
+    plan, found = verified
+    (program,) = found.programs
+    assert (
+        program.predicted_exposed_seconds == pytest.approx(sum(plan.cost.exposed_seconds)) and found.exposed_share > 0
+    )
+    assert f"{found.exposed_share:.0%} exposed ({found.predicted_exposed_share:.0%} predicted)" in str(found)
+
+
 def test_a_plan_from_a_file_is_attached_first(verified, tmp_path):
     plan, _ = verified
     plan.save(tmp_path / "plan.json")
