@@ -3,19 +3,20 @@
     python benchmarks/methods.py [--models gpt,vit] [--clusters "1x8 h100,8x8 v100"] [--found FILE] [--plans 24]
         [--methods DataParallel,ShardParallel,ThreeD,PipelineParallel]
 
-Prints for each model on each described machine: the seconds of `Auto()`, its gap, the best other method with its settings,
-the number of plans compared, and the first time over the second; above 1.000, the automatic plan was beaten. The settings of
+Prints for each model on each described machine: the seconds of `Auto()`, its gap, the best other method with its settings, the
+number of plans compared, and the first time over the second; above 1.000, the automatic plan was beaten. The settings of
 `DataParallel` (ZeRO stage, microbatches), `ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three
 degrees, microbatches, schedule, ZeRO, sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches,
-recomputation) are searched one at a time from several starts, until no single change is faster, or `--plans` plans of a
-method were made. Each plan is written to `--found`, one per line, and not made again, so you can repeat the command as often
-as you like. `--seconds` limits one run: no plan is begun later than that, and the exit status is 3 while some are left. With
-`--methods`, only those are planned, and the table omits the others.
+recomputation) are searched one at a time from several starts, the first as near as can be to what `Auto()` chose, until no
+single change is faster, or `--plans` plans from a start were made. Each plan is written to `--found`, one per line, and not
+made again, so you can repeat the command as often as you like. `--seconds` limits one run: no plan is begun later than that,
+and the exit status is 3 while some are left. With `--methods`, only those are planned, and the table omits the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -89,13 +90,26 @@ class Family:
     starts: Sequence[dict[str, Any]]
 
     def neighbours(self, at: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What differs in one setting."""
-        for name, values in self.settings.items():
+        """What differs in one setting; the settings take turns, so that few plans have tried each of them."""
+
+        def of(name: str) -> Iterator[dict[str, Any]]:
+            values = self.settings[name]
             place = values.index(at[name])
             near = (place + 1, place - 1) if name == "num_microbatches" else range(len(values))
             for k in near:
                 if 0 <= k < len(values) and k != place and not (name == "degrees" and apart(at[name], values[k]) > 2):
                     yield at | {name: values[k]}
+
+        turns = itertools.zip_longest(*(of(name) for name in self.settings))
+        return (each for turn in turns for each in turn if each is not None)
+
+    def beginning_at(self, settings: dict[str, Any]) -> Family:
+        """The same, begun at further settings, if its first setting is among them and they are its own."""
+        if not self.starts or next(iter(self.settings)) not in settings:
+            return self
+        start = {name: settings.get(name, of_first) for name, of_first in self.starts[0].items()}
+        known = all(value in self.settings[name] for name, value in start.items())
+        return dataclasses.replace(self, starts=[start, *self.starts]) if known else self
 
 
 def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
@@ -163,6 +177,16 @@ def _three_d(degrees: tuple[int, int, int], **settings: Any) -> Method:
     return autopar.ThreeD(data=data, tensor=tensor, pipeline=pipeline, **settings)
 
 
+def settings_of(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The settings at which a method comes nearest to what `Auto()` chose."""
+    if not chosen:
+        return {}
+    mesh, stages = tuple(chosen["mesh"]), chosen["stages"]
+    degrees = (*mesh[:2], stages) if len(mesh) == 2 else (mesh[0], 1, stages)
+    settings = {"num_microbatches": chosen["num_microbatches"], "mesh_shape": mesh, "degrees": degrees}
+    return settings | ({"num_stages": stages, "schedule": chosen["schedule"]} if stages > 1 else {"schedule": "1f1b"})
+
+
 def apart(one: Sequence[int], other: Sequence[int]) -> int:
     """In how many factors two lists of degrees differ: 2 where one factor went from one degree to another."""
     return sum(len(factors(Fraction(a, b))) for a, b in zip(one, other, strict=True))
@@ -206,12 +230,14 @@ class Cell:
         self._name, self.ends = cluster, ends
         self.seconds: dict[str, float] = {}
         self.gaps: dict[str, float] = {}
+        self.chosen: dict[str, dict[str, Any]] = {}
         self._program: Any = None
         for line in found.read_text().splitlines() if found.exists() else ():
             row = json.loads(line)
             if (row["model"], row["cluster"]) == (model, cluster):
                 self.seconds[row["method"]] = row["seconds"]
                 self.gaps[row["method"]] = row.get("gap", math.nan)
+                self.chosen[row["method"]] = row.get("chosen", {})
 
     def plan(self, method: Method) -> float:
         """Seconds of the method's plan; inf: there is none.
@@ -226,7 +252,7 @@ class Cell:
             if self._program is None:
                 step, *arguments = MODELS[self.model]()
                 self._program = trace_step(step, tuple(arguments))
-            started, why, words, gap = time.process_time(), "", "", math.nan
+            started, why, words, gap, chosen = time.process_time(), "", "", math.nan, dict[str, Any]()
             try:
                 plan = make_plan(self._program, find_roles(self._program, (1,)), self.cluster, method)
             except AutoparError as error:
@@ -234,10 +260,12 @@ class Cell:
             else:
                 seconds, gap = plan.cost.step_seconds, plan.cost.optimality_gap
                 words = f"{len(plan.stages)} stages {plan.mesh}, {plan.num_microbatches} microbatches, {plan.schedule}"
+                chosen = {"stages": len(plan.stages), "mesh": list(plan.stages[0].logical_mesh.shape)}
+                chosen |= {"num_microbatches": plan.num_microbatches, "schedule": plan.schedule}
             taken = time.process_time() - started
-            self.seconds[text], self.gaps[text] = seconds, gap
+            self.seconds[text], self.gaps[text], self.chosen[text] = seconds, gap, chosen
             row = {"model": self.model, "cluster": self._name, "method": text, "seconds": seconds}
-            row |= {"gap": gap, "cpu": taken}
+            row |= {"gap": gap, "cpu": taken, "chosen": chosen}
             with self._file.open("a") as file:
                 file.write(json.dumps(row | {"plan": words, "why": why}) + "\n")
         return self.seconds[text]
@@ -294,7 +322,7 @@ def main() -> None:
                 cell.plan(auto)
                 for family in families(cell.cluster, chosen.axes):
                     if family.name in methods:
-                        cell.climb(family, chosen.plans)
+                        cell.climb(family.beginning_at(settings_of(cell.chosen[name])), chosen.plans)
             except TimeIsUp:
                 left = True
         others = {text: seconds for text, seconds in cell.seconds.items() if text.startswith(methods)}

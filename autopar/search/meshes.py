@@ -4,8 +4,8 @@ In:     a step (in microbatches), the meshes that the method allows, fewer axes 
 Out:    `Searched`: the plan on each mesh, and what was tried or left out, and why.
 Method: the best plan so far bounds the next mesh, which is abandoned early if it cannot win. A mesh of three axes, which
         takes many times as long to plan, starts from the best answer on fewer or as many axes, and only if it can win as
-        much as that costs. Equal layers share their choices throughout; the best answer is then untied
-        (`intra_op/untie.py`).
+        much as that costs. Where its price misjudges it, the best mesh is then planned once more as if it were the only
+        one. Equal layers share their choices throughout; the best answer is then untied (`intra_op/untie.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.intra_op.untie import proved, untie
 from autopar.mesh import LogicalMesh
 from autopar.options import Options
 from autopar.search.one_mesh import shard_on
-from autopar.search.progress import Report
+from autopar.search.progress import Report, silent
 from autopar.search.request import Request
 from autopar.tuning import TUNING
 
@@ -39,12 +39,14 @@ class Searched:
         tried: What was tried or left out: (what, its seconds or why not).
         failure: Why a mesh has no plan: of the failures the one that needs least memory, or the last.
         pruned: Meshes that were abandoned, since no plan on them beats the best.
+        unaided: The first plan, if the search on its mesh began without what other plans had shown.
     """
 
     results: list[Sharded]
     tried: list[tuple[str, str]]
     failure: AutoparError | None = None
     pruned: list[LogicalMesh] = field(default_factory=list)
+    unaided: Sharded | None = None
 
     @property
     def best(self) -> Sharded:
@@ -93,6 +95,7 @@ def search_meshes(
             searched.failure = min(error, searched.failure or error, key=needed_bytes)
             searched.tried.append((str(mesh), error.summary))
         else:
+            searched.unaided = sharded if exposure is None else searched.unaided
             searched.results.append(sharded)
             searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
 
@@ -115,6 +118,22 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
     joined = [sharded for sharded in known if joined_axes(sharded.mesh, mesh)]
     alike = [sharded for sharded in known if len(sharded.mesh.shape) == len(mesh.shape)]
     return [*joined[:1], *alike[:1]] if joined else []
+
+
+def search_unaided(request: Request, searched: Searched) -> None:
+    """Shard the step once more on the best mesh, as if it were the only one, if that may win: extends `searched`.
+
+    A search that begins with what plans on other meshes have shown may end elsewhere than one that begins with nothing.
+    """
+    best = searched.best
+    misjudged = abs(1 - best.solution.objective / best.step_seconds)
+    if best is searched.unaided or max(best.gap, misjudged) <= TUNING.exposure_same:
+        return
+    takes, worth = planning_seconds(best.problem), TUNING.unaided_part * best.step_seconds
+    if takes <= TUNING.unaided_seconds and request.options.repays(worth, takes):
+        alone = Searched([], [])
+        search_meshes(request, [best.mesh], silent, alone)
+        searched.results += alone.results
 
 
 def untie_best(request: Request, searched: Searched) -> Sharded:

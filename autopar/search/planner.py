@@ -28,7 +28,7 @@ from autopar.search.alone import search_alone
 from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
-from autopar.search.meshes import Searched, search_meshes, untie_best
+from autopar.search.meshes import Searched, search_meshes, search_unaided, untie_best
 from autopar.search.methods import (
     Auto,
     DataParallel,
@@ -136,6 +136,7 @@ def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
     search.alone()
     if search.on_hosts or (isinstance(request.method, Auto | Inference) and _can_gain(request, search.searched)):
         search.in_stages()
+    search.unaided()
     report.tried = search.tried
     if report.reason and report.reason != report.time_is_up:
         warn(
@@ -213,6 +214,13 @@ class _Search:
         with self._a_pass("stages"):
             search_pipelines(self.request, self.stages, part_of(self.report, self.share, 1.0), self._least)
         self.tried += self.stages.tried
+
+    def unaided(self) -> None:
+        """Plan the best mesh as a method would that names it."""
+        if self.report.reason or self.stages.best is not None or not self.searched.results:
+            return
+        with self._a_pass("best mesh"):
+            search_unaided(self.request.of(self.program), self.searched)
 
     def best(self) -> tuple[StepPlan, Tried]:
         """The fastest plan of all, and what else was tried.

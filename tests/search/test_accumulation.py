@@ -10,6 +10,10 @@ import pytest
 
 import autopar
 from autopar.errors import InfeasibleError
+from autopar.intra_op.exposure import Exposure, show
+from autopar.search.accumulation import _to_beat
+from autopar.search.meshes import Searched
+from autopar.tuning import TUNING
 from tests.planned_mlp import CLUSTER, arguments, train_step
 
 FAST = autopar.Link(1e-6, 1e9)
@@ -80,3 +84,15 @@ def test_runs_and_comes_back_from_a_file(roomy, tmp_path):
     wanted = jax.jit(train_step)(*args)
     got = step.compile(*args, plan=again)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, wanted)
+
+
+def test_another_number_has_to_beat_what_is_priced_alike(roomy):
+    """Not what the best program alone shows: the other is priced by what all programs had shown before."""
+    sharded = roomy.origin.pipeline.stages[0].sharded
+    faster, in_full = dataclasses.replace(sharded, compute_seconds=0.9 * sharded.compute_seconds), Exposure(1.0)
+    shown = show(faster.graph, faster.body, faster.exposed_seconds)
+    alone = dataclasses.replace(faster, exposure=in_full.as_in(shown, in_full))
+    beat, exposure = _to_beat(Searched([alone], []), 4, QUICK.device)
+    priced = alone.as_compared(QUICK.device).solution.objective
+    assert beat >= priced > (1 + TUNING.exposure_guessed) * alone.step_seconds, "on the clock it is faster"
+    assert exposure == in_full.in_microbatches(1, 4)

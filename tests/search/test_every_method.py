@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,9 @@ from autopar.search.one_mesh import shard_on
 from autopar.search.request import Request
 from tests.small_mlp import train_step as mlp_step
 from tests.small_transformer import arguments, train_step
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpt  # noqa: E402
 
 ROUNDING = 1 + 1e-6
 
@@ -55,6 +60,17 @@ def test_none_is_faster(text, memory):
     assert sum(seconds is not None for seconds in others.values()) > 3
     for method, seconds in others.items():
         assert seconds is None or best <= seconds * ROUNDING, method
+
+
+def test_the_best_mesh_is_planned_as_if_it_were_the_only_one():
+    """Of experts on two axes, priced by what all of one axis had shown, a plan was kept that is 0.16 % slower."""
+    config = gpt.Config(2, 1024, 16, vocabulary=8192, tokens=512, batch=256, experts=16, dtype=jnp.bfloat16)
+    step, *args = gpt.make_step(config)
+    cluster = autopar.Cluster.of("1x8 h100")
+    best, named = (
+        seconds_of(step, args, cluster, autopar.ShardParallel(**shape)) for shape in ({}, {"mesh_shape": (2, 4)})
+    )
+    assert best <= named * ROUNDING
 
 
 def test_a_step_on_one_mesh_keeps_no_more_than_a_pipeline():
