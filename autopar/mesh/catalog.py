@@ -226,12 +226,13 @@ _B200 = _reached(0.776, 148, 0.48)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
 """The hybrid cube of V100s in DGX-1 and p3.16xlarge: of each one's six links, one joins the first two devices of a host, and
 rings through a group of four use four."""
-_HALF_FILLED = 0.37
-"""Fused attention on matrix units of 256 by 256, which heads of 128 fill to a half in both products: Llama 3.1 70B with samples
-of 131,072 tokens takes 34.0 s on TPU7x where the same tokens in samples of 8,192 take 12.3 (tpu-recipes, Ironwood)."""
-_TRILLIUM = 0.68
-"""Products on TPU v6e: 402, 392 and 385 TFLOP/s for Llama 2 70B, Llama 3.1 405B and GPT-3 175B, which compute their forward
-passes twice (tpu-recipes, Trillium)."""
+_HALF_FILLED = 0.74 / 2
+"""Fused attention on matrix units of 256 by 256, which heads of 128 fill to a half in both products, and 0.74 of that: Llama
+3.1 70B with samples of 131,072 tokens takes 34.0 s on TPU7x where the same tokens in samples of 8,192 take 12.3 (tpu-recipes,
+Ironwood)."""
+_TRILLIUM = SUSTAINED * 728 / 918
+"""Products on TPU v6e: XLA's reach 728 TFLOP/s in bfloat16, bound by the matrix units and not by memory; times of the device's
+own clock (yangwhale/gpu-tpu-pedia, `tpu/v7_perf`, 2026)."""
 _CUBES, _SQUARES = (3, 4), (2, 16)
 """TPU tori, (axes, closing length): 3D slices of whole cubes of 4 x 4 x 4 chips close on all axes, 2D ones on sides of 16."""
 _PCIE3, _PCIE4, _PCIE5, _C2C = 16.0, 32.0, 64.0, 450.0

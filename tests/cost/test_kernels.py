@@ -6,6 +6,7 @@ import pytest
 from autopar.cost.kernels import FusedProducts, MemoryPass, Product, kernel_seconds, product_seconds
 from autopar.errors import ClusterError
 from autopar.mesh import Achieved, Device, find_device
+from autopar.mesh.catalog import SUSTAINED
 
 IDEAL = Device("d", 1e12, memory_bytes_per_second=1e9)
 # What one H100 reached, launches included, in TFLOP/s of bfloat16: (count, rows, columns, depth). From the table of
@@ -139,6 +140,14 @@ def test_a_pass_over_what_lies_turned_takes_longer_where_loops_pick_it_up_one_by
     assert kernel_seconds(turned, device) == 8.0
     assert kernel_seconds(MemoryPass(3e9), device) == kernel_seconds(turned, Device("d", 1e12, 1e12, 1e9)) + 1.0 == 4.0
     assert kernel_seconds(MemoryPass(0.0), device) == 1.0
+
+
+def test_products_on_tpu_v6e_hold_a_part_of_what_was_measured():
+    """728 TFLOP/s by the device's clock, one product at a time; training holds a part of that, as on other devices."""
+    size = 8192
+    product = Product(1, size, size, size, 6.0 * size**2, ("bfloat16", "bfloat16"))
+    seconds = kernel_seconds(product, find_device("v6e").device)
+    assert 2 * size**3 / seconds == pytest.approx(SUSTAINED * 728e12, rel=1e-3)
 
 
 def test_heads_of_128_fill_half_of_an_array_of_256():
