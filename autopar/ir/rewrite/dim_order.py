@@ -88,24 +88,17 @@ class _Product:
         # The library's own order: batch, free, summed of the left operand; batch, summed, free of the right one.
         first = groups[1] == "right" if number == 2 else (groups[1] == "sum") != bool(number)
         sides = (1, 0) if first else (0, 1)
-        return self._written(sides, number, wanted)
+        return self._with_operands(sides, number, wanted)
 
-    def _written(self, sides: Sequence[int], number: int, wanted: Sequence[Index]) -> list[JaxprEqn]:
+    def _with_operands(self, sides: Sequence[int], number: int, wanted: Sequence[Index]) -> list[JaxprEqn]:
         """The product of the operands in the order `sides`, array `number` in the wanted order; the result transposed back."""
         eqn, made = self.eqn, Equations()
         operands, terms = [], []
         for side in sides:
-            operand, term = eqn.invars[side], list(self.terms[side])
-            if side == number:
-                order = [term.index(index) for index in wanted]
-            elif number == 2:  # its free dims in the order of the result
-                place = {index: k for k, index in enumerate(wanted)}
-                own = iter(sorted((index for index in term if index[0] in _OWN), key=place.__getitem__))
-                order = [term.index(next(own) if index[0] in _OWN else index) for index in term]
-            else:
-                order = list(range(len(term)))
-            operands.append(made.call_one(partial(lax.transpose, permutation=order), [operand], eqn.source_info))
-            terms.append([term[d] for d in order])
+            order = self._operand_order(side, number, wanted)
+            transpose = partial(lax.transpose, permutation=order)
+            operands.append(made.call_one(transpose, [eqn.invars[side]], eqn.source_info))
+            terms.append([self.terms[side][d] for d in order])
         along = [[index for index in wanted if index[0] == name] for name in ("sum", "batch")]
         along[0] = along[0] or [index for index in terms[0] if index[0] == "sum"]
         numbers = tuple(tuple(tuple(term.index(index) for index in which) for term in terms) for which in along)
@@ -124,6 +117,16 @@ class _Product:
         made.append(replace_eqn(eqn, invars=operands, outvars=[turned], params=params))
         made.define(result, partial(lax.transpose, permutation=back), [turned], eqn.source_info)
         return made
+
+    def _operand_order(self, side: int, number: int, wanted: Sequence[Index]) -> Order:
+        """The order of an operand's dims: as wanted, or its free dims as the result's if that is array `number`."""
+        term = self.terms[side]
+        if side == number:
+            return tuple(term.index(index) for index in wanted)
+        if number != 2:
+            return tuple(range(len(term)))
+        own = iter(sorted((index for index in term if index[0] in _OWN), key=wanted.index))
+        return tuple(term.index(next(own) if index[0] in _OWN else index) for index in term)
 
 
 @dataclass(frozen=True, slots=True)
