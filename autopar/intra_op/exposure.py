@@ -39,20 +39,14 @@ class Exposure:
         least: Fraction of a fully hidden conversion: it slows down the kernels beside it.
         seen: Kind, fused or not -> seconds in all programs put on the clock, and the exposed ones of these.
         unseen: Fraction of conversions that samples wait for, of kinds that no program has shown.
-        sent: Kind -> exposed seconds as a fraction of the price, in the one program that decides.
-        before: The exposure before that program alone decided, by which other programs are compared; None: none decides.
     """
 
     least: float
     seen: Mapping[Seen, tuple[float, float]] = field(default_factory=dict)
     unseen: float = 1.0
-    sent: Mapping[Kind, float] = field(default_factory=dict)
-    before: Exposure | None = None
 
     def of(self, kind: Kind) -> float:
         """The fraction that counts for a kind of conversion."""
-        if kind in self.sent:
-            return self.sent[kind]
         seconds, exposed = self.seen.get(kind[:3], (0.0, 0.0))
         if not seconds:
             return self.unseen if kind[0] else self.least
@@ -67,10 +61,10 @@ class Exposure:
                 seen[one.kind[:3]] = seconds + one.seconds, exposed + one.exposed_seconds
         return Exposure(self.least, seen)
 
-    def as_in(self, shown: Sequence[Shown], before: Exposure) -> Exposure:
-        """The same, except that for the kinds of conversions in one program, that program alone decides.
+    def as_in(self, shown: Sequence[Shown], before: Exposure) -> OwnExposure:
+        """The same, except that for the kinds of conversions in some programs, these alone decide.
 
-        `before`: the exposure when that program was found.
+        `before`: the exposure when the first of them was found.
         """
         own: dict[Kind, tuple[float, float]] = {}
         for one in shown:
@@ -78,15 +72,11 @@ class Exposure:
                 priced, exposed = own.get(one.kind, (0.0, 0.0))
                 own[one.kind] = priced + one.priced_seconds, exposed + one.exposed_seconds
         parts = {kind: max(self.least, exposed / priced) for kind, (priced, exposed) in own.items() if priced}
-        return dataclasses.replace(self, sent=parts, before=before)
+        return OwnExposure(self.least, self.seen, self.unseen, own=parts, before=before)
 
     def hopeful(self) -> Exposure:
         """The same, with all kinds hidden that no program has shown."""
         return dataclasses.replace(self, unseen=self.least)
-
-    def doubtful(self) -> Exposure:
-        """The same, if half of what hides in the programs that decide did not: another may leave it less room."""
-        return dataclasses.replace(self, sent={kind: max(part, (1 + part) / 2) for kind, part in self.sent.items()})
 
     def in_microbatches(self, before: int, after: int) -> Exposure:
         """Guess the exposure with `after` microbatches from that with `before`: execution counts within the loop scale."""
@@ -100,8 +90,34 @@ class Exposure:
 
     def seconds_of(self, shown: Sequence[Shown]) -> float:
         """Seconds that a program's collectives count, all together."""
-        counted = ((one.priced_seconds if one.kind in self.sent else one.seconds, one.kind) for one in shown)
-        return sum(seconds * (1.0 if kind is None else self.of(kind)) for seconds, kind in counted)
+        return sum(self._counted_seconds(one) * (1.0 if one.kind is None else self.of(one.kind)) for one in shown)
+
+    def _counted_seconds(self, one: Shown) -> float:
+        return one.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnExposure(Exposure):
+    """The exposure in the best program, and in those found from it.
+
+    Attributes:
+        own: Kind -> exposed seconds as a fraction of the price, in these programs; other kinds as in `seen`.
+        before: The exposure when the best one was found, by which other programs are compared.
+    """
+
+    own: Mapping[Kind, float]
+    before: Exposure
+
+    def of(self, kind: Kind) -> float:
+        """The fraction that counts for a kind of conversion."""
+        return self.own[kind] if kind in self.own else Exposure.of(self, kind)
+
+    def doubtful(self) -> OwnExposure:
+        """The same, if half of what hides in these programs did not: another may leave it less room."""
+        return dataclasses.replace(self, own={kind: max(part, (1 + part) / 2) for kind, part in self.own.items()})
+
+    def _counted_seconds(self, one: Shown) -> float:
+        return one.priced_seconds if one.kind in self.own else one.seconds
 
 
 @dataclass(frozen=True, slots=True)

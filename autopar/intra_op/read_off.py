@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.cost import collective_seconds
 from autopar.intra_op.costs import OperationSeconds, build_problem
-from autopar.intra_op.exposure import Exposure, show
+from autopar.intra_op.exposure import Exposure, OwnExposure, show
 from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.held import held_values
 from autopar.intra_op.kernels import is_contraction
@@ -26,6 +26,7 @@ from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.strategies import split_fraction
+from autopar.intra_op.tying import choices_of_classes
 from autopar.mesh import Device, LogicalMesh, Sharding
 
 
@@ -131,15 +132,12 @@ class Sharded:
 
     def as_compared(self, device: Device) -> Sharded:
         """The same program priced by the exposure before it alone decided that, so that others can be priced alike."""
-        if self.exposure is None or self.exposure.before is None:
-            return self
-        return self._priced_under(self.exposure.before, device)
+        return self._priced_under(self.exposure.before, device) if isinstance(self.exposure, OwnExposure) else self
 
     def _priced_under(self, exposure: Exposure, device: Device) -> Sharded:
         problem = build_problem(self.graph, device, self.class_of, self.allowed.masks, exposure)
         problem = dataclasses.replace(problem, rows=self.problem.rows)
-        of_class = dict(zip(self.class_of, self.choices, strict=True))
-        choices = tuple(of_class[number] for number in range(len(of_class)))
+        choices = choices_of_classes(self.class_of, self.choices)
         least = sum(float(costs.min()) for costs in problem.costs)
         solution = Solution(choices, problem.cost(choices), least, "feasible", self.solution.solver)
         return dataclasses.replace(self, problem=problem, solution=solution, exposure=exposure)

@@ -74,7 +74,7 @@ def test_what_hides_may_hide_by_half():
     doubtful = Exposure(0.1).as_in(shown, Exposure(0.1)).doubtful()
     assert doubtful.of((False, "b", 1.0, False)) == 0.625
     assert doubtful.of((False, "o", 1.0, True)) == 3.0, "what takes more than its price takes no less"
-    assert doubtful.of((True, "f", 1.0, False)) == 1.0 and doubtful.after([]).sent == {}
+    assert doubtful.of((True, "f", 1.0, False)) == 1.0 and doubtful.after([]) == Exposure(0.1)
 
 
 def test_other_plans_are_compared_as_was_known_before():
