@@ -20,7 +20,7 @@ from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.solve import Solve, solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
-from autopar.intra_op.tying import choices_of_classes
+from autopar.intra_op.tying import of_classes
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.tuning import TUNING
 
@@ -76,7 +76,7 @@ def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
 
 def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
     """Compare what the choices of each class of nodes do on each axis."""
-    first = dict(zip(reversed(class_of), reversed(graph.nodes), strict=True))
+    nodes = of_classes(class_of, graph.nodes)
     known: dict[tuple[int, str], np.ndarray] = {}
     placements: dict[tuple[Sharding, str], Hashable] = {}
 
@@ -98,12 +98,12 @@ def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
             known[id(listed), axis] = np.array([order.setdefault(does(k, axis), len(order)) for k in _keys(node)])
         return known[id(listed), axis]
 
-    return tuple(tuple(numbers(first[k], axis) for k in range(len(first))) for axis in graph.mesh.axis_names)
+    return tuple(tuple(numbers(node, axis) for node in nodes) for axis in graph.mesh.axis_names)
 
 
 def descend_from(known: Sequence[Sharded], graph: Graph, class_of: Sequence[int]) -> Solve:
     """A solver by axes, which begins with the best of answers from other meshes and those that it found before."""
-    starts = [choices_of_classes(class_of, lift(sharded.choices, sharded.graph, graph)) for sharded in known]
+    starts = [of_classes(class_of, lift(sharded.choices, sharded.graph, graph)) for sharded in known]
     does = behaviours(graph, class_of)
 
     def by_axes(problem: Problem, *how: Any) -> Solution:

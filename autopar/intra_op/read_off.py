@@ -26,7 +26,7 @@ from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.strategies import split_fraction
-from autopar.intra_op.tying import choices_of_classes
+from autopar.intra_op.tying import of_classes
 from autopar.mesh import Device, LogicalMesh, Sharding
 
 
@@ -80,8 +80,7 @@ class Sharded:
 
         Contractions count as fully shared even if this mesh cannot split them (64 rows on 6 devices): other meshes may.
         """
-        first = dict(zip(reversed(self.class_of), reversed(self.graph.nodes), strict=True))
-        return sum(self._shared(first[number], costs) for number, costs in enumerate(self.problem.costs))
+        return sum(map(self._shared, of_classes(self.class_of, self.graph.nodes), self.problem.costs))
 
     def _shared(self, node: Node, costs: np.ndarray) -> float:
         seconds = float(costs.min())
@@ -137,7 +136,7 @@ class Sharded:
     def _priced_under(self, exposure: Exposure, device: Device) -> Sharded:
         problem = build_problem(self.graph, device, self.class_of, self.allowed.masks, exposure)
         problem = dataclasses.replace(problem, rows=self.problem.rows)
-        choices = choices_of_classes(self.class_of, self.choices)
+        choices = of_classes(self.class_of, self.choices)
         least = sum(float(costs.min()) for costs in problem.costs)
         solution = Solution(choices, problem.cost(choices), least, "feasible", self.solution.solver)
         return dataclasses.replace(self, problem=problem, solution=solution, exposure=exposure)

@@ -30,7 +30,7 @@ from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import Solve, pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.tying import choices_of_classes
+from autopar.intra_op.tying import of_classes
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device
 from autopar.options import Options
@@ -289,7 +289,7 @@ def _around(
         problem, solution = instance.solve_under(exposure)
         if not solution.choices:
             break
-        other = _repriced(best, choices_of_classes(instance.class_of, best.choices), problem, solution.bound, exposure)
+        other = _repriced(best, of_classes(instance.class_of, best.choices), problem, solution.bound, exposure)
         best = min(best, other, key=lambda sharded: sharded.gap)
         if solution.choices in tried and not doubted:
             doubted, exposure = True, exposure.doubtful()  # it may be one of several such answers

@@ -12,11 +12,14 @@ Method: a stretch of the program that repeats with a period is a row of equal la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from autopar.intra_op.graph import Graph
 from autopar.tuning import TUNING
+
+T = TypeVar("T")
 
 
 def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = TUNING.untied_nodes) -> list[int]:
@@ -54,10 +57,10 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = TUNI
     return [classes.setdefault((int(k), int(c)), len(classes)) for k, c in zip(signatures, colours, strict=True)]
 
 
-def choices_of_classes(class_of: Sequence[int], choices: Sequence[int]) -> tuple[int, ...]:
-    """Choices of classes from those of nodes: that of a class's first node."""
-    of_class = dict(zip(reversed(class_of), reversed(choices), strict=True))
-    return tuple(of_class[number] for number in range(len(of_class)))
+def of_classes(class_of: Sequence[int], of_nodes: Sequence[T]) -> tuple[T, ...]:
+    """What belongs to each class, given what belongs to each node: that of the class's first node."""
+    first = dict(zip(reversed(class_of), reversed(of_nodes), strict=True))
+    return tuple(first[number] for number in range(len(first)))
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from autopar.intra_op.memory_constrained import solve_constrained
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
+from autopar.intra_op.tying import of_classes
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text
 
@@ -77,9 +78,7 @@ class Study:
         self.what = "step" if stage is None else "stage"
         self.graph, self.problem, self.class_of = self.sharded.graph, self.sharded.problem, self.sharded.class_of
         self.mesh = self.graph.mesh
-        self.chosen = [0] * len(self.problem.costs)
-        for number, choice in zip(self.class_of, self.sharded.choices, strict=True):
-            self.chosen[number] = choice
+        self.chosen = [*of_classes(self.class_of, self.sharded.choices)]
         self.base = self.problem.cost(self.chosen)
         self.held = held_values(self.graph)
 

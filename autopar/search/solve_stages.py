@@ -24,7 +24,7 @@ from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.tying import tie_nodes
+from autopar.intra_op.tying import of_classes, tie_nodes
 from autopar.ir.signature import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
@@ -193,12 +193,10 @@ def given_choices(
     if restrict is not None:
         restrict(graph, allowed)
     class_of = tie_nodes(graph, allowed.keys)
-    by_class = dict(zip(class_of, choices, strict=True))
-    if any(by_class[c] != k for c, k in zip(class_of, choices, strict=True)):
-        class_of = list(range(len(graph.nodes)))  # found with other ties, such as under other pins
-        by_class = dict(enumerate(choices))
+    chosen = of_classes(class_of, choices)
+    if any(chosen[c] != k for c, k in zip(class_of, choices, strict=True)):
+        class_of, chosen = list(range(len(graph.nodes))), tuple(choices)  # found with other ties, as under other pins
     problem = build_problem(graph, cluster.device, class_of, allowed.masks)
-    chosen = tuple(by_class[c] for c in range(len(by_class)))
     seconds = problem.cost(chosen)
     solution = Solution(chosen, seconds, seconds * (1 - cost.optimality_gap), cost.solver_status, "file")
     return read_off(graph, choices, class_of, problem, solution, allowed, cluster.device, program.donated)
