@@ -8,7 +8,8 @@ Method: an argument is state if a subtree of the outputs has its structure, shap
         (frozen weights may have one) it is the one along which the step can be computed row by row. A single array that
         comes back after other state may be a batch of which the step returns a reconstruction: it is the batch if no other
         argument can be, or if it has the batch's leading dim. A random key, typed or as integers, has no samples, and
-        arguments that the step does not read do not count. An argument that the user names as the batch is not state.
+        arguments that the step does not read do not count. Where no argument has one leading dim, all of them hold batches if
+        each can be split (one of each task). An argument that the user names as the batch is not state.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar._jax import Aval, Var, is_key
 from autopar.errors import BatchError, warn
 from autopar.ir.dims import Dims
 from autopar.ir.program import Program
-from autopar.ir.split.rounds.rounds import rows_are_samples
+from autopar.ir.split.rounds.rounds import all_are_samples, rows_are_samples
 from autopar.ir.split.rounds.steps import dims_of_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
@@ -125,6 +126,8 @@ def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
     """
     arguments = argument_slices(program)
     candidates = _candidates(program, arguments, state)
+    if not candidates:
+        return _of_several_sizes(program, arguments, state)
     if len(set(candidates.values())) > 1:
         rows = rows_are_samples(program.jaxpr, _leaves_by_size(program, arguments, candidates))
         rows = rows or _scanned_by_steps(program, arguments, candidates)
@@ -161,6 +164,15 @@ def _leaves_by_size(
     for number, size in candidates.items():
         found.setdefault(size, []).extend(k for k in range(*arguments[number]) if program.in_avals[k].shape)
     return found
+
+
+def _of_several_sizes(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> tuple[int, ...]:
+    """Arguments outside `state` whose leaves differ in their leading dims, if each of these runs over samples."""
+    objects = objects_in(program.out_tree).arguments
+    read, numbers = _read_inputs(program), [n for n in range(len(arguments)) if n not in state and n not in objects]
+    leaves = [k for n in numbers for k in range(*arguments[n]) if k in read and program.in_avals[k].shape]
+    keys = any(is_key(program.in_avals[k]) or k in program.raw_keys for k in leaves)
+    return tuple(numbers) if leaves and not keys and all_are_samples(program.jaxpr, leaves) else ()
 
 
 def _scanned_by_steps(

@@ -187,3 +187,24 @@ def test_the_batch_of_what_is_known_not_to_be_state():
     assert find_batch(program, {0}) == (1,)
     with pytest.raises(BatchError, match=r"0 \(p\): leading dim 8; argument 1 \(b\)"):
         find_batch(program, ())
+
+
+def test_a_batch_for_each_task():
+    """Of several sizes, each split by itself; a graph, whose nodes depend on each other, holds no samples."""
+
+    def step(params, batches):
+        loss = lambda p: sum(jnp.mean(jnp.tanh(x @ p["w"]) ** 2) for x in batches)  # noqa: E731
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    found = roles_of(step, (PARAMS, [array(8, 8), array(16, 8), array(24, 8)]))
+    assert found == (["params/w"], ["batches/0", "batches/1", "batches/2"], ["params/w"])
+
+    def on_graph(params, graph):
+        def loss(p):
+            sent = (graph["x"] @ p["w"])[graph["edges"][0]]
+            return jnp.mean(jax.ops.segment_sum(sent, graph["edges"][1], 16) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    graph = {"x": array(16, 8), "edges": jax.ShapeDtypeStruct((2, 64), jnp.int32)}
+    assert roles_of(on_graph, (PARAMS, graph)) == (["params/w"], [], ["params/w"])

@@ -106,15 +106,34 @@ def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[
     return []
 
 
+def all_are_samples(jaxpr: Jaxpr, inputs: Sequence[int]) -> bool:
+    """Whether the rows of each of these inputs, of whatever number, are independent samples: one round reads none whole."""
+    size = math.gcd(*(jaxpr.invars[k].aval.shape[0] for k in inputs))
+    if size < 2:
+        return False
+    count = _least_divisor(size)
+    jaxpr = sort_in_parts(jaxpr, 1, count)
+    try:
+        found = find_phases(jaxpr, count, inputs)
+    except (MicrobatchError, SamplesWaitError):
+        return False
+    whole = _Round(jaxpr, solution=found)
+    return all(_reads_samples(whole, [k]) and jaxpr.invars[k] not in found.read_as for k in inputs)
+
+
 def _goes_apart(
     jaxpr: Jaxpr, size: int, inputs: Sequence[int], rounds: Callable[[Jaxpr, Decide], list[_Round]]
 ) -> bool:
-    count = next(k for k in range(2, size + 1) if size % k == 0)
+    count = _least_divisor(size)
     try:
         found = rounds(sort_in_parts(jaxpr, 1, count), partial(find_phases, count=count, batch=inputs))
     except (MicrobatchError, SamplesWaitError):
         return False
     return any(_reads_samples(each, inputs) for each in found)
+
+
+def _least_divisor(size: int) -> int:
+    return next(k for k in range(2, size + 1) if size % k == 0)
 
 
 def _reads_samples(each: _Round, inputs: Sequence[int]) -> bool:
