@@ -1,7 +1,6 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
-import autopar.adapters  # noqa: F401  (registers them)
-from autopar import checkpoint, errors, loggers
+from autopar import adapters, checkpoint, errors, loggers  # noqa: F401  (importing the adapters registers them)
 from autopar.api import parallelize
 from autopar.calibrate import calibrate
 from autopar.compare import Comparison, compare

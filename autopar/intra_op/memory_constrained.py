@@ -23,8 +23,8 @@ from autopar.tuning import TUNING
 
 
 @dataclass(slots=True)
-class Prices:
-    """What a problem teaches about prices, for the next problem of the same program with slightly different costs.
+class BytePrices:
+    """What a problem teaches about prices of bytes, for the next problem of the same program with slightly different costs.
 
     Attributes:
         fitting: The least price per byte, in seconds, at which an answer fitted; 0: none is known.
@@ -42,7 +42,7 @@ def solve_constrained(
     gap: float = PROVED,
     is_hopeless: Callable[[], bool] = lambda: False,
     solve_one: Solve = solve,
-    prices: Prices | None = None,
+    prices: BytePrices | None = None,
 ) -> Solution:
     """Least assignment that violates no row, generating rows with `broken_rows` as needed.
 
@@ -55,7 +55,7 @@ def solve_constrained(
         gap: As in `solve`.
         is_hopeless: Whether it is proved that nothing fits; called once a row is violated.
         solve_one: Solves problems without rows.
-        prices: Prices of earlier problems; extended.
+        prices: What earlier problems taught; extended.
 
     Returns:
         The assignment; status `"infeasible"` if none was found.
@@ -77,7 +77,7 @@ def solve_constrained(
         if exact.status != "infeasible":
             return exact
     # Rows describe the program that they were read from, and may overestimate another: infeasible rows prove nothing.
-    return search.by_price(max(gap, TUNING.large_gap), known, prices or Prices())
+    return search.by_price(max(gap, TUNING.large_gap), known, prices or BytePrices())
 
 
 def least_share(problem: Problem) -> float:
@@ -133,7 +133,7 @@ class _Search:
             self.problem.rows.extend(rows)
         return dataclasses.replace(solution, status="infeasible", choices=())
 
-    def by_price(self, gap: float, known: float, prices: Prices) -> Solution:
+    def by_price(self, gap: float, known: float, prices: BytePrices) -> Solution:
         """Meet the budget with a price on bytes (a Lagrange multiplier) instead of rows, so that problems solve fast.
 
         The price is raised until the answer fits, or lowered until it does not. The bound of a priced problem, less the

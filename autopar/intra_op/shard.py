@@ -22,7 +22,7 @@ from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
-from autopar.intra_op.memory_constrained import Prices, is_far_over, solve_constrained
+from autopar.intra_op.memory_constrained import BytePrices, is_far_over, solve_constrained
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -137,7 +137,7 @@ class _Instance:
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
         self._solve_one = solve_one
-        self._memory_prices = Prices()
+        self._memory_prices = BytePrices()
         self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
 
     def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from autopar.intra_op import memory_constrained
-from autopar.intra_op.memory_constrained import Prices, solve_constrained
+from autopar.intra_op.memory_constrained import BytePrices, solve_constrained
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.solve import solve
 from tests.brute_force import brute_force
@@ -54,7 +54,7 @@ def test_a_price_that_was_found_is_where_the_next_problem_begins(monkeypatch):
     tune(monkeypatch, memory_constrained, rows_core=0)
     tried = {"first": 0, "next": 0}
     for seed in range(30):
-        problem, prices = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5)), Prices()
+        problem, prices = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5)), BytePrices()
         rows = problem.rows
 
         def broken(choices, rows=rows):
