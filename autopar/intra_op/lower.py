@@ -4,8 +4,7 @@ In:     the flat program, the decision graph, one choice per node.
 Out:    `Body` (`sharded.py`).
 Method: values are converted when first needed, through the hub's sharding if there is a hub; within a phase all copies
         made on the way may be reused. Between phases a value waits in the sharding of its keep, to which it is converted
-        after its last reader in the earlier phase; the later phase has that copy alone. A gradient that is a partial sum
-        is completed as soon as the backward pass reads it no more, not when the update does. A gather that is repeated waits
+        after its last reader in the earlier phase; the later phase has that copy alone. A gather that is repeated waits
         for the results of the one before the last, so that at most one is ahead of its use.
         Then unread copies are dropped (`unread.py`), and small collectives fused (`fuse.py`).
 """
@@ -128,7 +127,7 @@ class _Lowering:
         self.emitted.append([])
         self.pace.append([])
         self.made.update(zip(jaxpr.invars, inputs, strict=True))
-        leaving, complete = self.leaving(jaxpr, outputs), self.complete(jaxpr, outputs)
+        leaving = self.leaving(jaxpr, outputs)
         for position, eqn in enumerate(jaxpr.eqns):
             if eqn in self.gates:
                 self.gate(*self.gates[eqn])
@@ -138,9 +137,6 @@ class _Lowering:
                 self.compute(eqn)
             for var, phase in leaving.get(position, ()):
                 self.available(var, phase, eqn)
-            for var, reader, sharding in complete.get(position, ()):
-                if self.made[var].partial and not sharding.partial:
-                    self.need(var, sharding, reader)
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
             self.need(atom, sharding)
         self.pace.pop()
@@ -163,28 +159,6 @@ class _Lowering:
                 last = reads.get((var, "f"), reads.get((var, "b")) if phase == "o" else None)
                 if last is not None:
                     found.setdefault(last, []).append((var, phase))
-        return found
-
-    def complete(
-        self, jaxpr: Jaxpr, outputs: Sequence[Sharding]
-    ) -> dict[int, list[tuple[Var, JaxprEqn | None, Sharding]]]:
-        """Position of an equation -> gradients that the backward pass reads no more after it, to be completed there if they
-        are partial sums: the value, its first reader (None: a result), and the sharding that these readers share."""
-        phases, reads = self.graph.phases, self.last_readers(jaxpr)
-        made_at = {var: k for k, eqn in enumerate(jaxpr.eqns) if phases.get(eqn) == "b" for var in eqn.outvars}
-        wanted: dict[Var, tuple[JaxprEqn | None, Sharding]] = {}
-        for eqn in jaxpr.eqns if made_at else ():
-            if phases.get(eqn) == "u":
-                for var in inputs_of(eqn):
-                    if var in made_at and var not in wanted:
-                        used = self.graph.used[var, "u"]
-                        wanted[var] = eqn, used.shardings[self.choices[used.node]]
-        for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
-            if not isinstance(atom, Literal) and atom in made_at:
-                wanted.setdefault(atom, (None, sharding))
-        found: dict[int, list[tuple[Var, JaxprEqn | None, Sharding]]] = {}
-        for var, (reader, sharding) in wanted.items():
-            found.setdefault(max(made_at[var], reads.get((var, "b"), 0)), []).append((var, reader, sharding))
         return found
 
     def last_readers(self, jaxpr: Jaxpr) -> dict[tuple[Var, Phase], int]:

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar import Cluster, DataParallel, parallelize
-from autopar.cost.steps import ReduceScatter
+from autopar import Cluster
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.lower import lower
 from autopar.intra_op.sharded import Body, Compute, Move, Region
@@ -87,29 +86,3 @@ def test_a_loop_converts_inside_what_it_carries_in_another_sharding():
     at = made.index("scan") if "scan" in made else made.index("while")
     inside = [word for word in made[at + 1 :] if word not in ("add", "lt")]
     assert inside == ["sin", f"{ROWS} => {COLUMNS}", "tanh", f"{COLUMNS} => {ROWS}"] and not made[:at]
-
-
-def test_gradients_are_completed_while_the_backward_pass_runs():
-    """Only the update reads those of convolutions: placed before it, all of them would be sent behind the backward pass."""
-
-    def step(kernels, x):
-        def loss_of(kernels):
-            y = x
-            for k in kernels:
-                y = jnp.tanh(
-                    jax.lax.conv_general_dilated(y, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-                )
-            return jnp.mean(y**2)
-
-        return [k - 0.1 * g for k, g in zip(kernels, jax.grad(loss_of)(kernels), strict=True)]
-
-    given = (
-        [jax.ShapeDtypeStruct((3, 3, 1024, 1024), jnp.float32)] * 4,
-        jax.ShapeDtypeStruct((512, 8, 8, 1024), jnp.float32),
-    )
-    made = parallelize(step, cluster=Cluster.of("8 h100"), method=DataParallel(zero=3), batch_argnums=(1,))
-    (stage,) = made.plan(*given).attached.pipeline.stages
-    done = stage.tasks[0].body.instructions
-    sent = [at for at, i in enumerate(done) if isinstance(i, Move) and isinstance(i.step, ReduceScatter)]
-    convolved = [at for at, i in enumerate(done) if isinstance(i, Compute) and "conv" in i.eqn.primitive.name]
-    assert len(sent) == 4 and sum(at < convolved[-1] for at in sent) == 3
