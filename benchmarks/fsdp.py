@@ -12,6 +12,7 @@ Method: in the hand-written program every parameter is split along its first dim
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -22,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,8 +37,8 @@ import autopar
 SMALL = Llama(layers=16, width=2048, hidden=8192, heads=16, vocabulary=8192, tokens=1024, batch=8, dtype=jnp.float32)
 
 
-def by_hand(config: Llama, mesh: jax.sharding.Mesh) -> Any:
-    """The compiled FSDP step."""
+def by_hand(config: Llama, mesh: jax.sharding.Mesh, options: Mapping[str, Any] | None = None) -> Any:
+    """The FSDP step, compiled with these options."""
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
     num_devices = mesh.size
 
@@ -64,7 +66,7 @@ def by_hand(config: Llama, mesh: jax.sharding.Mesh) -> Any:
     types = jax.tree.map(
         lambda t, s: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(mesh, s)), (state, batch), in_specs
     )
-    return jax.jit(step, donate_argnums=0).lower(*types).compile()
+    return jax.jit(step, donate_argnums=0).lower(*types).compile(compiler_options=dict(options or {}))
 
 
 def peak_bytes(compiled: Any) -> int:
@@ -74,12 +76,15 @@ def peak_bytes(compiled: Any) -> int:
     return found.argument_size_in_bytes + results + found.temp_size_in_bytes
 
 
-def compare(config: Llama) -> tuple[int, int, int]:
-    """Bytes of the program by hand, of the planned one, and what the plan predicted."""
-    written = peak_bytes(by_hand(config, jax.make_mesh((8,), ("d",))))
+def compare(
+    config: Llama, devices: Sequence[Any] | None = None, options: Mapping[str, Any] | None = None
+) -> tuple[int, int, int]:
+    """Bytes of the program by hand, of the planned one, and what the plan predicted; on these devices, or all there are."""
+    devices = jax.devices() if devices is None else devices
+    written = peak_bytes(by_hand(config, jax.sharding.Mesh(np.array(devices), ("d",)), options))
     step, state, batch = make_step(config)
     method = autopar.DataParallel(zero=3, memory_budget_bytes=written)
-    cluster = autopar.Cluster.local(device=autopar.Device("h100", 989e12, 80e9, 3.35e12))
+    cluster = autopar.Cluster.local(list(devices), device=autopar.Device("h100", 989e12, 80e9, 3.35e12))
     compiled = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).compile(state, batch)
     return written, peak_bytes(next(iter(compiled.programs.values()))), compiled.plan.cost.peak_bytes[0]
 

@@ -6,6 +6,7 @@ In:     `python on_gpus.py FOLDER`: the folder that XLA's compiler for GPUs is i
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -20,7 +21,7 @@ import autopar
 from autopar import Cluster, DataParallel, PipelineParallel
 from autopar.verify.hlo import read_module
 from autopar.verify.host_copies import executed_copies, planned_copies
-from autopar.verify.targets import find_target
+from autopar.verify.targets import GPU_OPTIONS, find_target
 
 LAYERS, WIDTH, TOKENS, BATCH = 4, 256, 512, 64
 
@@ -156,11 +157,21 @@ def rows_that_travel():
     return {"planned": program.planned, "emitted": program.emitted, "async": checked.async_share}
 
 
+def zero3_and_fsdp(target):
+    """XLA's bytes of 16 scanned layers on one device, by hand and as planned."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import fsdp
+
+    config = fsdp.Llama(16, 256, 1024, heads=8, vocabulary=1024, tokens=128, batch=8, dtype=jnp.float32)
+    return fsdp.compare(config, target.devices, GPU_OPTIONS)[:2]
+
+
 def main():
     found = {"zero": found_of(DataParallel(zero=3)), "experts": rows_that_travel(), "written out": written_out()}
     found["stages"] = found_of(PipelineParallel(num_stages=2, num_microbatches=2))
     # The whole way of a compiled step touches no device either.
     target = find_target("h100", Cluster.of("8 h100"))
+    found["fsdp"] = zero3_and_fsdp(target)
     cluster = Cluster.local(devices=list(target.devices), device=Cluster.of("8 h100").device)
     policies = jax.checkpoint_policies
     offloads = policies.save_and_offload_only_these_names(
