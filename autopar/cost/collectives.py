@@ -162,10 +162,23 @@ def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, L
             link = groups[0][1].along(size)
             yield [(size, dataclasses.replace(link, latency_seconds=link.latency_seconds * hops / (size - 1)))]
         return
-    yield list(groups)
+    ways = [list(groups)] if len(groups) == 1 else [list(groups), [_as_one(groups)]]
+    yield from ways
     if all(link.has_short_messages for _, link in groups):
         for latency, rate in _PROTOCOLS[1:]:
-            yield [(size, _under(link, latency, rate)) for size, link in groups]
+            yield from ([(size, _under(link, latency, rate)) for size, link in way] for way in ways)
+
+
+def _as_one(groups: Sequence[tuple[int, Link]]) -> tuple[int, Link]:
+    """Axes as one, outer ones first: rings go through all devices of the inner axes, and leave them by the cards of each."""
+    size, whole = groups[-1]
+    hops = (size - 1) * whole.latency_seconds
+    for count, link in reversed(groups[:-1]):
+        in_host, inside = link.in_host
+        whole = dataclasses.replace(link, in_host=(size * in_host, min(inside, whole.ring_bytes_per_second)))
+        hops = count * hops + (count - 1) * link.latency_seconds
+        size *= count
+    return size, dataclasses.replace(whole, latency_seconds=hops / (size - 1), switch_bytes_per_second=0.0)
 
 
 def _under(link: Link, latency: float, rate: float) -> Link:
