@@ -5,7 +5,8 @@ Out:    seconds of one collective over one axis; `collective_seconds` for severa
         two meshes; `sent_bytes`: for each axis, the bytes that one device sends along it, at the least.
 Method: ring algorithms; for all-reduces also a tree, which is faster for small ones, or in-network reduction by the switch.
         Short messages may use a protocol of less latency and a lower rate, as in NCCL. Over several axes a collective goes
-        axis by axis, so that slow links carry only what is left after the fast ones; the best order counts. Each cost is
+        axis by axis, so that slow links carry only what is left after the fast ones, the best order counting; or through all
+        devices of all axes at once, which pass data on by the cards of a host together. Each cost is
         affine in the bytes, so that a collective over given axes is the minimum of a few lines, which are computed once.
 """
 
