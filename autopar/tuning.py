@@ -51,7 +51,12 @@ class Tuning:
     """Part of a step by which padding must make it faster: unpadded programs are easier to read."""
 
     offloaded_least: float = 1e-3
-    """Part of the largest of the optimizer's arrays. Smaller ones stay on the device when the others are offloaded."""
+    """Part of the largest of the arrays that may be offloaded. Smaller ones stay on the device when others are offloaded."""
+    offload_gains: float = 0.01
+    """Part of a step by which offloading must make it faster, where it fits without."""
+    offloaded_reach: int = 4
+    """Products. A value that is computed from results of more than so many before is offloaded itself, instead of recomputed
+    from these, which would be on the device from then on. Layers have two and more."""
 
     # Decisions on one mesh
 

@@ -66,6 +66,7 @@ def choose_residuals(
     wanted: Sequence[Var],
     free: Collection[Var],
     level: float = CHEAP,
+    once: Collection[Var] = (),
 ) -> Kept:
     """Choose the residuals.
 
@@ -74,9 +75,10 @@ def choose_residuals(
         wanted: Forward values that the backward reads.
         free: Values available to both passes at no cost: parameters and results of light equations.
         level: Operations that may be recomputed for each byte saved.
+        once: Values that are not recomputed.
     """
     free = set(free)
-    made_by = makers(eqns)
+    made_by = {var: eqn for var, eqn in makers(eqns).items() if var not in once}
     costs = _Costs(level)
 
     def made_of(var: Var) -> list[Var]:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import JaxprEqn, copies_to_or_from_host
+from autopar._jax import JaxprEqn, copies_to_or_from_host, on_host
 from autopar.cost import collective_seconds
 from autopar.intra_op.sharded import (
     Body,
@@ -94,11 +94,10 @@ class _Build:
     ) -> dict[Copy, tuple[int, ...]]:
         """Append a body's tasks; returns the tasks that each of its copies depends on.
 
-        If `in_turn`, inputs in host memory are copied to the device in program order, not earlier: until then no device
+        If `in_turn`, values in host memory are copied to the device in program order, not earlier: until then no device
         memory is counted for them.
         """
         maker, place = dict(given), 0
-        waiting = set(body.inputs) if in_turn else set()
         for instruction in body.instructions:
             waited = instruction.reads
             if not isinstance(instruction, Compute):
@@ -108,7 +107,8 @@ class _Build:
             else:
                 needs = tuple(dict.fromkeys([n for copy in waited for n in maker.get(copy, ())]))
             if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
-                needs = (*needs, *self.latest) if not waiting.isdisjoint(waited) else needs
+                is_back = any(on_host(atom.aval) for atom, _ in waited)
+                needs = (*needs, *self.latest) if in_turn and is_back else needs
             task = self.region(instruction, needs, place) if isinstance(instruction, Region) else None
             task = task or self.plain(instruction, needs, place)
             if task is not None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, on_host
+from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, copies_to_or_from_host, on_host
 from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.intra_op.strategies import Strategy
@@ -59,6 +59,8 @@ def run_body(
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
         undelayed = _delay(copies, delays.get(position, ()))
+        if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
+            _keep_there(copies, [copy for copy in instruction.reads if ahead.made_at[copy] >= 0])
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
         made = _run_instruction(
             instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
@@ -72,6 +74,11 @@ def run_body(
         if is_ordered:
             earlier = next(iter(made.values()), earlier)
     return [_read(copies, atom, sharding, axis_sizes) for atom, sharding in body.outputs]
+
+
+def _keep_there(copies: Copies, made: Iterable[Copy]) -> None:
+    """Before copies back, keep XLA from simplifying a copy to host memory and back to no copy at all."""
+    copies.update({copy: lax.optimization_barrier(copies[copy]) for copy in made if on_host(copy[0].aval)})
 
 
 def _delay(copies: Copies, delays: Iterable[Delay]) -> Copies:

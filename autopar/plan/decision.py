@@ -307,6 +307,7 @@ class Decision:
         padded: (length, padded length) of dims of products and of values between them, padded so that devices can split
             them; arguments and results are never padded.
         offloaded: Paths of the arguments that are in the hosts' memory.
+        offloaded_activations: Number of residuals that the step keeps there from its forward to its backward pass.
     """
 
     name: str
@@ -328,6 +329,7 @@ class Decision:
     profile: Profile = field(default=Profile(), repr=False, compare=False)
     padded: tuple[tuple[int, int], ...] = ()
     offloaded: tuple[str, ...] = ()
+    offloaded_activations: int = 0
     origin: Origin | None = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem, for `explain`; None in a plan read from a file, until it is compiled."""
 

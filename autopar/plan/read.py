@@ -58,6 +58,7 @@ def read_plan(entry: Entry) -> Decision:
         parts=entry["parts"].count(1),
         padded=entry["padded"].items(_longer),
         offloaded=entry["offloaded"].items(Entry.text) if "offloaded" in entry.value else (),
+        offloaded_activations=entry["offloaded_activations"].count(0) if "offloaded_activations" in entry.value else 0,
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
         cost=_cost(entry, stages),
         values=values,

@@ -29,7 +29,9 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "version": VERSION,
         **_fields(plan, "name method machine"),
         **_fields(
-            plan, "budget_bytes fingerprints num_microbatches microbatch_semantics schedule parts padded offloaded"
+            plan,
+            "budget_bytes fingerprints num_microbatches microbatch_semantics schedule parts padded offloaded "
+            "offloaded_activations",
         ),
         "stages": [_stage_record(stage) for stage in plan.stages],
         "streams": [

@@ -44,6 +44,12 @@ def count_text(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
+def offloaded_text(num_arguments: int, num_activations: int) -> str:
+    """Such as "4 arrays of state and 1 activation"; "" if there are none."""
+    state = [count_text(num_arguments, "array") + " of state"] if num_arguments else []
+    return " and ".join([*state, *([count_text(num_activations, "activation")] if num_activations else [])])
+
+
 def differences(
     was: Mapping[_Key, _Value], now: Mapping[_Key, _Value]
 ) -> list[tuple[_Key, _Value | None, _Value | None]]:

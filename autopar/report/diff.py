@@ -12,7 +12,15 @@ from collections.abc import Iterator
 
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
-from autopar.plan.words import bytes_text, count_text, differences, mesh_text, padding_text, seconds_text, type_text
+from autopar.plan.words import (
+    bytes_text,
+    differences,
+    mesh_text,
+    offloaded_text,
+    padding_text,
+    seconds_text,
+    type_text,
+)
 from autopar.report.page import MAX_ROWS, Page, Table, collective_totals, levels_text, solver_text
 from autopar.report.paths import collapse_paths
 from autopar.report.text import page_text
@@ -63,7 +71,7 @@ def _fact_pairs(plan: Decision) -> Iterator[tuple[str, str]]:
     yield "schedule", plan.schedule
     yield "microbatches", str(plan.num_microbatches)
     yield "padded", padding_text(dict(plan.padded)) if plan.padded else ""
-    yield "on the hosts", count_text(len(plan.offloaded), "array") + " of state" if plan.offloaded else ""
+    yield "on the hosts", offloaded_text(len(plan.offloaded), plan.offloaded_activations)
     yield "recomputed", levels_text(plan)
     yield "memory budget", bytes_text(plan.budget_bytes)
     yield "step time", seconds_text(cost.step_seconds)

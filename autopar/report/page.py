@@ -23,6 +23,7 @@ from autopar.plan.words import (
     count_text,
     local_bytes,
     mesh_text,
+    offloaded_text,
     padding_text,
     seconds_text,
     share_text,
@@ -104,8 +105,8 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     peak = f"{bytes_text(max(cost.peak_bytes))}{budget} on each device at the peak"
     yield "memory", f"{peak}; {bytes_text(cost.argument_bytes)} of arguments"
     if cost.host_bytes:
-        own = f"; {count_text(len(plan.offloaded), 'array')} of state wait there" if plan.offloaded else ""
-        yield "host memory", f"{bytes_text(cost.host_bytes)} for each device at the peak{own}"
+        own = offloaded_text(len(plan.offloaded), plan.offloaded_activations)
+        yield "host memory", f"{bytes_text(cost.host_bytes)} for each device at the peak{own and f'; {own} wait there'}"
     yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
     if cost.search.ended_early:
         yield "search", f"ended early: {cost.search.ended_early}"

@@ -1,22 +1,27 @@
-"""Offloads the optimizer's state to host memory, if a step does not fit otherwise.
+"""Offloads activations and the optimizer's state to host memory, where memory demands it and the step is faster.
 
-In:     a step and its roles.
-Out:    the arguments that are state which only the update reads; the step with these in host memory.
-Method: a rewrite of the program (`ir/rewrite/state_on_host.py`), which is planned like any other: values in host memory take
-        no device memory, and copies have a price.
+In:     a step and its roles; a function that plans steps.
+Out:    the fastest plan, and what it has in host memory; the step with that in host memory.
+Method: rewrites of the program (`inter_op/offloaded_residuals.py`, `ir/rewrite/state_on_host.py`), which is planned like any
+        other: values in host memory take no device memory, and copies have a price. Where memory binds, the plan with
+        activations offloaded is compared with what else fits: recomputation, microbatches, other shardings. The optimizer's
+        state is offloaded only where nothing else fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
-from typing import TypeVar
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from autopar._jax import on_host
 from autopar.debug import check_after
 from autopar.errors import InfeasibleError
+from autopar.inter_op.offloaded_residuals import find_residuals, residuals_on_host
+from autopar.intra_op.problem import planning_seconds
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
 from autopar.ir.rewrite.state_on_host import only_for_update, state_on_host
@@ -24,19 +29,39 @@ from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
 from autopar.mesh import Device
 from autopar.plan.decision import Decision
-from autopar.plan.words import bytes_text
-from autopar.search.methods import Follow, FollowMesh
+from autopar.plan.words import bytes_text, offloaded_text, seconds_text
+from autopar.search.methods import Auto, Follow, FollowMesh
+from autopar.search.padding import Lengths
 from autopar.search.request import Request
+from autopar.streams.assemble import PipelinePlan, StepPlan
 from autopar.tuning import TUNING
 
-_T = TypeVar("_T")
+Planned = tuple[StepPlan, list[tuple[str, str]], Lengths]
+"""A plan of a step, what else was tried, and its padding."""
 
 
-def within_memory(plan: Callable[[Request], _T], request: Request) -> tuple[_T, tuple[str, ...]]:
-    """Plan a step with `plan`; if nothing fits, with its optimizer's state in host memory.
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """What is in host memory.
 
-    Returns:
-        The plan, and the paths of the arguments in host memory.
+    Attributes:
+        arguments: Paths of arguments, between steps.
+        activations: Number of residuals, from the forward to the backward pass (`inter_op/offloaded_residuals.py`).
+    """
+
+    arguments: tuple[str, ...] = ()
+    activations: int = 0
+
+    def __str__(self) -> str:
+        return f"{offloaded_text(len(self.arguments), self.activations) or 'nothing'} on the hosts"
+
+
+NOTHING = Offloaded()
+
+
+def within_memory(plan: Callable[[Request], Planned], request: Request) -> tuple[Planned, Offloaded]:
+    """Plan a step with `plan`; where memory binds, also with activations in host memory, and if nothing else fits, with its
+    optimizer's state there: the fastest plan wins.
 
     Raises:
         InfeasibleError: Nothing fits either way.
@@ -44,21 +69,107 @@ def within_memory(plan: Callable[[Request], _T], request: Request) -> tuple[_T, 
     method, program, roles = request.method, request.program, request.roles
     followed = method.on_host if isinstance(method, Follow | FollowMesh) else ()
     if followed:
-        return plan(request.of(offloaded_program(program, roles, followed))), tuple(followed)
-    try:
-        return plan(request), ()
-    except InfeasibleError as error:
-        paths = optimizer_state(program, roles) if hasattr(error, "budget_bytes") else ()
-        if not paths:
-            raise
+        return plan(request.of(offloaded_program(program, roles, Offloaded(followed)))), Offloaded(followed)
+    ways = _Ways(plan, request)
+    ways.attempt(NOTHING)
+    if ways.best is None:
+        ways.where_nothing_fits()
+    elif method.offload == "auto" and _memory_binds(ways.best[0], request):
+        ways.activations()
+    return ways.found()
+
+
+class _Ways:
+    """Plans a step with this or that offloaded.
+
+    Attributes:
+        best: The fastest plan so far; None: nothing has fitted yet.
+        offloaded: What it offloads.
+        failures: Why the others do not fit.
+    """
+
+    def __init__(self, plan: Callable[[Request], Planned], request: Request):
+        self.plan, self.request = plan, request
+        self.best: Planned | None = None
+        self.offloaded = NOTHING
+        self.failures: list[InfeasibleError] = []
+        self.tried: list[tuple[Offloaded, str]] = []
+
+    def attempt(self, what: Offloaded) -> bool:
+        """Plan the step with `what` offloaded; whether it is the fastest so far."""
+        request, goal = self.request, self.request.options.goal
+        try:
+            program = offloaded_program(request.program, request.roles, what)
+            known = math.inf if self.best is None else self.best[0].seconds
+            found = self.plan(dataclasses.replace(request, program=program, beat=known))
+        except InfeasibleError as error:
+            self.failures.append(error)
+            self.tried.append((what, error.summary))
+            return False
+        self.tried.append((what, seconds_text(found[0].seconds)))
+        least = math.inf if self.best is None else self.best[0].seconds_for(goal)
+        if self.offloaded == NOTHING:
+            least *= 1 - TUNING.offload_gains
+        if wins := found[0].seconds_for(goal) < least:
+            self.best, self.offloaded = found, what
+        return wins
+
+    def activations(self, arguments: tuple[str, ...] = ()) -> None:
+        """Offload activations, about half as many bytes of them each time, until the step is no faster."""
+        device, residuals = self.request.cluster.device, find_residuals(self.request.program.jaxpr)
+        share, rate = 1.0, self.request.cluster.num_devices * device.host_bytes_per_second
+        while count := residuals.count_of(share):
+            copying = 2 * residuals.num_bytes(count) / rate
+            share /= 2
+            if self.best is not None and copying >= self.best[0].seconds:
+                continue
+            if not self.attempt(Offloaded(arguments, count)):
+                return
+
+    def where_nothing_fits(self) -> None:
+        """Offload activations, or the optimizer's state, or both."""
+        failure, method = self.failures[0], self.request.method
+        state = optimizer_state(self.request.program, self.request.roles)
+        if not hasattr(failure, "budget_bytes"):
+            raise failure
         if method.offload == "never":
-            also = 'offload="auto" has the optimizer\'s state wait in the memory of the hosts.'
-            raise _again(error, error.given, f"{error.do} Or {also}") from error
-        failure = error
-    try:
-        return plan(request.of(offloaded_program(program, roles, paths))), paths
-    except InfeasibleError as error:
-        raise _again(error, f"{error.given}, the optimizer's state in the memory of the hosts", error.do) from failure
+            if not state and not find_residuals(self.request.program.jaxpr).values:
+                raise failure
+            also = 'offload="auto" has activations and the optimizer\'s state wait in the memory of the hosts.'
+            raise _again(failure, failure.given, f"{failure.do} Or {also}") from failure
+        self.activations()
+        if state:
+            self.attempt(Offloaded(state))
+        if state and self.best is None:
+            self.activations(state)
+
+    def found(self) -> tuple[Planned, Offloaded]:
+        """The fastest plan, with what else was tried, and what it offloads.
+
+        Raises:
+            InfeasibleError: There is none.
+        """
+        if self.best is None:
+            failure, last = self.failures[0], self.tried[-1][0]
+            if last == NOTHING:
+                raise failure
+            raise _again(self.failures[-1], f"{self.failures[-1].given}, {last}", self.failures[-1].do) from failure
+        planned, tried, padded = self.best
+        others = [(str(what), outcome) for what, outcome in self.tried if what != self.offloaded]
+        return (planned, [*tried, *others], padded), self.offloaded
+
+
+def _memory_binds(planned: StepPlan, request: Request) -> bool:
+    """Whether a plan was chosen to fit, and might be enough faster with less in the devices' memory to repay planning."""
+    method = request.method
+    if isinstance(planned, PipelinePlan):
+        again = getattr(method, "recompute", "") == "auto" and any(planned.tasks.levels)
+        return again or planned.memory_binds
+    best = planned.stages[0].sharded
+    won = planned.seconds - best.shared_seconds
+    is_chosen = bool(best.problem.rows) or (isinstance(method, Auto) and planned.num_microbatches > 1)
+    repaid = request.options.repays(TUNING.hoped * won, planning_seconds(best.problem))
+    return is_chosen and repaid and won > TUNING.offload_gains * planned.seconds
 
 
 def _again(error: InfeasibleError, given: str, do: str) -> InfeasibleError:
@@ -74,7 +185,8 @@ def check_hosts(plan: Decision, device: Device) -> None:
     needed, available = plan.cost.host_bytes, device.host_memory_bytes
     if needed <= available:
         return
-    what = "the optimizer's state" if plan.offloaded else "what the step copies there"
+    own = [*["the optimizer's state"] * bool(plan.offloaded), *["activations"] * bool(plan.offloaded_activations)]
+    what = " with ".join(own) or "what the step copies there"
     raise InfeasibleError(
         "the hosts' memory is too small.",
         given=f"`{plan.name}`, whose plan has {bytes_text(needed)} of each {device} in the memory of its host",
@@ -100,11 +212,12 @@ def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:
     return tuple(program.in_paths[k] for k, size in sizes.items() if size >= least and size)
 
 
-def offloaded_program(program: Program, roles: Roles, paths: Collection[str]) -> Program:
-    """The step with these arguments, and their new values, in host memory."""
-    if not paths:
+def offloaded_program(program: Program, roles: Roles, what: Offloaded) -> Program:
+    """The step with residuals, and these arguments and their new values, in host memory."""
+    if what == NOTHING:
         return program
-    inputs = [k for k, path in enumerate(program.in_paths) if path in paths]
-    jaxpr = state_on_host(program.jaxpr, inputs, roles.aliases)
+    inputs = [k for k, path in enumerate(program.in_paths) if path in what.arguments]
+    jaxpr = residuals_on_host(program.jaxpr, what.activations)
+    jaxpr = state_on_host(jaxpr, inputs, roles.aliases) if inputs else jaxpr
     check_after("offload", check_program, jaxpr)
     return dataclasses.replace(program, jaxpr=jaxpr)

@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from autopar.debug import dump
-from autopar.errors import AutoparError, BatchError, DeviceCountError, InfeasibleError, NotBuiltYetError, warn
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    DeviceCountError,
+    InfeasibleError,
+    NoPlanFoundError,
+    NotBuiltYetError,
+    warn,
+)
 from autopar.intra_op.problem import planning_seconds
 from autopar.ir.passes import without_collection
 from autopar.ir.program import Program
@@ -78,7 +86,12 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     plan = describe_plan(request, planned, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
     plan = dataclasses.replace(
-        plan, alternatives=tuple(tried), cost=cost, padded=tuple(padded.items()), offloaded=offloaded
+        plan,
+        alternatives=tuple(tried),
+        cost=cost,
+        padded=tuple(padded.items()),
+        offloaded=offloaded.arguments,
+        offloaded_activations=offloaded.activations,
     )
     check_hosts(plan, cluster.device)
     return plan
@@ -120,7 +133,7 @@ def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
     """Plan the step by its method; returns the plan, and what else was tried."""
     match request.method:
         case PipelineParallel() | ThreeD() as method:
-            return pipeline_of(request, method, report), []
+            return pipeline_of(request, method, report, request.beat), []
         case Follow() as method:
             return pipeline_behind(request, method, report), []
     return _search(request, report)
@@ -172,7 +185,8 @@ class _Search:
     def on_meshes(self) -> None:
         """Plan the step, in the microbatches that the method asks for, on each mesh."""
         with self._a_pass("meshes"):
-            self._search_meshes(self.meshes, part_of(self.report, 0.0, self.share), self.searched)
+            beat = (1 + TUNING.exposure_guessed) * self.request.beat
+            self._search_meshes(self.meshes, part_of(self.report, 0.0, self.share), self.searched, beat)
 
     def in_microbatches(self) -> None:
         """`Auto()`: try more microbatches, if memory binds."""
@@ -231,8 +245,7 @@ class _Search:
         if self.stages.best is not None:
             return all_lowered(self.stages.best, self.request.cluster), self.tried
         if not self.searched.results:
-            assert self.searched.failure is not None, "there is always one mesh to try"
-            raise self.searched.failure
+            raise self.searched.failure or _slower(self.request)
         best = untie_best(self.request.of(self.program), self.searched)
         others = [pair for pair in self.tried if pair[0] != self._named(str(best.mesh))]
         return assemble_step(self.program, self.request.roles, self.count, best), others
@@ -241,7 +254,7 @@ class _Search:
     def _least(self) -> float:
         """Seconds of the best step known."""
         known = [sharded.step_seconds for sharded in self.searched.results]
-        return min([*known, *([self.stages.best.seconds] if self.stages.best else [])], default=math.inf)
+        return min([self.request.beat, *known, *([self.stages.best.seconds] if self.stages.best else [])])
 
     @property
     def _silently(self) -> Report:
@@ -251,12 +264,23 @@ class _Search:
     def _a_pass(self, name: str) -> AbstractContextManager[None]:
         return self.report.one_pass(name, lambda: bool(self.searched.results or self.stages.best))
 
-    def _search_meshes(self, meshes: Sequence[LogicalMesh], report: Report, searched: Searched) -> None:
-        search_meshes(self.request.of(self.program), meshes, report, searched)
+    def _search_meshes(
+        self, meshes: Sequence[LogicalMesh], report: Report, searched: Searched, beat: float = math.inf
+    ) -> None:
+        search_meshes(self.request.of(self.program), meshes, report, searched, beat)
 
     def _named(self, mesh: str) -> str:
         """A mesh's description with the number of microbatches, if the search chose that."""
         return mesh if self.count == count_of(self.request.method) else f"{mesh}, {self.count} microbatches"
+
+
+def _slower(request: Request) -> InfeasibleError:
+    return NoPlanFoundError(
+        "no plan is faster than the best step known.",
+        given=f"a step of {seconds_text(request.beat)}",
+        wrong="on each mesh the least seconds are more.",
+        do="nothing: the best step known is used.",
+    )
 
 
 def _can_gain(request: Request, searched: Searched) -> bool:

@@ -27,12 +27,14 @@ class Request:
         roles: Which of its inputs are state, batch, donated.
         cluster: The cluster.
         method: The user's method.
+        beat: Seconds of the best step known without this rewriting: slower plans are of no use.
     """
 
     program: Program
     roles: Roles
     cluster: Cluster
     method: Method
+    beat: float = math.inf
 
     @functools.cached_property
     def options(self) -> Options:

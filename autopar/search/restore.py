@@ -26,7 +26,7 @@ from autopar.plan.decision import Value
 from autopar.report.plan import Plan
 from autopar.search.describe import describe_plan
 from autopar.search.methods import Method, method_text
-from autopar.search.offload import offloaded_program
+from autopar.search.offload import Offloaded, offloaded_program
 from autopar.search.one_mesh import in_microbatches, restrict_plan
 from autopar.search.padding import padded_program
 from autopar.search.request import Request
@@ -47,7 +47,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     carry_out = _one_program if plan.is_one_program else _pipeline
     request = Request(program, roles, cluster, method)
     try:
-        there = offloaded_program(program, roles, plan.offloaded)
+        there = offloaded_program(program, roles, Offloaded(plan.offloaded, plan.offloaded_activations))
         planned = carry_out(request.of(padded_program(there, dict(plan.padded))), plan)
         fresh = describe_plan(request, planned, plan.cost.planning_seconds)
     except PlanFileError:

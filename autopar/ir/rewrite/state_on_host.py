@@ -53,14 +53,14 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
         if not on_host(atom.aval):
             sent.setdefault(atom, host_var[atom] if atom in host_var else new_var(in_host_memory(atom.aval)))
     made, fetched = makers(eqns), set[Var]()
-    written = [_copy(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in host_var]
+    written = [copy_to(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in host_var]
     for eqn in eqns:
         for var in inputs_of(eqn):
             if var in host_var and var not in fetched:
                 fetched.add(var)
-                written.append(_copy(host_var[var], var, jax.memory.Space.Device, eqn))
+                written.append(copy_to(host_var[var], var, jax.memory.Space.Device, eqn))
         written.append(eqn)
-        written += [_copy(var, sent[var], jax.memory.Space.Host, eqn) for var in eqn.outvars if var in sent]
+        written += [copy_to(var, sent[var], jax.memory.Space.Host, eqn) for var in eqn.outvars if var in sent]
     outvars = [sent.get(atom, atom) if k in leaving else atom for k, atom in enumerate(jaxpr.outvars)]
     return make_jaxpr([host_var.get(var, var) for var in jaxpr.invars], outvars, written)
 
@@ -79,7 +79,7 @@ def return_to_host(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
     return state_on_host(made, [aliases[k] for k in there], aliases)
 
 
-def _copy(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:
+def copy_to(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:
     """A copy of `atom` to a memory space, with the source location of `near`."""
     source = None if near is None else near.source_info
     return Equations().define(made, lambda x: jax.device_put(x, space), [atom], source)
