@@ -285,6 +285,8 @@ def _slower(request: Request) -> InfeasibleError:
 
 def _can_gain(request: Request, searched: Searched) -> bool:
     """Whether pipelines may be worth their bubble: nothing else fits, or the best plan is far from perfect sharing."""
+    if request.cluster.num_devices == 1:
+        return False
     if not searched.results:
         return True
     best = searched.best
