@@ -103,6 +103,40 @@ def train_in_layers(policy):
     return train_step
 
 
+def unrolled(params, batch):
+    """The same layers, one after another."""
+
+    def loss_of(params, x):
+        for k in range(LAYERS):
+            x = x + jax.nn.gelu(x @ params["up"][k]) @ params["down"][k]
+        return jnp.mean(x**2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params, batch["x"])
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def chosen(step):
+    """What XLA says of a plan in which activations wait on the hosts, for nothing else fits."""
+
+    def planned(**how):
+        return autopar.parallelize(step, cluster=Cluster.of("8 h100"), method=DataParallel(**how)).plan(*arguments())
+
+    free = planned()
+    budget = 0.7 * max(free.cost.peak_bytes)
+    plan = planned(memory_budget_bytes=budget)
+    checked = plan.verify()
+    (program,) = checked.programs
+    return {
+        "activations": plan.offloaded_activations,
+        "budget": budget,
+        "free": max(free.verify().compiled_bytes),
+        "predicted": max(checked.predicted_bytes),
+        "compiled": max(checked.compiled_bytes),
+        "planned": program.planned,
+        "emitted": program.emitted,
+    }
+
+
 def copies_of(program):
     """Bytes that a compiled program copies to and from the host's memory."""
     return executed_copies(read_module(program.as_text()))
@@ -191,6 +225,7 @@ def main():
     found["fetched"] = [copies_of(compiled.programs[f"stage{k}/B"])["from host"] for k in range(2)]
     found["offloaded"] = memory_of(offloads, cluster)
     found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)
+    found["chosen"] = {"scanned": chosen(train_step), "unrolled": chosen(unrolled)}
     found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4
     print(json.dumps(found))
 

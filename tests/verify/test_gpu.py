@@ -70,6 +70,15 @@ def test_what_is_offloaded_lies_in_the_memory_of_hosts(found):
     assert there["copies"] == there["planned_copies"] == both_ways and not saved["copies"]
 
 
+@pytest.mark.parametrize("form", ["scanned", "unrolled"])
+def test_activations_that_the_planner_offloads_are_not_in_device_memory(found, form):
+    chosen = found["chosen"][form]
+    assert chosen["activations"] and chosen["planned"] == chosen["emitted"]
+    assert chosen["emitted"]["to host"] == chosen["emitted"]["from host"] > 0
+    assert chosen["compiled"] < 0.85 * chosen["free"]
+    assert chosen["compiled"] < 1.03 * chosen["predicted"] + 2**22 and chosen["compiled"] <= chosen["budget"]
+
+
 def test_a_stage_leaves_there_what_its_backward_pass_reads(found):
     assert found["left"] == [found["entering"] // 2] * 2
     assert found["planned_left"] == 2 * found["left"][0]  # two microbatches are in flight on the first
