@@ -31,7 +31,7 @@ HANDS = [
 
 
 def planned(method, budget):
-    method = type(method)(**{**vars(method), "memory_budget_bytes": budget})
+    method = type(method)(**{**vars(method), "memory_budget_bytes": budget, "offload": "never"})
     step = autopar.parallelize(train_step, cluster=QUICK, method=method)
     return step.plan(*arguments(BATCH, WIDTH, LAYERS))
 

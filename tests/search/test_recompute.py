@@ -33,7 +33,7 @@ LEVELS = {"cheap": 0.0, "all": math.inf}
 
 def make_step(num_stages=NUM_STAGES, cluster=None, **method):
     cluster = cluster or autopar.Cluster(1, num_stages, SLOW, QUICK)
-    method = PipelineParallel(num_stages=num_stages, num_microbatches=COUNT, **method)
+    method = PipelineParallel(num_stages=num_stages, num_microbatches=COUNT, offload="never", **method)
     return autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,))
 
 
@@ -204,7 +204,7 @@ def test_auto_runs_again_where_that_is_faster():
     cluster = autopar.Cluster(4, 1, SLOW, intra=QUICK, inter=autopar.Link(1e-5, 1e7))
 
     def plan(recompute, budget):
-        method = autopar.Auto(memory_budget_bytes=budget, recompute=recompute)
+        method = autopar.Auto(memory_budget_bytes=budget, recompute=recompute, offload="never")
         step = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,))
         return step.plan(*arguments("unrolled", 8, batch=16))
 
