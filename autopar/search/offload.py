@@ -163,8 +163,8 @@ def _memory_binds(planned: StepPlan, request: Request) -> bool:
     """Whether a plan was chosen to fit, and might be enough faster with less in the devices' memory to repay planning."""
     method = request.method
     if isinstance(planned, PipelinePlan):
-        again = getattr(method, "recompute", "") == "auto" and any(planned.tasks.levels)
-        return again or planned.memory_binds
+        is_fixed = getattr(method, "recompute", "auto") != "auto"
+        return any(s.sharded.problem.rows for s in planned.stages) if is_fixed else planned.memory_binds
     best = planned.stages[0].sharded
     won = planned.seconds - best.shared_seconds
     is_chosen = bool(best.problem.rows) or (isinstance(method, Auto) and planned.num_microbatches > 1)

@@ -85,6 +85,12 @@ def test_not_where_memory_does_not_bind(make):
     assert not any("on the hosts" in what for what, _ in plan.alternatives)
 
 
+def test_recomputation_that_the_user_asks_for_is_no_sign_of_too_little_memory():
+    method = PipelineParallel(num_stages=2, num_microbatches=2, recompute="all")
+    plan = parallel(method, unrolled, dataclasses.replace(DEVICE, host_bytes_per_second=1e12)).plan(*arguments())
+    assert not plan.offloaded_activations and not plan.alternatives
+
+
 def centred(params, x):
     """Each layer reads statistics of the whole batch: no microbatches."""
     for k in range(LAYERS):
