@@ -133,7 +133,7 @@ def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
     """Plan the step by its method; returns the plan, and what else was tried."""
     match request.method:
         case PipelineParallel() | ThreeD() as method:
-            return pipeline_of(request, method, report, request.beat), []
+            return pipeline_of(request, method, report), []
         case Follow() as method:
             return pipeline_behind(request, method, report), []
     return _search(request, report)

@@ -52,9 +52,7 @@ SCHEDULES_TRIED = ("1f1b", "zb-h1", "interleaved", "interleaved-4")
 ZERO_BUBBLE, WHOLE_LOOPS = "zb-h1", "zb-h1-whole"
 
 
-def pipeline_of(
-    request: Request, method: PipelineParallel | ThreeD, report: Report = silent, beat: float = math.inf
-) -> PipelinePlan:
+def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Report = silent) -> PipelinePlan:
     """Plan the pipeline that a method asks for; if it leaves the schedule open, the fastest of those that may help.
 
     Raises:
@@ -63,7 +61,7 @@ def pipeline_of(
     if method.schedule == ZERO_BUBBLE:
         return _zero_bubble(request, method, report)
     if method.schedule != AUTOMATIC:
-        return pipeline_under(request, method, report, beat=beat)
+        return pipeline_under(request, method, report, beat=request.beat)
     first, *others = SCHEDULES_TRIED
     best = pipeline_under(request, dataclasses.replace(method, schedule=first), report)
     for name in others:
