@@ -48,15 +48,15 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
             assert_never(step)
 
 
-def with_rows_major(array: jax.Array, step: Step) -> jax.Array:
-    """Pin the operand of an all-gather to its row-major layout.
+def with_rows_major(array: jax.Array) -> jax.Array:
+    """Pin an array to its row-major layout, on GPUs, where XLA would choose one that needs a copy of something larger.
 
-    XLA for GPUs wants the gathered dim to be the major one, and where a loop gathers the rows of a stack it would transpose
-    the whole stack before the loop, and keep both: this way each row is transposed in its own trip.
+    The operand of a gather along an inner dim: XLA wants the gathered dim to be the major one, and where a loop gathers the
+    rows of a stack it would transpose the whole stack before the loop, and keep both; this way each row is transposed in its
+    own trip. An input of elementwise work that waits: XLA would transpose it, and do all of that work in the layout of the
+    product that reads the result.
     """
-    if not isinstance(step, AllGather) or not step.dim:
-        return array
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim)))) if array.ndim > 1 else array
 
 
 def is_along_rows(step: Step) -> bool:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, copies_to_or_from_host, on_host
-from autopar.cost.steps import Mask, Step
+from autopar.cost.steps import AllGather, Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.intra_op.strategies import Strategy
+from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import region_of
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
@@ -49,6 +50,7 @@ def run_body(
             (`collectives.py`).
     """
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
+    pinned = frozenset(copies if platform in GPU_PLATFORMS else ())
     owned: dict[Copy, None] = {}
     keeps_order = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
@@ -58,7 +60,8 @@ def run_body(
         delays.setdefault(delay.position, []).append(delay)
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
-        undelayed = _delay(copies, delays.get(position, ()))
+        is_elementwise = isinstance(instruction, Compute) and is_fused(instruction)
+        undelayed = _delay(copies, delays.get(position, ()), pinned if is_elementwise else ())
         if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
             _keep_there(copies, [copy for copy in instruction.reads if ahead.made_at[copy] >= 0])
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
@@ -81,14 +84,18 @@ def _keep_there(copies: Copies, made: Iterable[Copy]) -> None:
     copies.update({copy: lax.optimization_barrier(copies[copy]) for copy in made if on_host(copy[0].aval)})
 
 
-def _delay(copies: Copies, delays: Iterable[Delay]) -> Copies:
-    """Apply the delays of one position; return the undelayed copies that later instructions read."""
+def _delay(copies: Copies, delays: Iterable[Delay], pinned: Container[Copy]) -> Copies:
+    """Apply the delays of one position; return the undelayed copies that later instructions read.
+
+    `pinned`: copies that stay in the layout that they have.
+    """
     undelayed: Copies = {}
     for delay in delays:
         awaited = [copies[copy] for copy in delay.awaited]
         held = {copy: copies[copy] for copy in delay.copies}
         for copy, array in held.items():
-            copies[copy] = after(array, *(map(lax.optimization_barrier, awaited) if delay.whole else awaited))
+            waits = after(array, *(map(lax.optimization_barrier, awaited) if delay.whole else awaited))
+            copies[copy] = with_rows_major(waits) if copy in pinned and waits is not array else waits
         if not delay.lasts:
             undelayed = held | undelayed
     return undelayed
@@ -113,8 +120,8 @@ def _run_instruction(
             arrays = [after(copies[m.var, m.source], copies[m.earlier] if m.earlier else None) for m in moves]
             arrays[0] = after(arrays[0], earlier)
             arrays = [a if m.narrow is None else a.astype(m.narrow) for m, a in zip(moves, arrays, strict=True)]
-            if isinstance(instruction, Move) and platform in GPU_PLATFORMS:
-                arrays = [with_rows_major(arrays[0], instruction.step)]
+            if platform in GPU_PLATFORMS and _gathers_rows(instruction):
+                arrays = [with_rows_major(arrays[0])]
             exact = all((move.var, move.source) in owned for move in moves)
             results = _move(arrays, [move.step for move in moves], axis_sizes, platform, exact)
             return {
@@ -135,6 +142,12 @@ def _run_instruction(
             return {}  # `run_body` has delayed its copies
         case _:
             assert_never(instruction)
+
+
+def _gathers_rows(instruction: Instruction) -> bool:
+    """Whether an instruction is a gather along an inner dim, not packed with others."""
+    step = instruction.step if isinstance(instruction, Move) else None
+    return isinstance(step, AllGather) and step.dim > 0
 
 
 def _move(

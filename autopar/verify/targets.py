@@ -5,7 +5,7 @@ Out:    JAX devices that one can compile for, but not run on.
 Method: XLA takes a description of a GPU as text (its `GpuTargetConfigProto`), and for TPUs the name of their topology.
         The figures are those of the CUDA C++ Programming Guide (technical specifications per compute capability) and of
         the datasheets. The compilers come as wheels: for GPUs JAX's CUDA plugin, without NVIDIA's libraries, for TPUs
-        libtpu.
+        libtpu, in the version that JAX asks for: what another one compiles cannot be printed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 from autopar.errors import AutoparError, ClusterError
@@ -128,7 +129,7 @@ def find_target(name: str | None, cluster: Cluster) -> Target:
         )
         return Target(device.name, tuple(found.devices), GPU_OPTIONS)
     if key in TPUS:
-        _check_there(("libtpu",), device.name, "TPUs", "libtpu", "TPU", "libtpu")
+        _check_there(("libtpu",), device.name, "TPUs", "libtpu", "TPU", f"'jax[tpu]=={jax.__version__}'")
         # Keeps libtpu from querying the host's metadata server.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         found = topologies.get_topology_desc(_tpu_topology(TPUS[key], cluster.num_devices), "tpu")

@@ -171,5 +171,6 @@ def _text(program: Program, target: Target) -> str:
             "XLA cannot print what it compiled.",
             given=f"{program.name} for {target.name}",
             wrong=f"its collectives cannot be read: {str(error).splitlines()[0]}",
-            do="verify for another device of the same kind, or with another version of the compiler.",
+            do="install the compiler in the version that this JAX asks for (for TPUs: "
+            f"pip install 'jax[tpu]=={jax.__version__}'), or verify for another device of the same kind.",
         ) from error

@@ -40,10 +40,10 @@ def planned(step):
     return stage.tasks[0].body, stage.mesh
 
 
-def emitted(body, mesh):
+def emitted(body, mesh, platform=""):
     types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
     sizes = dict(mesh.axis_sizes)
-    return jax.make_jaxpr(lambda *a: run_body(body, a, sizes), axis_env=list(sizes.items()))(*types).jaxpr
+    return jax.make_jaxpr(lambda *a: run_body(body, a, sizes, platform), axis_env=list(sizes.items()))(*types).jaxpr
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,17 @@ def test_later_readers_do_not_wait():
     assert names[waiting] == "slice" and waiting < later
     assert jaxpr.eqns[waiting].invars[0] not in jaxpr.invars
     assert jaxpr.eqns[later].invars[0] in jaxpr.invars
+
+
+@pytest.mark.parametrize("platform, num_pinned", [("cuda", 1), ("cpu", 0)])
+def test_an_input_of_elementwise_work_keeps_its_layout_while_it_waits(platform, num_pinned):
+    """XLA for GPUs would transpose it and all that is computed from it, and take a half more memory for a gelu's gradient."""
+    eqns = emitted(*planned(reads_what_was_kept), platform).eqns
+    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+    pinned = [eqn for eqn in eqns if eqn.primitive.name == "layout_constraint"]
+    assert len(pinned) == num_pinned
+    for eqn in pinned:
+        assert eqn.params["layout"].major_to_minor == (0, 1)
+        assert "select_n" in str(made_by[eqn.invars[0]])
+    turned = emitted(*planned(turns_what_was_kept), platform).eqns
+    assert not [eqn for eqn in turned if eqn.primitive.name == "layout_constraint"]

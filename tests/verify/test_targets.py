@@ -1,5 +1,6 @@
 """Devices to compile for, and what is said where that cannot be."""
 
+import jax
 import pytest
 
 from autopar import Cluster
@@ -9,7 +10,7 @@ from autopar.verify import targets
 from autopar.verify.targets import GPUS, find_target
 
 
-@pytest.mark.parametrize("name, extra", [("h100", "autopar[verify]"), ("tpu-v5e", "libtpu")])
+@pytest.mark.parametrize("name, extra", [("h100", "autopar[verify]"), ("tpu-v5e", f"jax[tpu]=={jax.__version__}")])
 def test_the_compiler_is_not_installed(monkeypatch, name, extra):
     monkeypatch.setattr(targets, "_is_there", lambda module: False)
     with pytest.raises(AutoparError, match="is not installed") as error:
