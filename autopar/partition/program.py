@@ -60,7 +60,7 @@ def run_body(
         delays.setdefault(delay.position, []).append(delay)
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
-        is_elementwise = isinstance(instruction, Compute) and is_fused(instruction) and not instruction.rule.moves
+        is_elementwise = isinstance(instruction, Compute) and is_fused(instruction) and not instruction.rule.moves_data
         undelayed = _delay(copies, delays.get(position, ()), pinned if is_elementwise else ())
         if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
             _keep_there(copies, [copy for copy in instruction.reads if ahead.made_at[copy] >= 0])
