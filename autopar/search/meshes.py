@@ -127,7 +127,7 @@ def search_unaided(request: Request, searched: Searched) -> None:
     """
     best = searched.best
     misjudged = abs(1 - best.solution.objective / best.step_seconds)
-    if best is searched.unaided or max(best.gap, misjudged) <= TUNING.exposure_same:
+    if best is searched.unaided or misjudged <= TUNING.exposure_same:
         return
     takes, worth = planning_seconds(best.problem), TUNING.unaided_part * best.step_seconds
     if takes <= TUNING.unaided_seconds and request.options.repays(worth, takes):

@@ -63,13 +63,10 @@ def test_none_is_faster(text, memory):
 
 
 def test_the_best_mesh_is_planned_as_if_it_were_the_only_one():
-    """Of experts on two axes, priced by what all of one axis had shown, a plan was kept that is 0.16 % slower."""
-    config = gpt.Config(2, 1024, 16, vocabulary=8192, tokens=512, batch=256, experts=16, dtype=jnp.bfloat16)
-    step, *args = gpt.make_step(config)
-    cluster = autopar.Cluster.of("1x8 h100")
-    best, named = (
-        seconds_of(step, args, cluster, autopar.ShardParallel(**shape)) for shape in ({}, {"mesh_shape": (2, 4)})
-    )
+    """On two axes, priced by what one axis had shown, a plan was kept that is 1.7 % slower; in a long training that counts."""
+    step, *args = gpt.make_step(gpt.Config(layers=3, width=96, heads=4, vocabulary=256, tokens=64, batch=16))
+    methods = autopar.Auto(steps=10**6), autopar.ShardParallel(mesh_shape=(2, 4))
+    best, named = (seconds_of(step, args, autopar.Cluster.local(), method) for method in methods)
     assert best <= named * ROUNDING
 
 
