@@ -52,8 +52,9 @@ class Settings:
             `"per_microbatch"`: where samples need a sum over the batch (batch statistics), each microbatch uses its own.
         memory: `"predicted"`: the plan fits by the planner's own estimate; `"compiler"`: by XLA's, which compiles it for
             these devices, or for described ones (`autopar[verify]`). Planning is repeated until both agree.
-        offload: `"auto"`: where memory binds and it is faster, activations are kept in the hosts' memory from the forward to
-            the backward pass; where nothing else fits, the optimizer's state too, between updates; `"never"`: nothing is.
+        offload: `"auto"`: where memory binds and it is faster by 1 % or more, activations are kept in the hosts' memory from
+            the forward to the backward pass; where nothing else fits, the optimizer's state too, between updates; `"never"`:
+            nothing is.
     """
 
     memory_budget_bytes: float | None = None
