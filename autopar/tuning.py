@@ -76,7 +76,7 @@ class Tuning:
     """Seconds. If the best answer was found two axes at a time, a lower bound is computed if that takes no longer, whatever it
     may win: without a bound its gap is unknown."""
     unaided_part: float = 0.01
-    """Part of the step that planning the best mesh once more, as if it were the only one, is expected to win: it won 0 to 2 %."""
+    """Part of the step that planning the best mesh once more, as if it were the only one, is expected to win; 0 to 2 % seen."""
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""
     settled_seconds: float = 7.0
