@@ -224,7 +224,7 @@ def offloaded_activations(small: bool, folder: Path) -> Figures:
 
 def offloaded_optimizer(small: bool, folder: Path) -> Figures:
     """The optimizer's state in the host's memory, in a budget that holds the step no other way."""
-    step, *types = _gpt(small, dtype=jnp.float32, **({} if small else {"batch": 4}))
+    step, *types = _gpt(small, dtype=jnp.float32, batch=4)
     cluster, budget, plan = _cluster(folder), None, None
     while plan is None or not plan.offloaded:
         method = autopar.DataParallel(memory_budget_bytes=budget)
