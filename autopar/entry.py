@@ -198,12 +198,7 @@ class Entry:
         return tuple([read(Entry(value, f"{self.where}[{k}]")) for k, value in enumerate(self.value)])
 
 
-_PLAIN: dict[Any, Callable[[Entry], Any]] = {
-    int: Entry.count,
-    float: Entry.number,
-    str: Entry.text,
-    bool: Entry.flag,
-}
+_PLAIN: dict[Any, Callable[[Entry], Any]] = {int: Entry.count, float: Entry.number, str: Entry.text, bool: Entry.flag}
 
 
 def reader_of(

@@ -59,11 +59,7 @@ class Prices:
     """Seconds of all choices and of all conversions of a graph, by kind; arguments as in `build_problem`."""
 
     def __init__(
-        self,
-        graph: Graph,
-        device: Device,
-        class_of: Sequence[int],
-        allowed: Mapping[int, np.ndarray] | None = None,
+        self, graph: Graph, device: Device, class_of: Sequence[int], allowed: Mapping[int, np.ndarray] | None = None
     ):
         self.graph = graph
         costs = _NodeCosts(graph, device)

@@ -15,17 +15,7 @@ import heapq
 from collections.abc import Sequence
 
 from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
-from autopar.intra_op.sharded import (
-    Body,
-    Compute,
-    Copy,
-    Fused,
-    Instruction,
-    Move,
-    Region,
-    copies_awaited,
-    move_bytes,
-)
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, copies_awaited, move_bytes
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 

@@ -126,11 +126,7 @@ def _state_on(sharding: Sharding, axis: str) -> int:
 
 
 def restrict_to_axes(
-    graph: Graph,
-    allowed: Allowed,
-    state_inputs: Sequence[int],
-    zero: int = 0,
-    sequence: bool = False,
+    graph: Graph, allowed: Allowed, state_inputs: Sequence[int], zero: int = 0, sequence: bool = False
 ) -> None:
     """Restrict to Megatron-LM's data parallelism over the axis "data" and tensor parallelism over "tensor".
 

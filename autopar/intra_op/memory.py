@@ -20,16 +20,7 @@ from autopar.intra_op.graph import PHASES, Graph, Node, Phase, Shardings
 from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
-from autopar.intra_op.sharded import (
-    Body,
-    Compute,
-    Fused,
-    Gate,
-    Instruction,
-    Move,
-    Region,
-    describe_moment,
-)
+from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe_moment
 from autopar.intra_op.traffic import is_fused
 from autopar.intra_op.workspace import workspace_at, workspace_bytes
 from autopar.ir.dataflow import inputs_of
@@ -39,12 +30,7 @@ from autopar.tuning import TUNING
 
 
 def broken_memory_rows(
-    graph: Graph,
-    class_of: Sequence[int],
-    choices: Sequence[int],
-    body: Body,
-    donated: Sequence[bool],
-    budget: float,
+    graph: Graph, class_of: Sequence[int], choices: Sequence[int], body: Body, donated: Sequence[bool], budget: float
 ) -> list[MemoryRow]:
     """Rows for the peaks at which a lowered program exceeds the budget; [] if it fits.
 

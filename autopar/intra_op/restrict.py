@@ -64,11 +64,7 @@ def keep_node_whole(node: Node, allowed: Allowed) -> None:
 
 
 def pin_borders(
-    graph: Graph,
-    nodes: Sequence[int],
-    pins: Mapping[int, tuple[str, object]],
-    paths: Sequence[str],
-    allowed: Allowed,
+    graph: Graph, nodes: Sequence[int], pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed
 ) -> None:
     """Pin inputs or outputs of the program.
 

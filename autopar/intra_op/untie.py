@@ -55,15 +55,7 @@ def untie(
     if not answer.choices or answer.objective >= before * (1 - 1e-6):
         return kept
     better = read_off(
-        graph,
-        answer.choices,
-        alone,
-        problem,
-        answer,
-        sharded.allowed,
-        device,
-        donated,
-        exposure=sharded.exposure,
+        graph, answer.choices, alone, problem, answer, sharded.allowed, device, donated, exposure=sharded.exposure
     )
     return better if fits(better) and better.step_seconds <= sharded.step_seconds else kept
 

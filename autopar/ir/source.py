@@ -18,14 +18,7 @@ from typing import Any
 
 import jax
 
-from autopar._jax import (
-    Jaxpr,
-    JaxprEqn,
-    function_file,
-    function_name,
-    line_of,
-    raw_frames,
-)
+from autopar._jax import Jaxpr, JaxprEqn, function_file, function_name, line_of, raw_frames
 
 UNKNOWN = "unknown line"
 

@@ -12,15 +12,7 @@ from collections.abc import Iterator
 
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
-from autopar.plan.words import (
-    bytes_text,
-    differences,
-    mesh_text,
-    offloaded_text,
-    padding_text,
-    seconds_text,
-    type_text,
-)
+from autopar.plan.words import bytes_text, differences, mesh_text, offloaded_text, padding_text, seconds_text, type_text
 from autopar.report.page import MAX_ROWS, Page, Table, collective_totals, levels_text, solver_text
 from autopar.report.paths import collapse_paths
 from autopar.report.text import page_text

@@ -90,8 +90,7 @@ class Placing:
             # `device_put` shares memory with the user's array where it can, even if told not to (a replica on the same
             # device; NumPy memory on CPU): donated arrays are copied first.
             moved = jax.device_put(
-                [copied(placed[k]) if self._donated[k] else placed[k] for k in away],
-                [self.shardings[k] for k in away],
+                [copied(placed[k]) if self._donated[k] else placed[k] for k in away], [self.shardings[k] for k in away]
             )
             for k, array in zip(away, moved, strict=True):
                 placed[k] = array

@@ -15,16 +15,7 @@ from typing import NamedTuple
 import jax
 from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
-from autopar._jax import (
-    Aval,
-    Function,
-    is_key,
-    key_impl_name,
-    on_device,
-    open_jaxpr,
-    shaped,
-    trace_function,
-)
+from autopar._jax import Aval, Function, is_key, key_impl_name, on_device, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError
 from autopar.ir.gradient import gradient_line
 from autopar.ir.passes import Pass, run_passes, without_collection
@@ -49,11 +40,7 @@ TRACE: tuple[Pass[Traced], ...] = (
     ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
     Pass("one_dtype", "products of two dtypes convert their operands", lambda step: step.by(products_of_one_dtype)),
-    Pass(
-        "dim_order",
-        "products keep the layout of large arrays",
-        lambda step: step.by(products_in_order),
-    ),
+    Pass("dim_order", "products keep the layout of large arrays", lambda step: step.by(products_in_order)),
     Pass(
         "unique_writes",
         "gradients of a scatter by a permutation do not test which write won",
@@ -65,10 +52,7 @@ TRACE: tuple[Pass[Traced], ...] = (
 
 @without_collection()
 def trace_step(
-    fn: Function,
-    args: Sequence[object],
-    kwargs: Mapping[str, object] | None = None,
-    static: Static | None = None,
+    fn: Function, args: Sequence[object], kwargs: Mapping[str, object] | None = None, static: Static | None = None
 ) -> Program:
     """Trace `fn(*args, **kwargs)`.
 
