@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "autopar"
 
 # Left to right: a layer imports itself and what stands before it.
 LAYERS = (
-    ("errors", "options", "_jax", "debug", "markup", "entry", "tuning"),
+    ("errors", "options", "_jax", "debug", "markup", "entry", "tuning", "grouping"),
     ("ir",),
     ("mesh",),
     ("cost",),

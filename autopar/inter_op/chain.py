@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar._jax import Jaxpr, Var, copies_to_or_from_host
+from autopar.grouping import grouped
 from autopar.inter_op.pass_order import PassOrder
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.signature import equation_signature
@@ -363,10 +364,7 @@ def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...
 
 def _alike(chain: Chain) -> list[int]:
     """Segments that begin at the same place of each layer in a row of equal layers."""
-    where: dict[int, list[int]] = {}
-    for segment, kind in enumerate(chain.kinds):
-        where.setdefault(kind, []).append(segment)
-    rows = [at for at in where.values() if len(at) > 1]
+    rows = [at for at in grouped((kind, k) for k, kind in enumerate(chain.kinds)).values() if len(at) > 1]
     found: list[list[int]] = []
     for at in sorted(rows, key=lambda at: (float(np.mean(chain.cut_bytes[at])), -len(at), at[0])):
         if all(at[-1] < other[0] or other[-1] < at[0] for other in found):

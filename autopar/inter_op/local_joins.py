@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, new_var, replace_eqn
+from autopar.grouping import grouped
 from autopar.ir.dataflow import makers, variables
 from autopar.ir.work import num_elements_of
 from autopar.tuning import TUNING
@@ -30,9 +31,7 @@ def join_locally(
     replaced: dict[JaxprEqn, list[JaxprEqn]] = {}
     after_pass = dict(after_pass)
     for join in _find_joins(jaxpr, eqns):
-        groups: dict[int, list[Atom]] = {}
-        for part in join.parts:
-            groups.setdefault(stage_of.get(part, -1) if isinstance(part, Var) else -1, []).append(part)
+        groups = grouped((stage_of.get(part, -1) if isinstance(part, Var) else -1, part) for part in join.parts)
         if len(join.parts) > 2 and len(groups.keys() - {-1}) > 1 and join.is_of_one_type():
             root, *gone = join.eqns
             chains = _chains(root, groups)

@@ -26,6 +26,7 @@ from autopar._jax import (
     new_var,
     replace_eqn,
 )
+from autopar.grouping import grouped
 from autopar.inter_op.rematerialized_residuals import rematerialize_residuals
 from autopar.inter_op.residuals import Kept, can_run_again, choose_residuals
 from autopar.ir.build import Equations
@@ -212,11 +213,8 @@ class _Writer:
         seen: set[Var] = set()
         for eqn in (e for e in self.program.eqns if e in self.backward):
             first.update(dict.fromkeys(self._from(inputs_of(eqn), seen), eqn))
-        begins: dict[JaxprEqn, list[Var]] = {}
         order = list(first)
-        for before, var in zip([order[0], *order] if order else [], order, strict=False):
-            begins.setdefault(first[before], []).append(var)
-        return begins
+        return grouped((first[before], var) for before, var in zip([*order[:1], *order], order, strict=False))
 
     def _from(self, wanted: Sequence[Var], seen: set[Var]) -> Iterator[Var]:
         """The residuals that values are recomputed from, as `_recompute` reads them; but for those `seen`, which it adds to."""

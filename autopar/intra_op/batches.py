@@ -18,6 +18,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
+from autopar.grouping import grouped
 from autopar.intra_op.problem import Problem
 from autopar.tuning import TUNING
 
@@ -215,10 +216,8 @@ class _Sending(NamedTuple):
 
     def groups(self, level_of: np.ndarray, lengths: np.ndarray) -> dict[tuple[int, int], list[int]]:
         """(level of the sender, its number of choices, padded) -> edges."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for k, node in enumerate(self.senders.tolist()):
-            found.setdefault((int(level_of[node]), _padded(int(lengths[node]))), []).append(k)
-        return found
+        senders = enumerate(self.senders.tolist())
+        return grouped(((int(level_of[node]), _padded(int(lengths[node]))), k) for k, node in senders)
 
 
 class Layout:

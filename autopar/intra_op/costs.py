@@ -19,6 +19,7 @@ from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.cost.steps import reduced_itemsize
+from autopar.grouping import grouped
 from autopar.intra_op.exposure import Exposure, Kind, is_sent_with_others, kind_of
 from autopar.intra_op.fuse import sent_together, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
@@ -63,9 +64,7 @@ class Prices:
     ):
         self.graph = graph
         costs = _NodeCosts(graph, device)
-        members: dict[int, list[int]] = {}
-        for node, number in enumerate(class_of):
-            members.setdefault(number, []).append(node)
+        members = grouped((number, node) for node, number in enumerate(class_of))
         self.costs: list[np.ndarray] = []
         for number in range(len(members)):
             alike = members[number]

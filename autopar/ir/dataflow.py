@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autopar._jax import Atom, JaxprEqn, Literal, Var, replace_eqn
+from autopar.grouping import grouped
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
@@ -34,11 +35,7 @@ def read_by(eqns: Iterable[JaxprEqn], results: Iterable[Atom] = ()) -> dict[Var,
 
 def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:
     """Map each value to the equations that read it, in order."""
-    found: dict[Var, list[JaxprEqn]] = {}
-    for eqn in eqns:
-        for var in dict.fromkeys(inputs_of(eqn)):
-            found.setdefault(var, []).append(eqn)
-    return found
+    return grouped((var, eqn) for eqn in eqns for var in dict.fromkeys(inputs_of(eqn)))
 
 
 def known_as(atom: Atom, names: Mapping[Var, Atom]) -> Atom:

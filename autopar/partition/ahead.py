@@ -16,6 +16,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from autopar._jax import Literal, on_host
+from autopar.grouping import grouped
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, region_of
@@ -29,10 +30,10 @@ class Ahead:
     def __init__(self, body: Body, num_bytes: Callable[[Copy], int]):
         self.body, self.num_bytes = body, num_bytes
         self.made_at = dict.fromkeys(body.inputs, -1)
-        self.readers: dict[Copy, list[int]] = {}
+        self.readers = grouped(
+            (copy, k) for k, instruction in enumerate(body.instructions) for copy in instruction.reads
+        )
         for position, instruction in enumerate(body.instructions):
-            for copy in instruction.reads:
-                self.readers.setdefault(copy, []).append(position)
             self.made_at.update(dict.fromkeys(instruction.makes, position))
         regions = {k: i for k, i in enumerate(body.instructions) if isinstance(i, Region)}
         self.loops = {k: i for k, i in regions.items() if kind_of(i.eqn) in ("scan", "while")}

@@ -18,6 +18,7 @@ from jax import lax
 
 from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, copies_to_or_from_host, on_host
 from autopar.cost.steps import AllGather, Mask, Step
+from autopar.grouping import grouped
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
@@ -55,9 +56,8 @@ def run_body(
     keeps_order = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
-    delays: dict[int, list[Delay]] = {}
-    for delay in (*ahead.delays(), *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)):
-        delays.setdefault(delay.position, []).append(delay)
+    waits = *ahead.delays(), *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)
+    delays = grouped((delay.position, delay) for delay in waits)
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
         is_elementwise = isinstance(instruction, Compute) and is_fused(instruction) and not instruction.rule.moves_data

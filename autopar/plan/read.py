@@ -17,6 +17,7 @@ import jax
 
 from autopar.entry import LARGEST, Entry, reader_of
 from autopar.errors import AutoparError
+from autopar.grouping import grouped
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import MicrobatchSemantics
@@ -43,10 +44,8 @@ def read_plan(entry: Entry) -> Decision:
         raise entry["schedule"].wrong(f"the schedule of {len(stages)} stages")
     bounds = _Bounds(len(stages), count)
     values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
-    streams: dict[int, list[Instruction]] = {}
     instructions = _instructions(bounds)
-    for index, instruction in entry["streams"].items(lambda e: (bounds.mesh(e["mesh"]), instructions(e))):
-        streams.setdefault(index, []).append(instruction)
+    streams = grouped(entry["streams"].items(lambda e: (bounds.mesh(e["mesh"]), instructions(e))))
     fingerprints = entry["fingerprints"]
     return Decision(
         name=entry["name"].text(),

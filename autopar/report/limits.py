@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.grouping import grouped
 from autopar.streams.timeline import Event
 
 
@@ -33,13 +34,8 @@ class Limit:
 
 def find_limit(events: Sequence[Event]) -> Limit | None:
     """The limit of a step; None: nothing runs."""
-    runs: dict[int, list[Event]] = {}
-    sends: dict[int, float] = {}
-    for event in events:
-        if event.kind == "transfer":
-            sends[event.mesh] = sends.get(event.mesh, 0.0) + event.end - event.start
-        else:
-            runs.setdefault(event.mesh, []).append(event)
+    runs = grouped((e.mesh, e) for e in events if e.kind != "transfer")
+    sends = grouped((e.mesh, e.end - e.start) for e in events if e.kind == "transfer")
     if not runs:
         return None
     busy = {mesh: sum(e.end - e.start for e in of_mesh) for mesh, of_mesh in runs.items()}
@@ -60,5 +56,5 @@ def find_limit(events: Sequence[Event]) -> Limit | None:
         idle(0.0, first),
         idle(first, last),
         idle(last, end),
-        max(sends.values(), default=0.0),
+        max(map(sum, sends.values()), default=0.0),
     )

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar._jax import reads_as_array
+from autopar.grouping import grouped
 from autopar.ir.split.layers.layers import LayerSplit
 
 _P = TypeVar("_P", bound=Hashable)
@@ -166,11 +167,8 @@ def births(
     `init` returns `count` of the user's arguments, from number `first` on; `place_of` takes an input of the step over parts
     (`stacks`).
     """
-    wanted: dict[_P, list[tuple[int, int, int]]] = {}
-    for leaf in range(count):
-        for number, at in enumerate(stacks.inputs[first + leaf]):
-            wanted.setdefault(place_of(at), []).append((leaf, number, at))
-    for place, parts in wanted.items():
+    own_parts = ((leaf, number, at) for leaf in range(count) for number, at in enumerate(stacks.inputs[first + leaf]))
+    for place, parts in grouped((place_of(part[2]), part) for part in own_parts).items():
 
         def own(*args: Any, parts: Sequence[tuple[int, int, int]] = parts) -> list[Any]:
             made = init(*args)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import takes_packed
+from autopar.grouping import grouped
 from autopar.mesh import ArrayType, Box, boxes
 from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
@@ -113,12 +114,9 @@ def _slice(start: tuple[int, ...], stop: tuple[int, ...], array: jax.Array) -> j
 
 def joins_by_device(tiles: Sequence[Tile], arriving: Sequence[Box], dtype: Any) -> Joins:
     """How each device assembles the tiles that arrive there."""
-    of_device: dict[int, list[int]] = {}
-    for k, tile in enumerate(tiles):
-        of_device.setdefault(tile.target, []).append(k)
     return {
         device: (own, _join_tiles(arriving[device], [tiles[k].box for k in own], dtype))
-        for device, own in of_device.items()
+        for device, own in grouped((tile.target, k) for k, tile in enumerate(tiles)).items()
     }
 
 

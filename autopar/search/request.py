@@ -11,6 +11,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from autopar.grouping import grouped
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
@@ -61,12 +62,9 @@ class Request:
         `shared`: also the first one whose microbatches divide best over the devices (on 4 devices 20 rows, not 30 or 15).
         """
         whole, devices = math.gcd(*self.batch_sizes), self.cluster.num_devices
-        by_power: dict[int, list[int]] = {}
-        for count in range(least, int(min(whole, most)) + 1):
-            if whole % count == 0:
-                by_power.setdefault(count.bit_length(), []).append(count)
+        divisors = (count for count in range(least, int(min(whole, most)) + 1) if whole % count == 0)
         found: list[int] = []
-        for counts in by_power.values():
+        for counts in grouped((count.bit_length(), count) for count in divisors).values():
             found.append(counts[0])
             best = max(counts, key=lambda count: math.gcd(whole // count, devices))
             if shared and math.gcd(whole // best, devices) > math.gcd(whole // counts[0], devices):

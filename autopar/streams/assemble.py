@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from autopar._jax import Var
+from autopar.grouping import grouped
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered, take_over
 from autopar.inter_op.fused import fused_program, fused_stage
@@ -32,7 +33,7 @@ from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, simulate_streams
 from autopar.streams.emit import Emission, emit_instructions, emit_step
-from autopar.streams.instructions import Buffer, Run, Streams
+from autopar.streams.instructions import Run, Streams
 from autopar.streams.schedules import Schedule, Step, in_rounds, num_chunks
 from autopar.streams.simulate import Interval, Simulation
 
@@ -89,9 +90,7 @@ class StepPlan:
 
     def arguments_at_home(self) -> list[tuple[ArrayType, int]]:
         """The type and sharding in which each argument is held, and its stage; an unread argument is replicated."""
-        read: dict[int, list[Buffer]] = {}
-        for k, at in self.streams.arguments:
-            read.setdefault(k, []).append(self.streams.buffers[at])
+        read = grouped((k, self.streams.buffers[at]) for k, at in self.streams.arguments)
         found = []
         for k, var in enumerate(self.program.jaxpr.invars):
             home, shape = self.home.get(var, 0), tuple(var.aval.shape)

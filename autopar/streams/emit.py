@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar._jax import Var
+from autopar.grouping import grouped
 from autopar.inter_op.stage import PER_MICROBATCH, SENT, Slot, TaskKind
 from autopar.inter_op.stage_plan import Placed, StagePlan, TaskPlan, placed
 from autopar.inter_op.tasks import Tasks
@@ -178,11 +179,9 @@ class _Emitter:
 
     def run_all(self, events: Sequence[Sequence[_Event]], messages: Sequence[_Message]) -> None:
         """Emit the runs; before each, what it reads first arrives, and after it, its results leave."""
-        arriving: dict[tuple[MeshId, int], list[tuple[int, _Message]]] = {}
-        leaving: dict[tuple[MeshId, int], list[tuple[int, _Message]]] = {}
-        for number, message in enumerate(messages, self.message):
-            arriving.setdefault((self.mesh_of(message.stage), message.read_at), []).append((number, message))
-            leaving.setdefault((message.source, message.made_at), []).append((number, message))
+        numbered = list(enumerate(messages, self.message))
+        arriving = grouped(((self.mesh_of(m.stage), m.read_at), (number, m)) for number, m in numbered)
+        leaving = grouped(((m.source, m.made_at), (number, m)) for number, m in numbered)
         for mesh, own in enumerate(events):
             for at, (plan, microbatch) in enumerate(own):
                 for number, message in arriving.get((mesh, at), ()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from autopar.grouping import grouped
 from autopar.streams.instructions import BufferId, Free, Instruction, Streams, reads, writes
 
 
@@ -20,14 +21,8 @@ def free(streams: Streams) -> Streams:
 
 
 def _with_frees(stream: Sequence[Instruction], kept: Collection[BufferId]) -> list[Instruction]:
-    last: dict[BufferId, int] = {}
-    for k, instruction in enumerate(stream):
-        for buffer in (*writes(instruction), *reads(instruction)):
-            last[buffer] = k
-    ending: dict[int, list[BufferId]] = {}
-    for buffer, k in last.items():
-        if buffer not in kept:
-            ending.setdefault(k, []).append(buffer)
+    last = {buffer: k for k, instruction in enumerate(stream) for buffer in (*writes(instruction), *reads(instruction))}
+    ending = grouped((k, buffer) for buffer, k in last.items() if buffer not in kept)
     found: list[Instruction] = []
     for k, instruction in enumerate(stream):
         found.append(instruction)

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from autopar._jax import Var
+from autopar.grouping import grouped
 from autopar.inter_op.stage import IN_PLACE
 from autopar.inter_op.stage_plan import TaskPlan
 from autopar.streams.instructions import Run, Streams, reads, writes
@@ -34,10 +35,7 @@ def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[s
     for stream in streams.instructions.values():
         last = {at: k for k, instruction in enumerate(stream) for at in reads(instruction)}
         travel = {at for i in stream if not isinstance(i, Run) for at in (*reads(i), *writes(i))}
-        runs: dict[str, list[tuple[int, Run]]] = {}
-        for k, instruction in enumerate(stream):
-            if isinstance(instruction, Run):
-                runs.setdefault(instruction.program, []).append((k, instruction))
+        runs = grouped((i.program, (k, i)) for k, i in enumerate(stream) if isinstance(i, Run))
         for program, places in runs.items():
             kind, (_, first) = streams.programs[program].task.kind, places[0]
             free = [streams.buffers[at].value.type for at in first.outputs]

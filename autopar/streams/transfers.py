@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 
+from autopar.grouping import grouped
 from autopar.mesh import Box, LogicalMesh, Sharding, boxes
 
 
@@ -83,9 +84,7 @@ def tiles_of(held: Sequence[Box], wanted: Iterable[tuple[int, Box]], load: Mutab
 
     `load`: elements that each device sends so far; updated.
     """
-    holders: dict[Box, list[int]] = {}
-    for device, box in enumerate(held):
-        holders.setdefault(box, []).append(device)
+    holders = grouped((box, device) for device, box in enumerate(held))
     for target, box in wanted:
         for part, devices in holders.items():
             common = intersection(part, box)

@@ -21,6 +21,7 @@ from itertools import compress
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
+from autopar.grouping import grouped
 from autopar.ir.build import Equations, rebuilt_apart
 from autopar.ir.dataflow import ancestors, descendants, inputs_of, makers, needed, read_by, variables
 from autopar.ir.gradient import after_gradients, is_backward
@@ -161,10 +162,7 @@ def _groups(region: Region, branches: Sequence[_Branch]) -> list[list[int]]:
             for key in [*eqns, *(["number"] if is_number else [])]:
                 other = group_of[first.setdefault(key, at)]
                 group_of = [group_of[at] if group == other else group for group in group_of]
-    members: dict[int, list[int]] = {}
-    for at, group in enumerate(group_of):
-        members.setdefault(group, []).append(at)
-    return list(members.values())
+    return list(grouped((group, at) for at, group in enumerate(group_of)).values())
 
 
 def _is_cheap(eqn: JaxprEqn, work: Work) -> bool:

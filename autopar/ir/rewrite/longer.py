@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal as Choice
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
+from autopar.grouping import grouped
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.tails import Tail
 from autopar.ir.rules.elementwise import passed_through
@@ -85,10 +87,7 @@ class _Reach:
         self.rules = [_rule_here(eqn) for eqn in eqns]
         self.found = [{} for _ in eqns]
         self.made_by = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
-        self.readers = {}
-        for k, eqn in enumerate(eqns):
-            for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
-                self.readers.setdefault(var, []).append(k)
+        self.readers = grouped((var, k) for k, eqn in enumerate(eqns) for var in dict.fromkeys(inputs_of(eqn)))
 
     def add(self, k: int, factor: Factor, tail: Tail) -> None:
         """Pad a factor of an equation, if it can be, and the dims in which the factor occurs."""

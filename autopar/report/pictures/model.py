@@ -16,6 +16,7 @@ from html import escape
 
 import numpy as np
 
+from autopar.grouping import grouped
 from autopar.markup import tag
 from autopar.plan.decision import Decision, Stage, Value
 from autopar.plan.profile import Crossing
@@ -49,9 +50,7 @@ def parameter_root(paths: Sequence[str]) -> str:
         parts = path.split("/")
         for k in range(1, len(parts)):
             below.setdefault("/".join(parts[:k]), {})["/".join(parts[k:])] = None
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for root, ends in below.items():
-        alike.setdefault(tuple(sorted(ends)), []).append(root)
+    alike = grouped((tuple(sorted(ends)), root) for root, ends in below.items())
     repeated = [(len(ends), roots) for ends, roots in alike.items() if len(roots) > 1]
     # Equal layers have the same paths too, but fewer than the model.
     best = max(repeated, key=lambda pair: (pair[0], -pair[1][0].count("/")), default=(0, [""]))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost import collective_seconds
+from autopar.grouping import grouped
 from autopar.markup import FONT, KIND_NAMES, WIDTH, box, kinds_legend, legend, picture, room_for, tag, text
 from autopar.plan.decision import Decision
 from autopar.plan.words import seconds_text
@@ -33,9 +34,7 @@ class Bar:
 
 def time_bars(plan: Decision) -> list[Bar]:
     """The bar of each mesh."""
-    meshes: dict[object, list[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        meshes.setdefault(stage.submesh, []).append(number)
+    meshes = grouped((stage.submesh, number) for number, stage in enumerate(plan.stages))
     step, found = plan.cost.step_seconds, []
     for stages in meshes.values():
         seconds, hidden = dict.fromkeys(KIND_NAMES, 0.0), dict.fromkeys(KIND_NAMES, 0.0)

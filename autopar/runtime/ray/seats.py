@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.grouping import grouped
 from autopar.streams.instructions import MeshId
 
 Layout = tuple[tuple[int, int], ...]
@@ -60,10 +61,7 @@ def seats_of(layout: Layout, devices_per_host: int) -> tuple[Seat, ...]:
 
 def by_mesh(seats: Sequence[Seat]) -> dict[MeshId, list[Seat]]:
     """The seats of each mesh."""
-    found: dict[MeshId, list[Seat]] = {}
-    for seat in seats:
-        found.setdefault(seat.mesh, []).append(seat)
-    return found
+    return grouped((seat.mesh, seat) for seat in seats)
 
 
 def environment(seat: Seat, on_gpu: bool, flags: str, x64: bool) -> Mapping[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 from autopar._jax import Jaxpr, Var
+from autopar.grouping import grouped
 from autopar.ir.dataflow import ancestors, makers, variables
 from autopar.ir.region import kind_of
 from autopar.ir.signature import ValueNumbers
@@ -54,9 +55,7 @@ class SampleSums:
     @cached_property
     def _numbered(self) -> tuple[ValueNumbers, dict[Hashable, list[tuple[int, Var]]]]:
         """Value numbers, and the values that have each number, with their positions."""
-        numbers, alike = ValueNumbers(), dict[Hashable, list[tuple[int, Var]]]()
+        numbers = ValueNumbers()
         for eqn in self._jaxpr.eqns:
             numbers.visit(eqn)
-        for place, var in enumerate(self._made_by):
-            alike.setdefault(numbers.of(var), []).append((place, var))
-        return numbers, alike
+        return numbers, grouped((numbers.of(var), (place, var)) for place, var in enumerate(self._made_by))

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from autopar.errors import ClusterError, NodeLostError
+from autopar.grouping import grouped
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.runtime.ray.driver.calls import POLL_SECONDS
 from autopar.runtime.ray.seats import Seat, environment
@@ -38,9 +39,7 @@ def start_all(machine: RayMachine, seats: Sequence[Seat], actors: dict[int, Any]
 
     actor = ray.remote(concurrency_groups=GROUPS, max_restarts=0)(Worker)
     on_gpu = machine.accelerator is not None
-    hosts: dict[int, list[Seat]] = {}
-    for seat in seats:
-        hosts.setdefault(seat.host, []).append(seat)
+    hosts = grouped((seat.host, seat) for seat in seats)
     group_of: dict[int, Any] = {}
     for host, own in hosts.items():
         group_of[host] = _reserve(machine, host, own)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.grouping import grouped
 from autopar.ir.dims import pieces_dim
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
@@ -97,10 +98,8 @@ class Reading:
         """Wait for a batch: for each portion, (worker, kind) of each worker that read it; kind None: the portion has ended."""
         self.begin(number)
         refs, self._keys[number] = self._begun.pop(number)
-        found: dict[int, list[tuple[int, PortionKind | None]]] = {}
-        for worker, own in self._workers.end_reading(refs, "draw").items():
-            for portion, kind in own.items():
-                found.setdefault(portion, []).append((worker, kind))
+        drawn = self._workers.end_reading(refs, "draw").items()
+        found = grouped((portion, (worker, kind)) for worker, own in drawn for portion, kind in own.items())
         return dict(sorted(found.items()))
 
     def arrays(self, number: int, layout: Layout | None = None) -> list[Any]:

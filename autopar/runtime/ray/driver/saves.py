@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.grouping import grouped
 from autopar.mesh import ArrayType, Box
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.driver.driver import RayStep
@@ -110,12 +111,9 @@ def take(arrays: Sequence[RemoteArray], token: Path) -> tuple[list[Taken | None]
     """
     for array in arrays:
         array.check()
-    groups: dict[int, list[int]] = {}
-    for k, array in enumerate(arrays):
-        groups.setdefault(id(_owner(array)), []).append(k)
     found: list[Taken | None] = [None] * len(arrays)
     refused: dict[str, str] = {}
-    for members in groups.values():
+    for members in grouped((id(_owner(array)), k) for k, array in enumerate(arrays)).values():
         owner = _owner(arrays[members[0]])
         meshes = {copy.mesh for k in members for part in arrays[k].parts for copy in part.copies}
         seats = [seat for mesh in sorted(meshes) for seat in owner.seats_on(mesh)]
