@@ -34,8 +34,7 @@ class NewState:
 
         `num_others`: how many arguments the step takes besides the initializer's result; None: unknown.
 
-        Raises:
-            StructureChangedError: A class in the result takes nothing but arrays, and there are none yet.
+        Raises `StructureChangedError`: a class in the result takes nothing but arrays, and there are none yet.
         """
         self._init, self._args, self._num_others, self._parameters = init_fn, args, num_others, parameters
         self._adapter: Adapter | None = None
@@ -58,8 +57,7 @@ class NewState:
     def create(self, compiled: CompiledStep) -> Any:
         """Run the initializer; its result, each array in the plan's sharding.
 
-        Raises:
-            StructureChangedError: The result is no argument of the step.
+        Raises `StructureChangedError`: the result is no argument of the step.
         """
         made: list[Any] = []
         for first, stop in self._leaves_of(compiled):

@@ -34,8 +34,7 @@ def check_after(pass_name: str, check: Callable[[_Made], None], made: _Made) -> 
 
     `check`: raises an `AssertionError` if the result is ill-formed.
 
-    Raises:
-        AssertionError: It is; names the pass.
+    Raises `AssertionError`: it is; names the pass.
     """
     if os.environ.get("AUTOPAR_CHECK", "") in ("", "0"):
         return

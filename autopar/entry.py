@@ -36,8 +36,7 @@ class DamageError(Exception):
 def write_whole(path: str | Path, text: str, what: str, kind: type[AutoparError] = AutoparError) -> None:
     """Write a file atomically, so that a reader never sees half of it; `what`: the file's name in errors.
 
-    Raises:
-        AutoparError: It cannot be written; of class `kind`.
+    Raises `AutoparError`: it cannot be written; of class `kind`.
     """
     path = Path(path)
     try:
@@ -66,8 +65,7 @@ def write_whole(path: str | Path, text: str, what: str, kind: type[AutoparError]
 def read_versioned(path: str | Path, form: str, version: int) -> Entry:
     """Read the object in a JSON file, whose "format" and "version" must be these.
 
-    Raises:
-        DamageError: The file is missing, damaged, or of another format or version.
+    Raises `DamageError`: the file is missing, damaged, or of another format or version.
     """
     try:
         record = read_json(Path(path).read_text(encoding="utf-8"))
@@ -97,8 +95,7 @@ def plain(value: Any) -> Any:
 def read_json(text: str) -> Any:
     """Parse strict JSON: without NaN, and without a name twice in one object.
 
-    Raises:
-        DamageError: The text is not strict JSON.
+    Raises `DamageError`: the text is not strict JSON.
     """
     try:
         return json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)

@@ -42,8 +42,7 @@ class Apart:
 class StaticKey:
     """The data of a call that is no array, as a key; its hash is computed once.
 
-    Raises:
-        TraceError: It cannot be hashed.
+    Raises `TraceError`: it cannot be hashed.
     """
 
     __slots__ = ("_hash", "value")
@@ -146,8 +145,7 @@ class Shell:
     def arrays_of(self, state: Any) -> Any:
         """The arrays of a state, whose other data must be that of this one.
 
-        Raises:
-            StructureChangedError: It has changed.
+        Raises `StructureChangedError`: it has changed.
         """
         apart = self.adapter.take_apart((state,), {})
         if apart.static != self.static:

@@ -119,8 +119,7 @@ class Options(Settings):
     def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
         """For each stage, the operations that may be recomputed for each byte saved; None: the planner decides.
 
-        Raises:
-            PipelineError: The user gave levels for another number of stages.
+        Raises `PipelineError`: the user gave levels for another number of stages.
         """
         if self.recompute == "auto":
             return None

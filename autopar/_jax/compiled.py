@@ -29,8 +29,7 @@ def load_elsewhere(
 ) -> jax.stages.Compiled:
     """Load a compiled program on other devices of the same kind and process: `new` in place of `old`.
 
-    Raises:
-        Exception: The error of JAX or the platform, if it cannot be loaded.
+    Raises `Exception`: the error of JAX or the platform, if it cannot be loaded.
     """
     stored = io.BytesIO()
     _serialize_executable._JaxPjrtPickler(stored).dump(compiled._executable._unloaded_executable)

@@ -23,8 +23,7 @@ from autopar._jax.types import JaxprEqn
 def shaped(value: Any) -> Any:
     """The abstract value of an array, a number (weakly typed), or a `jax.ShapeDtypeStruct`.
 
-    Raises:
-        TypeError: It is none of these.
+    Raises `TypeError`: it is none of these.
     """
     return _core.shaped_abstractify(value)
 

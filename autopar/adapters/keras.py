@@ -58,8 +58,7 @@ def distribute(
 class _Variables:
     """Converts a model's variables between Keras' lists of values and dicts by path, by group.
 
-    Attributes:
-        names: The paths of each group; read at the first batch, since `fit` creates missing variables.
+    `names`: the paths of each group; read at the first batch, since `fit` creates missing variables.
     """
 
     def __init__(self) -> None:

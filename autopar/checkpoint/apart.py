@@ -33,8 +33,7 @@ CHUNK_BYTES = 64 * 2**20
 def take_apart(leaves: Iterable[Any], workplace: Path) -> dict[int, Taken]:
     """Have workers copy the arrays of a state that they hold, to write them into the workplace.
 
-    Returns:
-        `id` of a leaf -> what to write in its place; without the leaves that this process writes.
+    Returns `id` of a leaf -> what to write in its place; without the leaves that this process writes.
     """
     mine = (x for x in leaves if isinstance(x, RemoteArray) and x.size and _written_dtype(x) is not None)
     arrays = list({id(leaf): leaf for leaf in mine}.values())

@@ -63,8 +63,7 @@ def read_note(directory: str | os.PathLike, step: int) -> dict[str, Any]:
 def step_number(step: Any) -> int:
     """The number of a step as an int; it may be given as an array.
 
-    Raises:
-        CheckpointError: It is not an integer, or below 0.
+    Raises `CheckpointError`: it is not an integer, or below 0.
     """
     try:
         number = operator.index(step)
@@ -90,8 +89,7 @@ def step_folder(directory: str | os.PathLike, step: int) -> Path:
 def open_workplace(directory: str | os.PathLike) -> Path:
     """Create a workplace: a folder to write a checkpoint in, whose name is not that of a checkpoint.
 
-    Raises:
-        CheckpointError: The directory cannot be written, or belongs to another process.
+    Raises `CheckpointError`: the directory cannot be written, or belongs to another process.
     """
     claim(directory)
     root = Path(directory).absolute()
@@ -121,8 +119,7 @@ def close_workplace(place: Path) -> None:
 def commit(workplace: Path, folder: Path) -> None:
     """Move a finished checkpoint into place, and replace one of the same number.
 
-    Raises:
-        CheckpointError: Another process took this one for dead, and owns the directory now.
+    Raises `CheckpointError`: another process took this one for dead, and owns the directory now.
     """
     claim(folder.parent)
     if folder.exists():

@@ -54,8 +54,7 @@ class LeafType:
 def paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
     """Each leaf of the state with its path, without functions.
 
-    Raises:
-        CheckpointError: Two paths have the same name on disk.
+    Raises `CheckpointError`: two paths have the same name on disk.
     """
     found: list[tuple[tuple[str, ...], Any]] = []
     names: dict[str, tuple[str, ...]] = {}
@@ -88,8 +87,7 @@ def is_function(leaf: Any) -> bool:
 def leaf_type(path: tuple[str, ...], leaf: Any) -> LeafType:
     """The type of a leaf.
 
-    Raises:
-        CheckpointError: It is neither an array of numbers nor a number of at most 64 bits.
+    Raises `CheckpointError`: it is neither an array of numbers nor a number of at most 64 bits.
     """
     for name, number in NUMBERS.items():  # bool before int, since a bool is an int
         if isinstance(leaf, number) and not isinstance(leaf, np.generic):

@@ -71,8 +71,7 @@ class Owner:
 def claim(directory: str | os.PathLike) -> None:
     """Make this process the owner of a directory, until it ends or calls `release`.
 
-    Raises:
-        CheckpointError: A living process owns it; or the directory cannot be written.
+    Raises `CheckpointError`: a living process owns it; or the directory cannot be written.
     """
     root, own = Path(directory).absolute(), this_process()
     mark = root / own.mark
@@ -92,11 +91,7 @@ def claim(directory: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def writing_in(root: Path) -> Iterator[None]:
-    """Turn an `OSError` into an error that names the directory.
-
-    Raises:
-        CheckpointError: Instead of an `OSError`.
-    """
+    """Turn an `OSError` into an error that names the directory. Raises `CheckpointError`: instead of an `OSError`."""
     try:
         yield
     except OSError as error:
@@ -124,8 +119,7 @@ def release(directory: str | os.PathLike) -> None:
 def hold(directory: str | os.PathLike) -> Iterator[None]:
     """Make one run of this process the owner of a directory, while the run lasts.
 
-    Raises:
-        CheckpointError: As in `claim`; or another run of this process owns it.
+    Raises `CheckpointError`: as in `claim`; or another run of this process owns it.
     """
     root = Path(directory).absolute()
     if root in _RUNS:
@@ -208,8 +202,7 @@ class _Other:
 def _outlive_the_dead(mark: Path, own: Owner) -> None:
     """Wait until there is no other mark; marks of dead processes are removed.
 
-    Raises:
-        CheckpointError: The process of another mark lives.
+    Raises `CheckpointError`: the process of another mark lives.
     """
     seen: dict[Path, float] = {}
     give_way, is_told = time.monotonic() + TOGETHER_SECONDS, False

@@ -69,8 +69,7 @@ def _reachable(sharding: jax.sharding.Sharding) -> Place:
 def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
     """The places in which a plan wants the leaves of an argument.
 
-    Raises:
-        CheckpointError: `step` is not a step, is not compiled, or has no such argument.
+    Raises `CheckpointError`: `step` is not a step, is not compiled, or has no such argument.
     """
     if not isinstance(step, CompiledStep | ParallelStep):
         raise CheckpointError(

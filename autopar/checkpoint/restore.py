@@ -149,8 +149,7 @@ def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tu
 
     `lengths`: the number of saved children of each node that may be a sequence. `path`: of this node.
 
-    Raises:
-        CheckpointError: Only some children of a sequence are wanted.
+    Raises `CheckpointError`: only some children of a sequence are wanted.
     """
     if isinstance(tree, list | tuple) and tree and len(tree) < lengths.get(path, 0):
         raise CheckpointError(
@@ -169,8 +168,7 @@ def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tu
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:
     """The manifest of a step's checkpoint; None: of the newest that is not damaged, with a warning for each newer one.
 
-    Raises:
-        CheckpointError: There is none, or the one asked for is damaged.
+    Raises `CheckpointError`: there is none, or the one asked for is damaged.
     """
     step = None if step is None else step_number(step)
     there = steps(directory)

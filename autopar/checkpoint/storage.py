@@ -24,8 +24,7 @@ from autopar.runtime.ray.driver.saves import Taken
 def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:
     """Copy the arrays to the host, and start to write them to a new folder; on return, they may be overwritten.
 
-    Returns:
-        A function that waits until everything is written, and returns the digests of the files of other processes.
+    Returns a function that waits until everything is written, and returns the digests of the files of other processes.
     """
     ocp = _orbax()
     if not jax.tree.leaves(tree):  # orbax refuses a tree without leaves

@@ -101,8 +101,7 @@ def read_prices(given: Mapping[str, Any] | str | PathLike | None) -> tuple[dict[
 
     `given`: as in `compare`.
 
-    Raises:
-        AutoparError: It is not such a table.
+    Raises `AutoparError`: it is not such a table.
     """
     if given is None:
         return {}, ""

@@ -71,8 +71,7 @@ def batches(
 class HostBatches:
     """Batches by number, read in the portions that the plan wants; as `Batches`.
 
-    Attributes:
-        rows: Number of rows of a whole batch.
+    `rows`: number of rows of a whole batch.
     """
 
     def __init__(

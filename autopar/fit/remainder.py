@@ -44,8 +44,7 @@ def whole(batch: Any, rows: int | None, remainder: Remainder, number: int) -> An
 
     `rows`: of a whole batch; None: not known, or batches have no rows.
 
-    Raises:
-        BatchError: It is refused, or cannot be padded.
+    Raises `BatchError`: it is refused, or cannot be padded.
     """
     found = rows_of(batch)
     if remainder == "keep" or rows is None or found == rows:

@@ -291,8 +291,7 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
 def check_stage_count(cut: CutStep, num_stages: int, chunks: int = 1) -> None:
     """Check that there are at least as many segments as stages; each mesh holds `chunks` stages.
 
-    Raises:
-        PipelineError: The program has fewer segments than stages are wanted.
+    Raises `PipelineError`: the program has fewer segments than stages are wanted.
     """
     if num_stages > cut.chain.num_segments:
         raise PipelineError(

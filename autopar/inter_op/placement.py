@@ -21,8 +21,7 @@ def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[int]:
 
     `sizes`: devices of each stage; together at most the cluster's.
 
-    Raises:
-        PipelineError: Parts of hosts do not go into the hosts.
+    Raises `PipelineError`: parts of hosts do not go into the hosts.
     """
     host = cluster.devices_per_host
     in_order = [sum(sizes[:k]) for k in range(len(sizes))]

@@ -19,8 +19,7 @@ from autopar.mesh import LogicalMesh, Sharding
 def check_graph(graph: Graph) -> None:
     """Assert that each node has choices, and that edges have one sharding per choice at either end.
 
-    Raises:
-        AssertionError: The graph is malformed; the message names the node or edge.
+    Raises `AssertionError`: the graph is malformed; the message names the node or edge.
     """
     for position, node in enumerate(graph.nodes):
         assert node.index == position and node.num_choices, f"{node.name}: out of place, or without a choice"
@@ -37,8 +36,7 @@ def check_graph(graph: Graph) -> None:
 def check_body(body: Body, mesh: LogicalMesh) -> None:
     """Assert that a sharded program can be run.
 
-    Raises:
-        AssertionError: It cannot; the message names the instruction.
+    Raises `AssertionError`: it cannot; the message names the instruction.
     """
     defined: set[Copy] = set(body.inputs)
     assert len(defined) == len(body.inputs), "an input comes twice"

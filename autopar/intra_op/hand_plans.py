@@ -101,8 +101,7 @@ def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
 class InPlace:
     """Preferences along the axis "tensor": values may be sliced and reduced; gathers are dear (see the module's docstring).
 
-    Attributes:
-        scatters: Whether sums may be reduce-scattered and gathered later (sequence parallelism).
+    `scatters`: whether sums may be reduce-scattered and gathered later (sequence parallelism).
     """
 
     scatters: bool

@@ -99,8 +99,7 @@ class _Rows:
 class _Program:
     """The columns and rows of a choice problem.
 
-    Attributes:
-        column_of: Per node, the column of each of its choices; -1: forbidden.
+    `column_of`: per node, the column of each of its choices; -1: forbidden.
     """
 
     def __init__(self, problem: Problem, scale: float, about: float):

@@ -26,8 +26,7 @@ from autopar.tuning import TUNING
 class BytePrices:
     """What a problem teaches about prices of bytes, for the next problem of the same program with slightly different costs.
 
-    Attributes:
-        fitting: The least price per byte, in seconds, at which an answer fitted; 0: none is known.
+    `fitting`: the least price per byte, in seconds, at which an answer fitted; 0: none is known.
     """
 
     fitting: float = 0.0

@@ -52,8 +52,7 @@ class Ended:
 def solve_model(model: Model, solver: str, seconds: float, gap: float) -> Ended:
     """Solve a model until the time limit or the gap is reached.
 
-    Raises:
-        SolverError: The solver is not known, or not installed.
+    Raises `SolverError`: the solver is not known, or not installed.
     """
     match solver:
         case "highs":

@@ -86,8 +86,7 @@ def _choose_anew(
 ) -> float:
     """Give the nodes in `free` their best choices, with all others fixed; `choices` is changed if that is better.
 
-    Returns:
-        The decrease of the cost.
+    Returns the decrease of the cost.
     """
     number = {node: k for k, node in enumerate(free)}
     costs, edges = [np.array(problem.costs[node], dtype=float) for node in free], {}

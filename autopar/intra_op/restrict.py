@@ -119,8 +119,7 @@ def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -
 
     The axes of a dim are taken in mesh order, with a warning if the spec names them in another.
 
-    Raises:
-        ConstraintError: It does not fit the shape or the mesh.
+    Raises `ConstraintError`: it does not fit the shape or the mesh.
     """
     entries = tuple(spec)
     problem = None

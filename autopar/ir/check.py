@@ -21,8 +21,7 @@ _INLINED = frozenset({"custom_jvp_call", "custom_vjp_call", "closed_call", "rema
 def check_program(jaxpr: Jaxpr) -> None:
     """Assert that a jaxpr is a flat program.
 
-    Raises:
-        AssertionError: It is not; the message names the equation and the user's line.
+    Raises `AssertionError`: it is not; the message names the equation and the user's line.
     """
     _check_body(jaxpr, set(), "the program")
 

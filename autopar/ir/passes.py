@@ -42,8 +42,7 @@ def run_passes(passes: Sequence[Pass[Form]], given: Form, check: Callable[[Form]
 
     `check`: raises an `AssertionError` for an ill-formed form.
 
-    Raises:
-        AssertionError: With checks on; names the pass that made the form wrong.
+    Raises `AssertionError`: with checks on; names the pass that made the form wrong.
     """
     for each in passes:
         given = each.run(given)

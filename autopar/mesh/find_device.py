@@ -34,8 +34,7 @@ _CORES_PER_DEVICE = {"v4": 2, "v5p": 2}
 def slice_chips(text: str) -> tuple[int, Model] | None:
     """The chips and model of a TPU slice by its product name, such as `v5p-64` or `v5litepod-16`; None: it is no slice.
 
-    Raises:
-        ClusterError: No such slice exists, or the catalog has no such TPU.
+    Raises `ClusterError`: no such slice exists, or the catalog has no such TPU.
     """
     found = re.fullmatch(r"\s*(?:tpu[\s_-]*)?(v\d+[a-z]*?)(?:lite)?(?:pod)?[\s_-]+(\d+)\s*", text, re.IGNORECASE)
     if found is None or (found[1].lower() == "v100"):
@@ -58,8 +57,7 @@ def slice_chips(text: str) -> tuple[int, Model] | None:
 def find_device(name: str) -> Model:
     """The model of this name; case, spaces, vendor, form factor and "GB" do not matter.
 
-    Raises:
-        ClusterError: There is none; lists those there are.
+    Raises `ClusterError`: there is none; lists those there are.
     """
     model = known_device(name)
     if model is None:

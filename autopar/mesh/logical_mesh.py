@@ -107,8 +107,7 @@ class LogicalMesh:
 def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
     """The mesh of a shape over a cluster's devices in their order; an axis that crosses hosts gets the link between them.
 
-    Raises:
-        DeviceCountError: The shape's product is not the number of devices.
+    Raises `DeviceCountError`: the shape's product is not the number of devices.
     """
     if math.prod(shape) != cluster.num_devices:
         raise DeviceCountError(

@@ -78,19 +78,14 @@ class MachineProfile:
     measured: tuple[Measured, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON.
-
-        Raises:
-            ProfileError: The file cannot be written.
-        """
+        """Write the profile as JSON. Raises `ProfileError`: the file cannot be written."""
         write_whole(path, json.dumps(_record(self), indent=1) + "\n", "profile", ProfileError)
 
     @staticmethod
     def load(path: str | Path) -> MachineProfile:
         """Read a profile that `save` wrote.
 
-        Raises:
-            ProfileError: The file is missing, damaged, no profile, or of another version.
+        Raises `ProfileError`: the file is missing, damaged, no profile, or of another version.
         """
         try:
             return _profile(read_versioned(path, FORMAT, VERSION))
@@ -143,8 +138,7 @@ def read_profile(profile: MachineProfile | str | Path, platform: str, kind: str,
 
     `given`: what the user passed, for errors.
 
-    Raises:
-        ProfileError: It is no profile, cannot be read, or is of other devices.
+    Raises `ProfileError`: it is no profile, cannot be read, or is of other devices.
     """
     if isinstance(profile, str | os.PathLike):
         path, profile = str(profile), MachineProfile.load(profile)

@@ -23,8 +23,7 @@ MAX_LINES = 6
 def check_arguments(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The flat leaves of the arguments, checked against those the step was compiled for.
 
-    Raises:
-        StructureChangedError: The structure, a shape or a dtype differs; says which.
+    Raises `StructureChangedError`: the structure, a shape or a dtype differs; says which.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     if tree != program.in_tree or not all(_has_type(x, aval) for x, aval in zip(leaves, program.in_avals, strict=True)):
@@ -35,8 +34,7 @@ def check_arguments(program: Program, args: tuple[Any, ...], kwargs: dict[str, A
 def find_argument(program: Program, made: Any) -> int:
     """The number of the argument (positional, then by name) with the structure, shapes and dtypes of `made`.
 
-    Raises:
-        StructureChangedError: There is none; says what differs.
+    Raises `StructureChangedError`: there is none; says what differs.
     """
     leaves, tree = jax.tree.flatten(made)
     nearest: list[tuple[str, str]] = []

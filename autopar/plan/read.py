@@ -31,11 +31,7 @@ from autopar.streams.timeline import Event, Timeline
 
 
 def read_plan(entry: Entry) -> Decision:
-    """The plan in a record.
-
-    Raises:
-        DamageError: An entry is missing or malformed.
-    """
+    """The plan in a record. Raises `DamageError`: an entry is missing or malformed."""
     stages = entry["stages"].items(_stage)
     if not stages:
         raise entry["stages"].wrong("a list of stages")

@@ -28,11 +28,7 @@ MAX_LINES = 8
 
 
 def check_fresh(program: Program, cluster: Cluster, plan: Decision) -> None:
-    """Check that the plan was made for this program and this cluster.
-
-    Raises:
-        StalePlanError: It was not.
-    """
+    """Check that the plan was made for this program and this cluster. Raises `StalePlanError`: it was not."""
     changed: list[str] = []
     elsewhere = ""
     if plan.fingerprints.get("cluster") != cluster_fingerprint(cluster):

@@ -23,8 +23,7 @@ ABSENT = "(not there)"
 def diff_text(this: Decision, other: Decision) -> str:
     """The differences as text, in rows: name, value in `this`, value in `other`.
 
-    Raises:
-        AutoparError: `other` is not a plan.
+    Raises `AutoparError`: `other` is not a plan.
     """
     if not isinstance(other, Decision):
         raise AutoparError(

@@ -29,8 +29,7 @@ _Parts = tuple[str | _Numbers, ...]
 def collapse_paths(entries: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key, int]]:
     """Merge (path, key) entries whose paths differ in numbers only and whose keys are equal.
 
-    Returns:
-        (path with number ranges, key, number of paths) in order of first appearance.
+    Returns (path with number ranges, key, number of paths) in order of first appearance.
     """
     merged: list[tuple[_Parts, _Key, int]] = [(tuple(path.split("/")), key, 1) for path, key in entries]
     while True:

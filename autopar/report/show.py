@@ -85,11 +85,7 @@ def _page(plan: Decision, other: Decision | Timeline | None) -> tuple[str, str]:
 
 
 def write_page(path: str | Path, text: str) -> Path:
-    """Write a page.
-
-    Raises:
-        AutoparError: It cannot be written.
-    """
+    """Write a page. Raises `AutoparError`: it cannot be written."""
     write_whole(path, text, "file")
     return Path(path).resolve()
 

@@ -46,8 +46,7 @@ class Compiled:
 def compile_step(planned: StepPlan, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Compiled:
     """Compile all programs of a step for the devices of its cluster, in order; `options` go to XLA's compiler.
 
-    Raises:
-        DeviceCountError: There are fewer or more devices than meshes have places.
+    Raises `DeviceCountError`: there are fewer or more devices than meshes have places.
     """
     watch, compiler = Watch(), _Compiler(len(planned.stages) > 1, options)
     places: list[jax.sharding.Mesh] = []
@@ -65,8 +64,7 @@ def compile_step(planned: StepPlan, devices: Sequence[Any], options: Mapping[str
 def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """The logical mesh over real devices, in their order.
 
-    Raises:
-        DeviceCountError: There are fewer or more devices than the mesh has places.
+    Raises `DeviceCountError`: there are fewer or more devices than the mesh has places.
     """
     if len(devices) != mesh.num_devices:
         raise DeviceCountError(

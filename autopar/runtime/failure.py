@@ -158,8 +158,7 @@ def donated_error(step: str, paths: Sequence[str]) -> DonatedError:
 def check_results(results: Sequence[jax.Array]) -> None:
     """Check results for NaN and infinity under `jax_debug_nans` and `jax_debug_infs`: JAX does so for jitted functions only.
 
-    Raises:
-        FloatingPointError: A result has one.
+    Raises `FloatingPointError`: a result has one.
     """
     for flag, what, is_such in (("jax_debug_nans", "nan", np.isnan), ("jax_debug_infs", "inf", np.isinf)):
         if getattr(jax.config, flag):

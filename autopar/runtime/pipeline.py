@@ -51,8 +51,7 @@ from autopar.streams.timeline import Timeline
 class Pipeline:
     """A pipeline on the devices of this process; attributes as in `Runtime`.
 
-    Attributes:
-        num_compiled: How many programs were compiled; the others are equal to one of these.
+    `num_compiled`: how many programs were compiled; the others are equal to one of these.
     """
 
     closed = False

@@ -47,8 +47,7 @@ class Placing:
     def place(self, given: Sequence[Any], arrays: Sequence[Any] | None = None) -> list[jax.Array]:
         """The placed arrays. `given`: the user's arrays. `arrays`: what they were reshaped to; None: `given` themselves.
 
-        Raises:
-            DonatedError: One was donated before.
+        Raises `DonatedError`: one was donated before.
         """
         placed = list(given if arrays is None else arrays)
         away = [] if self._are_there(placed) else self._away(placed)

@@ -54,8 +54,7 @@ MEANT = {
 def method_of(text: str) -> Method:
     """The method that a name or a call stands for.
 
-    Raises:
-        AutoparError: There is no such method, with suggestions; or its settings are wrong.
+    Raises `AutoparError`: there is no such method, with suggestions; or its settings are wrong.
     """
     plain = re.sub(r"[\s_\-.]+", "", text.lower())
     if plain in NAMES:

@@ -145,8 +145,7 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
 def check_batch(request: Request, mesh: LogicalMesh) -> None:
     """Check that the batch divides over the devices of a data-parallel mesh.
 
-    Raises:
-        BatchError: It does not, or there is none.
+    Raises `BatchError`: it does not, or there is none.
     """
     program, roles = request.program, request.roles
     if not roles.batch:
@@ -180,8 +179,7 @@ def check_batch(request: Request, mesh: LogicalMesh) -> None:
 def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
     """Check that every argument has a sharding left.
 
-    Raises:
-        InfeasibleError: Names the pins on one argument that contradict each other or the method.
+    Raises `InfeasibleError`: names the pins on one argument that contradict each other or the method.
     """
     for k, path in enumerate(program.in_paths):
         mask = allowed.masks.get(graph.inputs[k])

@@ -46,8 +46,7 @@ class Pins:
 def find_pins(in_paths: Sequence[str], constraints: Mapping[str, Any], out_paths: Sequence[str] = ()) -> list[Pins]:
     """The pins of each constraint: on arguments, and on results if it begins with `result`.
 
-    Raises:
-        ConstraintError: A constraint names no argument and no result, or is no PartitionSpec.
+    Raises `ConstraintError`: a constraint names no argument and no result, or is no PartitionSpec.
     """
     pins = []
     for glob, spec in constraints.items():
@@ -102,8 +101,7 @@ def restrict_stages(
 ) -> RestrictStage:
     """Combine the user's pins, unsplit random keys, and further restrictions (`restrict`) of stages.
 
-    Raises:
-        ConstraintError: A constraint names no argument, or is no PartitionSpec.
+    Raises `ConstraintError`: a constraint names no argument, or is no PartitionSpec.
     """
     arguments = cut.program.jaxpr.invars
     pins_of: dict[Var, list[tuple[str, PartitionSpec]]] = {}

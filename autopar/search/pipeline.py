@@ -80,8 +80,7 @@ def plan_pipeline(
 class _PipelinePlanner:
     """Plans one pipeline in several ways; arguments as in `plan_pipeline`.
 
-    Attributes:
-        fastest: Objective (`Options.goal`) of the first way that worked, which bounds the others; 0: none yet.
+    `fastest`: objective (`Options.goal`) of the first way that worked, which bounds the others; 0: none yet.
     """
 
     def __init__(
@@ -131,8 +130,7 @@ class _PipelinePlanner:
     def plan(self, number: int, way: Terms, report: Report) -> PipelinePlan | None:
         """Plan the pipeline in the way of this number; way 0 has unlimited memory.
 
-        Returns:
-            The plan; None: its stages are those of the way before.
+        Returns the plan; None: its stages are those of the way before.
         """
         room = self._room if number == 1 else None
         made = _shard_stages(self.cut, self.programs, self.meshes, way, self.restrict, report, room)
@@ -158,8 +156,7 @@ def _not_beaten(
 
     `endless`: per stage, seconds of one microbatch with unlimited memory, a lower bound.
 
-    Raises:
-        SlowerError: A step with these stages cannot beat it.
+    Raises `SlowerError`: a step with these stages cannot beat it.
     """
     once: list[float] = []
     for stage in stages:
@@ -283,8 +280,7 @@ def _naming(stage: str) -> Iterator[None]:
 def _recompute_to_fit(planned: PipelinePlan, cluster: Cluster, budget: float) -> PipelinePlan:
     """Raise the recomputation levels of stages on meshes that exceed the budget, until all fit.
 
-    Returns:
-        The pipeline that fits; if none does, the one with the least peak.
+    Returns the pipeline that fits; if none does, the one with the least peak.
     """
     num_meshes, least = len(planned.streams.instructions), planned
     ladders: dict[int, list[float]] = {}
@@ -306,11 +302,7 @@ def _recompute_to_fit(planned: PipelinePlan, cluster: Cluster, budget: float) ->
 
 
 def check_budget(planned: PipelinePlan, budget: float) -> None:
-    """Check that no device exceeds the memory budget.
-
-    Raises:
-        NoPlanFoundError: One does; names the stage.
-    """
+    """Check that no device exceeds the memory budget. Raises `NoPlanFoundError`: one does; names the stage."""
     mesh, peak = max(planned.simulation.peak_bytes.items(), key=lambda item: item[1])
     if peak > budget:
         count, levels = len(planned.stages), set(planned.tasks.levels)

@@ -239,8 +239,7 @@ class _Search:
     def best(self) -> tuple[StepPlan, Tried]:
         """The fastest plan of all, and what else was tried.
 
-        Raises:
-            AutoparError: There is no plan; says why a mesh has none.
+        Raises `AutoparError`: there is no plan; says why a mesh has none.
         """
         if self.stages.best is not None:
             return all_lowered(self.stages.best, self.request.cluster), self.tried
@@ -322,8 +321,7 @@ def _check_rows(program: Program, roles: Roles) -> None:
 def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
     """Logical meshes to try.
 
-    Raises:
-        DeviceCountError: The method's mesh has another number of devices than the cluster.
+    Raises `DeviceCountError`: the method's mesh has another number of devices than the cluster.
     """
     match method:
         case ShardParallel(mesh_shape=LogicalMesh() as mesh):

@@ -86,8 +86,7 @@ class Standing:
 def planning_progress(name: str) -> Iterator[Report]:
     """Context that shows the progress of planning; yields the `Report` to call.
 
-    Raises:
-        KeyboardInterrupt: Planning was stopped; without the planner's traceback.
+    Raises `KeyboardInterrupt`: planning was stopped; without the planner's traceback.
     """
     standing = Standing(name)
     console = Console(file=sys.stderr, force_jupyter=False)
@@ -178,11 +177,7 @@ class Anytime:
         return f"planning_seconds={self._limit:g} were over"
 
     def __call__(self, text: str, done: float | None = None, best: float = math.inf) -> None:
-        """Pass on progress, as in `Report`.
-
-        Raises:
-            TimeIsUp: The limit is reached, and there is a plan.
-        """
+        """Pass on progress, as in `Report`. Raises `TimeIsUp`: the limit is reached, and there is a plan."""
         self._best = min(self._best, best)
         self._report(text, done, best)
         if math.isfinite(self._best) and time.monotonic() - self._started > self._limit:

@@ -40,8 +40,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
 
     If the plan was made by `method`, that decides which choices `explain` calls forbidden.
 
-    Raises:
-        PlanFileError: The plan's choices do not give what its file lists: the file was edited.
+    Raises `PlanFileError`: the plan's choices do not give what its file lists: the file was edited.
     """
     _check_devices(cluster, plan)
     carry_out = _one_program if plan.is_one_program else _pipeline
@@ -71,11 +70,7 @@ def _check_devices(cluster: Cluster, plan: Plan) -> None:
 
 
 def _one_program(request: Request, plan: Plan) -> StepPlan:
-    """Restore a step on one mesh.
-
-    Raises:
-        AssertionError: The choices are not those of this step.
-    """
+    """Restore a step on one mesh. Raises `AssertionError`: the choices are not those of this step."""
     mesh, roles = plan.mesh, request.roles
     how = plan.num_microbatches, plan.microbatch_semantics, request.cluster.num_devices
     step = in_microbatches(request.program, roles, *how)
@@ -91,11 +86,7 @@ def _one_program(request: Request, plan: Plan) -> StepPlan:
 
 
 def _pipeline(request: Request, plan: Plan) -> StepPlan:
-    """Restore a step cut into stages.
-
-    Raises:
-        AssertionError: The choices are not those of this step.
-    """
+    """Restore a step cut into stages. Raises `AssertionError`: the choices are not those of this step."""
     cluster, schedule = request.cluster, getattr(request.method, "schedule", None)
     named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
     how = plan.parts, plan.num_microbatches, plan.microbatch_semantics

@@ -125,8 +125,7 @@ def solve_stage(
 ) -> StagePlan:
     """Shard a stage, or reuse the choices of an equal one; `pins`: key of the restriction.
 
-    Raises:
-        InfeasibleError: It does not fit.
+    Raises `InfeasibleError`: it does not fit.
     """
     options, solved, gap, all_again = terms.options, terms.solved, terms.gap, terms.all_again
     in_flight = terms.in_flight if mesh.num_devices > 1 else 1  # on one device there is nothing to choose
@@ -181,8 +180,7 @@ def given_choices(
 
     `cost`: the step's cost when the choices were found. `restrict`: the restrictions then.
 
-    Raises:
-        AssertionError: They are not choices of this program.
+    Raises `AssertionError`: they are not choices of this program.
     """
     graph = stage_graph(program, mesh)
     fitting = len(graph.nodes) == len(choices) and all(

@@ -160,8 +160,7 @@ def pipeline_under(
 def _num_meshes(method: PipelineParallel | ThreeD, program: Program, chunks: int) -> int:
     """Number of meshes, each with so many chunks, from the method, or else from the marks in the step.
 
-    Raises:
-        PipelineError: Neither tells, or the marks do not make whole stages.
+    Raises `PipelineError`: neither tells, or the marks do not make whole stages.
     """
     if isinstance(method, ThreeD):
         return method.pipeline
@@ -316,8 +315,7 @@ def default_microbatches(request: Request, num_stages: int) -> int:
 def _marked_stages(program: Program, chunks: int) -> int:
     """Number of stages, of so many chunks each, by the user's marks; 0: there are none.
 
-    Raises:
-        PipelineError: The chunks do not make whole stages.
+    Raises `PipelineError`: the chunks do not make whole stages.
     """
     marks = sum(
         eqn.primitive.name == "mark_stage" and not is_backward(eqn) and not is_recomputed(eqn)
@@ -335,11 +333,7 @@ def _marked_stages(program: Program, chunks: int) -> int:
 
 
 def _check_marks(cut: CutStep, num_stages: int) -> None:
-    """Check that every mark is a border between stages.
-
-    Raises:
-        PipelineError: One is not.
-    """
+    """Check that every mark is a border between stages. Raises `PipelineError`: one is not."""
     found = len(cut.chain.marks) + 1
     if found != num_stages:
         raise PipelineError(
@@ -355,8 +349,7 @@ def _check_marks(cut: CutStep, num_stages: int) -> None:
 def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: Cluster) -> list[int]:
     """Number of devices of each stage; if meshes hold several stages, of each mesh.
 
-    Raises:
-        DeviceCountError: There are more or fewer devices.
+    Raises `DeviceCountError`: there are more or fewer devices.
     """
     available = cluster.num_devices
     if isinstance(method, ThreeD):

@@ -105,8 +105,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
 class _Cuts:
     """A cache of cuts of the step, by number of microbatches and of parts of its scans over layers.
 
-    Attributes:
-        length: Number of layers in the scans that are split; 0: there are none.
+    `length`: number of layers in the scans that are split; 0: there are none.
     """
 
     def __init__(self, request: Request):
@@ -217,8 +216,7 @@ class _Attempts:
     def make(self, candidate: Candidate, schedule: str) -> tuple[PipelinePlan | None] | None:
         """Plan a candidate under a schedule, and record the outcome.
 
-        Returns:
-            A tuple with the plan, or with None if it does not fit; None: it was left out, or is impossible.
+        Returns a tuple with the plan, or with None if it does not fit; None: it was left out, or is impossible.
         """
         text = candidate.text(schedule)
         beat = self.beat

@@ -26,8 +26,7 @@ from autopar.streams.timeline import Event, EventKind, Timeline
 def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Tasks, num_stages: int) -> None:
     """Check that a schedule does every step of every stage once, in an order without deadlock.
 
-    Raises:
-        PipelineError: It does not; names the first step that is missing or done twice, or the steps that deadlock.
+    Raises `PipelineError`: it does not; names the first step that is missing or done twice, or the steps that deadlock.
     """
     num_meshes, count = len(order), tasks.split.count
     wanted = {

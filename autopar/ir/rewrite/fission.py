@@ -124,8 +124,7 @@ def _split_by_results(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
 class _Branch:
     """One branch: the equation of each value, and which scalars are cheap.
 
-    Attributes:
-        given: Values hoisted before the conditions.
+    `given`: values hoisted before the conditions.
     """
 
     def __init__(self, body: Jaxpr, work: Work):

@@ -40,8 +40,7 @@ class _Messages:
 class Exchange:
     """An exchange of rows between devices, each with parts of equal length and groups of its own. Only inside `shard_map`.
 
-    Attributes:
-        sizes: How many rows of each of its groups a device receives.
+    `sizes`: how many rows of each of its groups a device receives.
     """
 
     def __init__(self, counts: jax.Array, length: int, axes: tuple[str, ...], platform: str):

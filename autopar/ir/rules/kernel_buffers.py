@@ -83,8 +83,7 @@ class Steps(Walk):
     def through_loop(self, loop: JaxprEqn) -> list[Var]:
         """Interpret the body with the trips of a loop as steps; the results that are sums over them.
 
-        Raises:
-            NotUnderstoodError: It is not understood, or some result is neither made block by block nor a sum.
+        Raises `NotUnderstoodError`: it is not understood, or some result is neither made block by block nor a sum.
         """
         with self._at_steps(_AROUND):
             for eqn in self.body.eqns:

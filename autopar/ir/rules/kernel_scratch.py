@@ -37,11 +37,7 @@ def is_begun_anew(body: Jaxpr, buffers: Iterable[Var], numbers: Mapping[int, np.
 
 
 class _Step(Walk):
-    """A walk through one step.
-
-    Attributes:
-        left: Buffers that still hold values of earlier steps.
-    """
+    """A walk through one step. `left`: buffers that still hold values of earlier steps."""
 
     def __init__(self, body: Jaxpr, numbers: Mapping[int, np.ndarray], buffers: Iterable[Var]):
         super().__init__(body, numbers)

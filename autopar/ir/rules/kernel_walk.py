@@ -64,11 +64,7 @@ class Walk:
         raise NotImplementedError
 
     def through(self, body: Jaxpr) -> None:
-        """Interpret a body.
-
-        Raises:
-            NotUnderstoodError: It does something that is not understood.
-        """
+        """Interpret a body. Raises `NotUnderstoodError`: it does something that is not understood."""
         for eqn in body.eqns:
             self.visit(eqn)
 

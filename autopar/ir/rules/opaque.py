@@ -128,8 +128,7 @@ def _host_call(program: Jaxpr) -> str | None:
 def parse_text(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Factor, str]]:
     """Terms of operands, terms of results, and the notes in braces: factor -> kind.
 
-    Raises:
-        RuleError: The text cannot be parsed.
+    Raises `RuleError`: the text cannot be parsed.
     """
 
     def fail(wrong: str) -> RuleError:

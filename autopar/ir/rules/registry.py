@@ -28,8 +28,7 @@ _RULES_BY_NAME: dict[str, RuleFunction] = {}
 def register(*primitives: Primitive) -> Callable[[RuleFunction], RuleFunction]:
     """Make the decorated function the sharding rule of `primitives`.
 
-    Raises:
-        ValueError: One of them already has a rule.
+    Raises `ValueError`: one of them already has a rule.
     """
     return _registering(_RULES, primitives)
 
@@ -37,8 +36,7 @@ def register(*primitives: Primitive) -> Callable[[RuleFunction], RuleFunction]:
 def register_named(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     """As `register`, by name, for primitives in modules of JAX that `import jax` does not load: kernels.
 
-    Raises:
-        ValueError: One of them already has a rule.
+    Raises `ValueError`: one of them already has a rule.
     """
     return _registering(_RULES_BY_NAME, names)
 
@@ -75,8 +73,7 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
     A primitive without a rule is computed whole on every device: silently if it is in a list of `replicated.py`, else with
     a warning that names it and the line.
 
-    Raises:
-        UnsupportedPrimitiveError: The equation is a collective or mutates a reference.
+    Raises `UnsupportedPrimitiveError`: the equation is a collective or mutates a reference.
     """
     rule = _find(eqn.primitive)
     kind = list_of(eqn.primitive.name) if rule is None else None

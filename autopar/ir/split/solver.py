@@ -64,8 +64,7 @@ class Solver:
 
         `eqn`: the equation; its operands' placements are known. `inside`: whether it stands in a body.
 
-        Raises:
-            StuckError: It fits no strategy.
+        Raises `StuckError`: it fits no strategy.
         """
         if is_region(eqn):
             return self.region(eqn)

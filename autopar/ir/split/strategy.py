@@ -116,11 +116,7 @@ class _Place(Shard):
     blocks: int = 1
 
     def num_shards(self, factor: Factor) -> int:
-        """Number of shards of a factor; 1 if it is not split.
-
-        Raises:
-            NoPositionError: Shards are not equal.
-        """
+        """Number of shards of a factor; 1 if it is not split. Raises `NoPositionError`: shards are not equal."""
         if not self.axes_of.get(factor):
             return 1
         if self.size > 1:
@@ -133,8 +129,7 @@ class _Place(Shard):
     def index(self, factor: Factor) -> jax.Array | int:
         """The first unit of the shard; 0 for a factor that is not split.
 
-        Raises:
-            NoPositionError: The shard has its part of each of several blocks.
+        Raises `NoPositionError`: the shard has its part of each of several blocks.
         """
         if not self.axes_of.get(factor):
             return 0

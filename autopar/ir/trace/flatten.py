@@ -44,8 +44,7 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Constant] = ()) -> tuple[Jaxpr, tuple
 
     `jaxpr`: any jaxpr; its invars stay the first invars, keys as integers.
 
-    Returns:
-        The flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.
+    Returns the flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.
     """
     given = Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars))
     flat = run_passes(FLATTEN, given, check_flat)

@@ -60,11 +60,7 @@ class Parameters:
 
 
 def integers(argnums: object) -> tuple[int, ...]:
-    """The user's integers, one, several or None, as a tuple.
-
-    Raises:
-        TypeError: They are no integers.
-    """
+    """The user's integers, one, several or None, as a tuple. Raises `TypeError`: they are no integers."""
     try:
         return (operator.index(argnums),)  # type: ignore[arg-type]
     except TypeError:
@@ -176,8 +172,7 @@ class Static:
 def static_of(parameters: Parameters, argnums: object = (), argnames: Any = ()) -> Static:
     """Resolve the static parameters; a number implies its name and a name its number.
 
-    Raises:
-        AutoparError: There is no such parameter.
+    Raises `AutoparError`: there is no such parameter.
     """
     try:
         numbers = parameters.numbers(argnums)
@@ -196,8 +191,7 @@ def static_of(parameters: Parameters, argnums: object = (), argnames: Any = ()) 
 def chosen(option: str, argnums: Any, static: Static) -> Any:
     """Resolve `batch_argnums` or `donate_argnums` to numbers; `"auto"` stays.
 
-    Raises:
-        BatchError: There is no such parameter, or it is static.
+    Raises `BatchError`: there is no such parameter, or it is static.
     """
     if isinstance(argnums, str) and argnums == "auto":
         return argnums
@@ -222,8 +216,7 @@ def chosen(option: str, argnums: Any, static: Static) -> Any:
 def check_hashable(static: Iterable[tuple[str, object]], name: str) -> None:
     """Check that each static argument can be hashed, since programs are looked up by it.
 
-    Raises:
-        TraceError: One cannot; names it.
+    Raises `TraceError`: one cannot; names it.
     """
     for argument, value in static:
         try:

@@ -69,8 +69,7 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
     `batch_argnums`: `"auto"`, or the numbers of the parameters that are the batch.
     `donate_argnums`: `"auto"` (state is donated), or numbers of parameters.
 
-    Raises:
-        BatchError: The batch is ambiguous, or no argument has that number.
+    Raises `BatchError`: the batch is ambiguous, or no argument has that number.
     """
     arguments = argument_slices(program)
     objects: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
@@ -121,8 +120,7 @@ def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
 
     Of several leading dims it is the one along which the step can be computed row by row.
 
-    Raises:
-        BatchError: That leaves no dim, or several.
+    Raises `BatchError`: that leaves no dim, or several.
     """
     arguments = argument_slices(program)
     candidates = _candidates(program, arguments, state)

@@ -115,8 +115,7 @@ class _Typed(NamedTuple):
 def _typed(call: SplitCall, name: str) -> _Typed:
     """The argument leaves of a call; `name`: the step's, for errors.
 
-    Raises:
-        TraceError: A leaf is no array, or is being traced.
+    Raises `TraceError`: a leaf is no array, or is being traced.
     """
     found, tree = jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))
     names = [argument.name for argument in call.arguments]
@@ -147,8 +146,7 @@ def _traced(
 ) -> tuple[Traced, PyTreeDef]:
     """The step as JAX traces it, and the structure of its results.
 
-    Raises:
-        TraceError: The step uses a tracer of another trace.
+    Raises `TraceError`: the step uses a tracer of another trace.
     """
     name, types = name_of(fn), [_type_of(aval) for aval in in_avals]
     try:
@@ -228,11 +226,7 @@ def _check_jit(name: str) -> None:
 
 
 def check_not_traced(leaf: object, path: str, name: str) -> None:
-    """Check that an argument is no tracer.
-
-    Raises:
-        TraceError: It is one.
-    """
+    """Check that an argument is no tracer. Raises `TraceError`: it is one."""
     if isinstance(leaf, jax.core.Tracer):
         raise TraceError(
             f"argument `{path}` of `{name}` is being traced.",

@@ -28,8 +28,7 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
 
     `batch`: input leaves that hold samples, as far as is known.
 
-    Raises:
-        StateError: It returns no new value of any argument.
+    Raises `StateError`: it returns no new value of any argument.
     """
     if not program.gradient:
         return

@@ -37,8 +37,7 @@ def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Calla
 
     `callbacks`: of each program, (operation and line, function). `watch`: collects what they raise.
 
-    Raises:
-        NotBuiltYetError: One cannot be sent.
+    Raises `NotBuiltYetError`: one cannot be sent.
     """
     own = {name: found for name, found in callbacks.items() if found}
     for found in own.values():
@@ -50,8 +49,7 @@ def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Calla
 def packed(reader: Any, name: str) -> bytes:
     """The function with which workers read their portions of batches, as bytes; `name`: for errors.
 
-    Raises:
-        NotBuiltYetError: It cannot be pickled.
+    Raises `NotBuiltYetError`: it cannot be pickled.
     """
     return _sendable(reader, "a function of batches", f"`{name}(host, hosts)`", "when it is called", "batches")
 
@@ -93,8 +91,7 @@ def _sendable(value: Any, what: str, given: str, when: str, feature: str) -> byt
 def check_calls(bodies: Sequence[Body]) -> None:
     """Check that workers support all host callbacks of these programs.
 
-    Raises:
-        NotBuiltYetError: They do not support one.
+    Raises `NotBuiltYetError`: they do not support one.
     """
     for eqn in (eqn for body in bodies for eqn, _ in computed(body)):
         name = eqn.primitive.name
@@ -118,8 +115,7 @@ def check_calls(bodies: Sequence[Body]) -> None:
 def check_no_calls(program: Any) -> None:
     """Check that a program that creates state has no host callbacks, which workers do not support there.
 
-    Raises:
-        NotBuiltYetError: It has one.
+    Raises `NotBuiltYetError`: it has one.
     """
     name = next(
         (eqn.primitive.name for eqn in all_equations(open_jaxpr(program)[0]) if eqn.primitive.name in SIDE_EFFECTS),

@@ -32,8 +32,7 @@ AUTOMATIC = "auto"
 def find_schedule(schedule: str | Schedule) -> Schedule:
     """The schedule of a name; the user's own schedule is returned as it is.
 
-    Raises:
-        AutoparError: There is none of this name, or the object is no schedule.
+    Raises `AutoparError`: there is none of this name, or the object is no schedule.
     """
     if isinstance(schedule, str):
         own = "an object with `name` and `order(num_stages, num_microbatches)`"

@@ -74,8 +74,7 @@ def layer_count(
 
     `weights`: inputs that may be such stacks; a scan over time, or over chunks of samples, reads none of them in parts.
 
-    Returns:
-        Of several trip counts that of the scans with most work; 0: there is none.
+    Returns of several trip counts that of the scans with most work; 0: there is none.
     """
     costs, whole = work_of_passes(jaxpr)
     of_length: dict[int, float] = {}

@@ -26,8 +26,7 @@ from autopar.tuning import TUNING
 class Hoist:
     """Hoists equations of one step out of its loop.
 
-    Attributes:
-        gathered: The first equation for which samples were hoisted; None: there was none.
+    `gathered`: the first equation for which samples were hoisted; None: there was none.
     """
 
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):

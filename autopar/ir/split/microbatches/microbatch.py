@@ -118,11 +118,7 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
 
 
 def check_divides(jaxpr: Jaxpr, count: int, batch: Batch, name: str = "the batch") -> None:
-    """Check that the batch divides into microbatches.
-
-    Raises:
-        BatchError: It does not, or there is none.
-    """
+    """Check that the batch divides into microbatches. Raises `BatchError`: it does not, or there is none."""
     sizes = sorted({jaxpr.invars[k].aval.shape[dim] for k, dim in sample_dims(batch).items()})
     if not sizes:
         raise BatchError(

@@ -75,8 +75,7 @@ def split_at_joins(
 def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
     """Phases of one forward and one backward pass, with joins between them where needed.
 
-    Raises:
-        MicrobatchError: Joins do not suffice; its cause is the first `SamplesWaitError`.
+    Raises `MicrobatchError`: joins do not suffice; its cause is the first `SamplesWaitError`.
     """
     joins: list[JaxprEqn] | None = None
     first: SamplesWaitError | None = None

@@ -30,8 +30,7 @@ SplitTurn: TypeAlias = Callable[[Jaxpr, Batch], Jaxpr]
 def split_turns(jaxpr: Jaxpr, count: int, batch: Batch, split: SplitTurn) -> tuple[Jaxpr, list[JaxprEqn]]:
     """The program whose loops of training steps have microbatches in each turn, and these loops; itself, if it has none.
 
-    Raises:
-        MicrobatchError: A turn cannot be split into microbatches.
+    Raises `MicrobatchError`: a turn cannot be split into microbatches.
     """
     of_batch = descendants(jaxpr.eqns, given=(jaxpr.invars[k] for k in batch))
     eqns: list[JaxprEqn] = []

@@ -120,8 +120,7 @@ class _Found:
 class _Writer:
     """Writes the program in which rows are sorted in parts.
 
-    Attributes:
-        counted: Values that count rows -> the values that count those of each part, `[..., part, group]`.
+    `counted`: values that count rows -> the values that count those of each part, `[..., part, group]`.
     """
 
     def __init__(self, found: _Found):

@@ -75,11 +75,7 @@ class RemoteArray(Shaped):
         return self
 
     def check(self) -> None:
-        """Check that the array was not donated.
-
-        Raises:
-            DonatedError: It was.
-        """
+        """Check that the array was not donated. Raises `DonatedError`: it was."""
         if self.is_deleted():
             raise DonatedError(
                 "this array has been deleted.",

@@ -51,8 +51,7 @@ class Layout:
 class Reading:
     """Batches that the workers of a step read, until `close`.
 
-    Attributes:
-        layout: How batches of the usual kind are distributed.
+    `layout`: how batches of the usual kind are distributed.
     """
 
     def __init__(self, step: RayStep, layout: Layout, kind: PortionKind):

@@ -133,8 +133,7 @@ def tiles_of(array: RemoteArray, load: dict[int, int]) -> list[Tile] | None:
 
     `load`: the bytes that each worker that can write has to write so far; increased.
 
-    Returns:
-        The parts; None: no worker can write one of them.
+    Returns the parts; None: no worker can write one of them.
     """
     found: list[Tile] = []
     own = dict(load)

@@ -79,8 +79,7 @@ class Channel(Protocol):
     def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
         """Wait until all messages but the last `behind` are done; each may take so many seconds after the one before it.
 
-        Returns:
-            The message that was not done in time; None: all were.
+        Returns the message that was not done in time; None: all were.
         """
         ...
 

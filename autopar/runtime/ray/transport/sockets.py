@@ -47,8 +47,7 @@ _HEAD = struct.Struct("<qqqq")
 class Listener:
     """Receives the parcels for one worker.
 
-    Attributes:
-        port: The port on which it listens; 0: none, since this host does not have the address that Ray knows it by.
+    `port`: the port on which it listens; 0: none, since this host does not have the address that Ray knows it by.
     """
 
     def __init__(self, address: str, word: bytes, put: Post):
@@ -181,8 +180,7 @@ def _connected(address: tuple[str, int], word: bytes) -> socket.socket | None:
 def _welcome(connection: socket.socket, word: bytes) -> None:
     """The listener's side of the handshake; it challenges first, so it proves nothing to a stranger.
 
-    Raises:
-        OSError: The other side does not know the word, is gone, or takes too long.
+    Raises `OSError`: the other side does not know the word, is gone, or takes too long.
     """
     deadline = time.monotonic() + GREET_SECONDS
     own = secrets.token_bytes(_NONCE_BYTES)

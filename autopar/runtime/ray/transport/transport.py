@@ -52,8 +52,7 @@ class Transport(Protocol):
     def flush(self, on_progress: Callable[[], None]) -> None:
         """Wait until all messages have been sent; `on_progress` is called after each.
 
-        Raises:
-            Exception: Sending failed.
+        Raises `Exception`: sending failed.
         """
         ...
 
@@ -76,8 +75,7 @@ class WaitError(Exception):
 class Mailbox:
     """Parcels that have arrived and are not taken yet, by (step, message, source).
 
-    Attributes:
-        came: When the parcels taken had arrived; 0.0: not in time.
+    `came`: when the parcels taken had arrived; 0.0: not in time.
     """
 
     def __init__(self) -> None:

@@ -63,8 +63,7 @@ class Disk:
     ) -> dict[str, Digest]:
         """Write the tiles of a save to a folder of this worker's own; `boxes`: (array, tile, its box in the array).
 
-        Returns:
-            The digest of each file, by its path in the folder.
+        Returns the digest of each file, by its path in the folder.
         """
         import tensorstore
 

@@ -105,8 +105,7 @@ class Member:
     ) -> None:
         """Learn about the other workers: their actors, their addresses, the secret, and by mesh the worker of each device.
 
-        Raises:
-            DeviceCountError: JAX found another number of devices than this worker should have.
+        Raises `DeviceCountError`: JAX found another number of devices than this worker should have.
         """
         if jax.local_device_count() != self.seat.count:
             raise DeviceCountError(

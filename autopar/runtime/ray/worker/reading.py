@@ -67,8 +67,7 @@ class _Source:
 class Readings:
     """The sources that a worker reads; owns open portions, and arrays that no step has taken yet.
 
-    Attributes:
-        arrays: These arrays, by key.
+    `arrays`: these arrays, by key.
     """
 
     def __init__(self, places: Places):
@@ -111,8 +110,7 @@ class Readings:
     def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PortionKind | None]:
         """Read a batch, and place it under these keys if it is of the usual kind.
 
-        Returns:
-            The kind of each portion; None: the portion has ended.
+        Returns the kind of each portion; None: the portion has ended.
         """
         own, found = self._sources[source], dict[int, PortionKind | None]()
         drawn: dict[int, list[Any]] = {}
