@@ -195,7 +195,7 @@ class CompiledStep:
         seconds = None
         if not executable.is_remote:
             donated = self.plan.attached.roles.donated[: len(leaves)]
-            seconds = whole_steps(lambda own: self.run(own), leaves, donated, steps)
+            seconds = whole_steps(self.run, leaves, donated, steps)
         with without_mesh():
             results, timeline = self._carry_out(executable.measure, leaves)
             if is_one and seconds is not None:

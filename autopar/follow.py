@@ -129,7 +129,9 @@ class Following:
                 wrong="where its state lies is decided when it is first called.",
                 do=f"call `{name_of(self._step)}`, or its compile(...), before.",
             )
-        held = _subtrees(compiled.program)
+        # Every subtree of an argument -> its first leaf, of equal ones the first in breadth order.
+        trees = subtrees(compiled.program.in_tree, compiled.program.in_avals)[3:]  # not the whole, and its halves
+        held: dict[Any, int] = {kind: start for kind, start, _ in reversed(trees)}
         program = self._traced.program(*args, **kwargs)
         found: dict[int, int] = {}
         others = []
@@ -196,13 +198,3 @@ def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> A
 
 def _sample_type(aval: Aval) -> tuple[object, ...]:
     return tuple(aval.shape[1:]), aval.dtype
-
-
-def _subtrees(program: Program) -> dict[Any, int]:
-    """Every subtree of a step's arguments: (structure, types) -> its first leaf, of equal ones the first in breadth order."""
-    found: dict[Any, int] = {}
-    for kind, start, _ in subtrees(program.in_tree, program.in_avals)[
-        3:
-    ]:  # the whole, and its halves, are no arguments
-        found.setdefault(kind, start)
-    return found

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar import checkpoint
-from autopar.ir.split.placement import share_of
+from autopar.ir.split.placement import units_of_shard
 from autopar.runtime.stacks import StackedArray
 
 LAYERS, WIDTH, BATCH = 7, 8, 8
@@ -56,7 +56,7 @@ def close(got, want):
 
 @pytest.mark.parametrize("count, length", [(16, 126), (3, 7), (5, 7), (4, 8)])
 def test_shares_are_even_and_all_there_is(count, length):
-    shares = [share_of(k, count, length) for k in range(count)]
+    shares = [units_of_shard(k, count, length) for k in range(count)]
     sizes = [share.size for share in shares]
     assert sum(sizes) == length and 0 < min(sizes) == sizes[-1] and max(sizes) - min(sizes) <= 1
     assert [share.first for share in shares] == [sum(sizes[:k]) for k in range(count)]
@@ -65,7 +65,7 @@ def test_shares_are_even_and_all_there_is(count, length):
 @pytest.mark.parametrize("meshes, chunks, length", [(14, 2, 126), (4, 4, 61), (3, 2, 7)])
 def test_chunks_of_a_mesh_are_even_together(meshes, chunks, length):
     """Of 126 layers in 28 parts for 14 meshes each has nine, and not ten or eight in turn."""
-    sizes = [share_of(k, meshes * chunks, length).size for k in range(meshes * chunks)]
+    sizes = [units_of_shard(k, meshes * chunks, length).size for k in range(meshes * chunks)]
     assert {sum(sizes[mesh::meshes]) for mesh in range(meshes)} <= {length // meshes, -(-length // meshes)}
 
 

@@ -118,7 +118,7 @@ def _rows_made(eqn: JaxprEqn) -> list[Binding]:
 
 
 def _reads_rows(eqn: JaxprEqn, stack: Var) -> bool:
-    return kind_of(eqn) == "scan" and all(b.role == "xs" for b in region_of(eqn).bindings if b.outer is stack)
+    return kind_of(eqn) == "scan" and all(b.role == "xs" for b in region_of(eqn).bindings if b.operand is stack)
 
 
 def residuals_on_host(jaxpr: Jaxpr, count: int) -> Jaxpr:
@@ -182,10 +182,10 @@ class _Writer:
         scan = region_of(eqn)
         bindings, fetched = [], {}
         for b in scan.bindings:
-            if b.role == "xs" and b.outer in self.stacks:
+            if b.role == "xs" and b.operand in self.stacks:
                 row = new_var(in_host_memory(b.var.aval))
                 fetched[b.var] = row
-                b = rows_in(self.there[b.outer], row)  # type: ignore[index]
+                b = rows_in(self.there[b.operand], row)  # type: ignore[index]
             bindings.append(b)
         body = Equations()
         for inner in scan.bodies[0].eqns:

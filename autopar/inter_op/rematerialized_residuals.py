@@ -40,7 +40,7 @@ def _pairs(jaxpr: Jaxpr) -> Iterator[tuple[int, int, list[Var]]]:
         for stack in (b.result for b in scan.ys if b.result not in results and len(readers.get(b.result, ())) == 1):
             reader = place[readers[stack][0]]
             if reader in scans and scans[reader].trips == scan.trips:
-                if not any(b.outer is stack for b in scans[reader].of_role("const", "carry")):
+                if not any(b.operand is stack for b in scans[reader].of_role("const", "carry")):
                     found.setdefault(reader, []).append(stack)
         yield from ((at, reader, stacks) for reader, stacks in found.items())
 
@@ -53,8 +53,8 @@ def _lean(
     value_of = {b.result: b.value for b in first.ys if b.result in stacks and not isinstance(b.value, Literal)}
     stack_of = {value: stack for stack, value in value_of.items()}
     # Stacks that the backward scan reads anyway, and arguments of the step, cost nothing to keep.
-    available = {*given, *variables(b.outer for b in second.xs)}
-    shared = [b.var for b in first.xs if isinstance(b.outer, Literal) or b.outer in available]
+    available = {*given, *variables(b.operand for b in second.xs)}
+    shared = [b.var for b in first.xs if isinstance(b.operand, Literal) or b.operand in available]
     free = [*shared, *(b.var for b in first.consts)]
     kept = choose_residuals(first.bodies[0].eqns, list(stack_of), free)
     if kept.num_bytes >= sum(map(device_bytes, stack_of)):
@@ -75,13 +75,13 @@ def _recomputing(second: Region, kept: Kept, value_of: Mapping[Var, Var], enteri
     `value_of`: stack that the backward scan reads -> the value of the forward body that it stacks.
     `entering`: bindings by which values of the forward body enter the backward scan.
     """
-    fresh = [replace(b, inner=(new_var(b.var.aval),)) for b in entering]
+    fresh = [replace(b, inputs=(new_var(b.var.aval),)) for b in entering]
     again = make_jaxpr([b.var for b in entering], list(value_of.values()), kept.again)
     eqns = Equations()
     made = dict(zip(value_of, eqns.substitute(again, [b.var for b in fresh]), strict=True))
     (body,) = second.bodies
     inputs = [new_var(var.aval) for var in body.invars]
-    replaced = {b.var: made[b.outer] for b in second.xs if b.outer in made}
+    replaced = {b.var: made[b.operand] for b in second.xs if b.operand in made}
     outvars = eqns.substitute(body, [replaced.get(var, new) for var, new in zip(body.invars, inputs, strict=True)])
     consts, xs = ([b for b in fresh if b.role == role] for role in ("const", "xs"))
     return second.rebuild([*consts, *second.rebound(inputs=[inputs], outputs=[outvars]), *xs], [eqns])

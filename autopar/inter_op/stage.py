@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
-from autopar.inter_op.update import UpdateRound
+from autopar.inter_op.update_rounds import UpdateRound
 from autopar.ir.split.microbatches.accumulate import AccumulatingScan
 from autopar.ir.split.placement import Placement
 

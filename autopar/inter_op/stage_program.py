@@ -18,7 +18,7 @@ from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_tasks import stage_tasks
 from autopar.inter_op.tasks import Tasks
-from autopar.inter_op.update import AFTER_LOOP, UpdateRound
+from autopar.inter_op.update_rounds import AFTER_LOOP, UpdateRound
 from autopar.ir.dataflow import makers, read_by, variables
 from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions

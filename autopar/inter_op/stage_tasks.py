@@ -15,7 +15,7 @@ from typing import Any
 from autopar._jax import Atom, JaxprEqn, Literal, Var, make_jaxpr
 from autopar.inter_op.stage import Slot, StageProgram, StepKind, Task, TaskKind
 from autopar.inter_op.tasks import Made, Round, Tasks
-from autopar.inter_op.update import AFTER_LOOP
+from autopar.inter_op.update_rounds import AFTER_LOOP
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables
 from autopar.ir.split.microbatches.accumulate import Joined
 

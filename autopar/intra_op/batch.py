@@ -123,14 +123,14 @@ def _lend_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch:
     region = region_of(eqn)
     for b in region.bindings:
         lent = batch.lent.get(b.result, frozenset()) if b.result is not None else frozenset()
-        for atom in b.values or ([b.outer] if b.role == "through" else []):
+        for atom in b.values or ([b.operand] if b.role == "through" else []):
             batch.lend(atom, {d - b.lead for d in lent if d >= b.lead})
     for body in region.bodies:
         _lend(body, rule_of, batch)
     for b in region.bindings:
         for var in b.variables:
             lent = batch.lent.get(var, frozenset())
-            batch.lend(b.outer, {d + b.lead for d in lent})
+            batch.lend(b.operand, {d + b.lead for d in lent})
 
 
 def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
@@ -156,7 +156,7 @@ def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batc
     """Propagate through the bodies, to a fixed point: carries have the batch dims of any trip."""
     region = region_of(eqn)
     for b in region.bindings:
-        dims = frozenset(d - b.lead for d in batch.dims(b.outer) if d >= b.lead)
+        dims = frozenset(d - b.lead for d in batch.dims(b.operand) if d >= b.lead)
         for var in b.variables:
             batch.add(var, dims)
     changed = True
@@ -169,7 +169,7 @@ def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batc
                 changed |= batch.add(var, batch.dims(b.value))
     for b in region.bindings:
         if b.result is not None:
-            inside = batch.dims(b.outer).union(*map(batch.dims, (*b.variables, *b.values)))
+            inside = batch.dims(b.operand).union(*map(batch.dims, (*b.variables, *b.values)))
             batch.add(b.result, frozenset(d + b.lead for d in inside))
 
 
@@ -196,7 +196,7 @@ def _mark_after(jaxpr: Jaxpr, batch: BatchDims, after: set[Var]) -> None:
             region = region_of(eqn)
             anyway = region.kind == "while"
             for b in region.bindings:
-                after.update(var for var in b.variables if anyway or any(b.outer is a for a in marked))
+                after.update(var for var in b.variables if anyway or any(b.operand is a for a in marked))
             for body in region.bodies:
                 _mark_after(body, batch, after)
 

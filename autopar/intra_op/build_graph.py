@@ -313,14 +313,14 @@ class _Builder:
         for (role, k), b in region.named():
             node = self.boundary(eqn, region, role, k, b, around if b.role != "test" else within)
             outside = self.shared([stacked(s) for s in node.shardings]) if b.is_stacked else node.shardings
-            if b.outer is not None:
-                self.read(b.outer, node, 0, outside, eqn)
+            if b.operand is not None:
+                self.read(b.operand, node, 0, outside, eqn)
             for var in b.variables:
                 self.graph.produced[var] = Produced(node.index, node.shardings)
             if b.result is not None:
                 self.graph.produced[b.result] = Produced(node.index, outside)
-            slots = itertools.count(0 if b.outer is None else 1)
-            for reads, atom in zip(leaving, b.inside, strict=False):
+            slots = itertools.count(0 if b.operand is None else 1)
+            for reads, atom in zip(leaving, b.outputs, strict=False):
                 if atom is not None:
                     reads.append(_Read(atom, node, next(slots), node.shardings, "o"))
         for body, reads in zip(region.bodies, leaving, strict=True):
@@ -330,8 +330,8 @@ class _Builder:
     def boundary(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
         """The port of a value at a boundary; results of loops of known length may be partial."""
         # A branch reads the operand itself; in a loop, the value is the body's variable.
-        entering = [b.outer] if region.kind == "cond" else b.variables
-        known = (*entering, None if b.is_stacked else b.result, *b.values, b.outer)
+        entering = [b.operand] if region.kind == "cond" else b.variables
+        known = (*entering, None if b.is_stacked else b.result, *b.values, b.operand)
         atom = next(a for a in known if a is not None)
         partial = b.result is not None and region.kind in ("scan", "barrier")
         whole = self.shared([Sharding.replicated(0)]) if b.role == "test" else None

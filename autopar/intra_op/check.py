@@ -67,7 +67,7 @@ def _check_boundary(region: Region, mesh: LogicalMesh) -> None:
         assert len(inner.outputs) == len(program.outvars), f"{at}: a body has other results"
         check_body(inner, mesh)
     inside = {var: sharding for inner in region.bodies for var, sharding in inner.inputs}
-    entering = [b for b in parts.bindings if b.outer is not None]
+    entering = [b for b in parts.bindings if b.operand is not None]
     for b, outside in zip(entering, region.operands, strict=True):
         shardings = [_row(outside, b.lead), *(inside[var] for var in b.variables)]
         assert len(set(shardings)) == 1, f"{at}: {b.role} is sharded as {', '.join(map(str, shardings))}"

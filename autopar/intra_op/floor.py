@@ -115,7 +115,7 @@ class _Floors:
         for (role, k), b in region.named():
             row = next((a for a in (*b.variables, *b.values) if isinstance(a, Var)), None)
             if row is not None and b.is_stacked:
-                stack = b.result if b.outer is None else b.outer
+                stack = b.result if b.operand is None else b.operand
                 size = 0.0 if stack in self.elsewhere else region.trips * self.at_node(row, ports[eqn, role, k])
                 stacks[stack] = min(size, stacks.get(stack, np.inf))
         passed = [v for b in region.bindings if not b.is_stacked for v in b.variables]

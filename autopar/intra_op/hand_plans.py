@@ -235,7 +235,7 @@ def _collect(jaxpr: Jaxpr, batch: BatchDims, found: dict[Var, None]) -> None:
             region = region_of(eqn)
             for body in region.bodies:
                 _collect(body, batch, found)
-            pairs = [(b.outer, var) for b in region.bindings for var in b.variables or [b.result]]
+            pairs = [(b.operand, var) for b in region.bindings for var in b.variables or [b.result]]
         elif not any(batch.dims(a) for a in eqn.invars):
             pairs = [(a, v) for v in eqn.outvars for a in eqn.invars]
         for atom, var in pairs:

@@ -82,6 +82,6 @@ def _check_region(region: Region, defined: set[Var], at: _Place) -> None:
     for b in region.bindings:
         lead = (region.trips,) * b.lead
         inside = [((*lead, *a.aval.shape), a.aval.dtype) for a in (*b.variables, *b.values)]
-        outside = [(a.aval.shape, a.aval.dtype) for a in (b.outer, b.result) if a is not None]
+        outside = [(a.aval.shape, a.aval.dtype) for a in (b.operand, b.result) if a is not None]
         kinds = list(dict.fromkeys([*outside, *inside]))
         assert len(kinds) == 1, f"{at}, {b.role}: {' against '.join(map(str, kinds))}"

@@ -46,10 +46,10 @@ class KnownValues:
             if is_region(eqn):
                 region = region_of(eqn)
                 for b in region.of_role("const"):
-                    self.outside.update(dict.fromkeys(b.variables, b.outer))
-                self.outside.update({b.result: b.outer for b in region.of_role("through") if b.result is not None})
+                    self.outside.update(dict.fromkeys(b.variables, b.operand))
+                self.outside.update({b.result: b.operand for b in region.of_role("through") if b.result is not None})
                 for b in region.of_role("xs"):
-                    self.rows.update(dict.fromkeys(b.variables, b.outer))
+                    self.rows.update(dict.fromkeys(b.variables, b.operand))
                 self.rows.update({b.result: b.value for b in region.of_role("ys") if b.result is not None})
 
     def definition(self, atom: Atom) -> tuple[Atom, JaxprEqn | None]:
@@ -158,8 +158,8 @@ class KnownValues:
         if not isinstance(atom, Var) or not _holds(atom, scan.trips):
             return False
         for b in scan.of_role("xs", "carry"):
-            if b.var is atom and b.outer is not None:
-                return self.is_count(b.outer) if b.role == "xs" else self.counts_trips(b, scan)
+            if b.var is atom and b.operand is not None:
+                return self.is_count(b.operand) if b.role == "xs" else self.counts_trips(b, scan)
         match (eqn.primitive.name, eqn.invars) if eqn is not None else ("", []):
             case "convert_element_type", [of]:
                 return self.is_trip(of, scan)
@@ -172,7 +172,7 @@ class KnownValues:
     def counts_trips(self, carry: Binding, scan: Region) -> bool:
         """Whether a carry starts at 0 and each trip adds 1."""
         _, step = self.definition(carry.value)
-        if scan.eqn.params["reverse"] or not _is_number(carry.outer, 0) or step is None:
+        if scan.eqn.params["reverse"] or not _is_number(carry.operand, 0) or step is None:
             return False
         return step.primitive.name == "add" and step.invars[0] is carry.var and _is_number(step.invars[1], 1)
 

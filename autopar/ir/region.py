@@ -52,16 +52,16 @@ class Binding:
         role: `"const"`: the same in all trips or branches; `"xs"`: a stack, of which each trip reads a row; `"carry"`: from
             trip to trip; `"ys"`: a stack, of which each trip makes a row; `"result"`: a result of the branch taken;
             `"test"`: the index of a `cond`, or the result of a `while`'s first body; `"through"`: passes a barrier.
-        outer: The equation's operand. None, here and below: the binding has none.
-        inner: For each body, its input.
-        inside: For each body, its result.
+        operand: The equation's operand. None, here and below: the binding has none.
+        inputs: For each body, its input.
+        outputs: For each body, its result.
         result: The equation's result.
     """
 
     role: Role
-    outer: Atom | None = None
-    inner: tuple[Var | None, ...] = ()
-    inside: tuple[Atom | None, ...] = ()
+    operand: Atom | None = None
+    inputs: tuple[Var | None, ...] = ()
+    outputs: tuple[Atom | None, ...] = ()
     result: Var | None = None
 
     @property
@@ -77,12 +77,12 @@ class Binding:
     @property
     def variables(self) -> list[Var]:
         """The inputs of bodies that it is bound to."""
-        return [var for var in self.inner if var is not None]
+        return [var for var in self.inputs if var is not None]
 
     @property
     def values(self) -> list[Atom]:
         """The results of bodies that it is bound to."""
-        return [atom for atom in self.inside if atom is not None]
+        return [atom for atom in self.outputs if atom is not None]
 
     @property
     def var(self) -> Var:
@@ -172,7 +172,7 @@ class Region:
 
     def of_operands(self, each: Iterable[_T]) -> list[_T]:
         """The items of bindings that have an operand: one per operand."""
-        return [value for b, value in zip(self.bindings, each, strict=True) if b.outer is not None]
+        return [value for b, value in zip(self.bindings, each, strict=True) if b.operand is not None]
 
     def of_results(self, each: Iterable[_T]) -> list[_T]:
         """The items of bindings that have a result: one per result."""
@@ -180,11 +180,13 @@ class Region:
 
     def entering(self, body: int, each: Iterable[_T]) -> list[_T]:
         """The items of bindings that enter a body: one per input of the body."""
-        return [value for b, value in zip(self.bindings, each, strict=True) if b.inner and b.inner[body] is not None]
+        return [value for b, value in zip(self.bindings, each, strict=True) if b.inputs and b.inputs[body] is not None]
 
     def leaving(self, body: int, each: Iterable[_T]) -> list[_T]:
         """The items of bindings that leave a body: one per result of the body."""
-        return [value for b, value in zip(self.bindings, each, strict=True) if b.inside and b.inside[body] is not None]
+        return [
+            value for b, value in zip(self.bindings, each, strict=True) if b.outputs and b.outputs[body] is not None
+        ]
 
     # Rebuilding the equation.
 
@@ -196,16 +198,16 @@ class Region:
         results: Sequence[Var] | None = None,
     ) -> list[Binding]:
         """The bindings with other operands, body inputs, body results or results; None: those of the equation."""
-        outer = iter(self.eqn.invars if operands is None else operands)
+        given = iter(self.eqn.invars if operands is None else operands)
         entering = [iter(vs) for vs in (inputs if inputs is not None else [b.invars for b in self.bodies])]
         leaving = [iter(atoms) for atoms in (outputs if outputs is not None else [b.outvars for b in self.bodies])]
         made = iter(self.eqn.outvars if results is None else results)
         return [
             Binding(
                 b.role,
-                None if b.outer is None else next(outer),
-                tuple(None if var is None else next(vs) for var, vs in zip(b.inner, entering, strict=False)),
-                tuple(None if atom is None else next(atoms) for atom, atoms in zip(b.inside, leaving, strict=False)),
+                None if b.operand is None else next(given),
+                tuple(None if var is None else next(vs) for var, vs in zip(b.inputs, entering, strict=False)),
+                tuple(None if atom is None else next(atoms) for atom, atoms in zip(b.outputs, leaving, strict=False)),
                 None if b.result is None else next(made),
             )
             for b in self.bindings
@@ -228,15 +230,15 @@ class Region:
         template = replace(self, bindings=tuple(bindings))
         bodies = [
             make_jaxpr(
-                [var or new_var(b.outer.aval) for b, var in template._inputs(k)],  # type: ignore[union-attr]
-                [atom for b in bindings if b.inside and (atom := b.inside[k]) is not None],
+                [var or new_var(b.operand.aval) for b, var in template._inputs(k)],  # type: ignore[union-attr]
+                [atom for b in bindings if b.outputs and (atom := b.outputs[k]) is not None],
                 eqns,
             )
             for k, eqns in enumerate(equations)
         ]
         return replace_eqn(
             self.eqn,
-            invars=[b.outer for b in bindings if b.outer is not None],
+            invars=[b.operand for b in bindings if b.operand is not None],
             outvars=[b.result for b in bindings if b.result is not None],
             params=_params(self.kind, {**self.eqn.params, **params}, bindings, bodies),
         )
@@ -244,7 +246,7 @@ class Region:
     def _inputs(self, body: int) -> list[tuple[Binding, Var | None]]:
         """Bindings that enter a body, and its input; None: a branch needs an input for what another branch reads."""
         every = self.kind == "cond"
-        pairs = [(b, b.inner[body]) for b in self.bindings if b.role == "const" or (b.inner and b.inner[body])]
+        pairs = [(b, b.inputs[body]) for b in self.bindings if b.role == "const" or (b.inputs and b.inputs[body])]
         return [(b, var) for b, var in pairs if every or var is not None]
 
 
@@ -317,9 +319,9 @@ def _in_order(kind: Kind, bindings: Sequence[Binding]) -> list[Binding]:
     if kind == "while":
         apart: list[Binding] = []
         for b in bindings:
-            both = b.role == "const" and all(var is not None for var in b.inner)
-            apart += [replace(b, inner=(b.inner[0], None)), replace(b, inner=(None, b.inner[1]))] if both else [b]
-        bindings = sorted(apart, key=lambda b: b.role == "const" and b.inner[0] is None)
+            both = b.role == "const" and all(var is not None for var in b.inputs)
+            apart += [replace(b, inputs=(b.inputs[0], None)), replace(b, inputs=(None, b.inputs[1]))] if both else [b]
+        bindings = sorted(apart, key=lambda b: b.role == "const" and b.inputs[0] is None)
     return sorted(bindings, key=lambda b: _ORDER.index(b.role))
 
 
@@ -331,10 +333,10 @@ def _shape(kind: Kind, eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> list[Binding]:
     n = len(bodies)
 
     def each(
-        count: int, role: Role, outer: bool, inner: Sequence[bool], inside: Sequence[bool], result: bool
+        count: int, role: Role, operand: bool, inputs: Sequence[bool], outputs: Sequence[bool], result: bool
     ) -> list[Binding]:
-        entering, leaving = (tuple(_HERE if has else None for has in which) for which in (inner, inside))
-        return [Binding(role, _HERE if outer else None, entering, leaving, _HERE if result else None)] * count
+        entering, leaving = (tuple(_HERE if has else None for has in which) for which in (inputs, outputs))
+        return [Binding(role, _HERE if operand else None, entering, leaving, _HERE if result else None)] * count
 
     match kind:
         case "scan":
@@ -370,7 +372,7 @@ def _params(
         case "scan":
             return scan_params(params, bodies[0], len(consts), sum(b.role == "carry" for b in bindings))
         case "while":
-            num_tests = sum(b.inner[0] is not None for b in consts)
+            num_tests = sum(b.inputs[0] is not None for b in consts)
             closed = {"cond_jaxpr": close_jaxpr(bodies[0]), "body_jaxpr": close_jaxpr(bodies[1])}
             return {**params, **closed, "cond_nconsts": num_tests, "body_nconsts": len(consts) - num_tests}
         case "cond":

@@ -231,7 +231,7 @@ def _run_region(
                 last, stacks = lax.scan(step, carries, tuple(of_role["xs"]), **how)
             return [*last, *stacks]
         case "while":
-            num_tests = sum(b.inner[0] is not None for b in parts.consts)
+            num_tests = sum(b.inputs[0] is not None for b in parts.consts)
             return lax.while_loop(
                 lambda carried: runs[0](*consts[:num_tests], *carried)[0],
                 lambda carried: runs[1](*consts[num_tests:], *carried),

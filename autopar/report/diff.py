@@ -35,8 +35,13 @@ def diff_text(this: Decision, other: Decision) -> str:
     tables = diff_tables(this, other)
     if not tables:
         return ""
+    return page_text(Page(f"{pair_title(this, other)}: what differs", (), tuple(tables)))
+
+
+def pair_title(this: Decision, other: Decision) -> str:
+    """The title of a page of two plans."""
     names = f"`{this.name}`" if this.name == other.name else f"`{this.name}` and `{other.name}`"
-    return page_text(Page(f"Two plans of {names}: what differs", (), tuple(tables)))
+    return f"Two plans of {names}"
 
 
 def diff_tables(this: Decision, other: Decision) -> list[Table]:

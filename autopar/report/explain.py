@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from autopar._jax import Literal, Var
 from autopar.errors import AutoparError, listed
+from autopar.grouping import grouped
 from autopar.intra_op.graph import Node
 from autopar.intra_op.sharded import Compute, Region, describe, local_bytes
 from autopar.intra_op.strategies import Strategy
@@ -248,7 +249,7 @@ def _alternatives(
 def _forbidden_shardings(study: Study, number: int, node: Node) -> Table:
     """A table of the other shardings of the array, and what forbids them."""
     shape, sizes = tuple(node.var.aval.shape), study.mesh.axis_sizes
-    by_reason: dict[str, list[str]] = {}
+    odd: list[tuple[str, str]] = []
     listed = set(node.shardings)
     wide = [axis for axis, size in sizes.items() if size > 1]
     for places in itertools.product([None, *range(len(shape))], repeat=len(wide)):
@@ -256,24 +257,28 @@ def _forbidden_shardings(study: Study, number: int, node: Node) -> Table:
         uneven = [d for d, axes in enumerate(dims) if shape[d] % math.prod(sizes[a] for a in axes)]
         if uneven and Sharding(dims) not in listed:
             dim, axes = uneven[0], dims[uneven[0]]
-            reason = f"dim {dim} has length {shape[dim]}, which {','.join(axes)} does not divide"
-            by_reason.setdefault(reason, []).append(str(Sharding(dims)))
-    return _forbidden(study, number, "sharding", [str(s) for s in node.shardings], by_reason)
+            odd.append(
+                (f"dim {dim} has length {shape[dim]}, which {','.join(axes)} does not divide", str(Sharding(dims)))
+            )
+    return _forbidden(study, number, "sharding", [str(s) for s in node.shardings], odd)
 
 
 def _forbidden_strategies(study: Study, number: int, node: Node) -> Table:
-    by_reason: dict[str, list[str]] = {}
-    for axis, size in study.mesh.axis_sizes.items():
-        for factor in node.rule.splittable():
-            if node.rule.sizes[factor] % size:
-                reason = f"{factor} has length {node.rule.sizes[factor]}, which {axis} does not divide"
-                by_reason.setdefault(reason, []).append(f"{axis}: {factor}")
+    odd = [
+        (f"{factor} has length {node.rule.sizes[factor]}, which {axis} does not divide", f"{axis}: {factor}")
+        for axis, size in study.mesh.axis_sizes.items()
+        for factor in node.rule.splittable()
+        if node.rule.sizes[factor] % size
+    ]
     names = [f"({_strategy_text(s, study.mesh)})" for s in node.strategies]
-    return _forbidden(study, number, "axis: factor", names, by_reason)
+    return _forbidden(study, number, "axis: factor", names, odd)
 
 
-def _forbidden(study: Study, number: int, what: str, names: Sequence[str], impossible: dict[str, list[str]]) -> Table:
-    """A table of choices that the user or the method forbids, with their cost if allowed, and of `impossible` ones."""
+def _forbidden(
+    study: Study, number: int, what: str, names: Sequence[str], impossible: Sequence[tuple[str, str]]
+) -> Table:
+    """A table of choices that the user or the method forbids, with their cost if allowed, and of `impossible` ones, given as
+    (reason, choice)."""
     rows: list[tuple[str, ...]] = []
     masked = [k for k, ok in enumerate(study.allowed(number)) if not ok]
     reason = study.forbidden_by(number)
@@ -287,7 +292,7 @@ def _forbidden(study: Study, number: int, what: str, names: Sequence[str], impos
     if masked:
         shown = listed([names[k] for k in masked], MAX_FORBIDDEN, "  ")
         rows.append((shown, reason or "it would communicate in a loop of unknown length", ""))
-    rows += [(listed(found, MAX_FORBIDDEN, "  "), reason, "") for reason, found in impossible.items()]
+    rows += [(listed(found, MAX_FORBIDDEN, "  "), reason, "") for reason, found in grouped(impossible).items()]
     return Table(
         "Forbidden", (what, "by", f"{study.what} time without that"), tuple(rows), (), "" if rows else "nothing"
     )

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError
 from autopar.markup import grid, tag
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, local_bytes, seconds_text, type_text
-from autopar.report.diff import diff_tables
+from autopar.report.diff import diff_tables, pair_title
 from autopar.report.html import device_places, plan_html, section, table_html, whole_file, wrapped
 from autopar.report.measured import MeasuredStep
 from autopar.report.page import page_of
@@ -97,12 +97,6 @@ def in_notebook() -> bool:
 
 
 MAX_ROWS = 200
-
-
-def pair_title(this: Decision, other: Decision) -> str:
-    """The title of the page of two plans."""
-    names = f"`{this.name}`" if this.name == other.name else f"`{this.name}` and `{other.name}`"
-    return f"Two plans of {names}"
 
 
 def pair_html(this: Decision, other: Decision) -> str:

@@ -20,7 +20,7 @@ from autopar.intra_op.strategies import split_fraction
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within
-from autopar.ir.rewrite.longer import is_product
+from autopar.ir.rewrite.padded_factors import is_product
 from autopar.ir.rewrite.padding import pad_dims
 from autopar.ir.work import EqualRules
 from autopar.search.methods import Auto
@@ -52,17 +52,17 @@ def lengths_that_do_not_divide(request: Request) -> dict[int, int]:
         for length in dict.fromkeys(rule.sizes.values()):
             along[length] = along.get(length, 0.0) + times * rule.flops
     rows = set(request.batch_sizes)
-    longer = {n: longer_length(n, request.cluster.num_devices) for n in sorted(along) if n not in rows}
-    return {n: m for n, m in longer.items() if m > n and along[n] >= TUNING.padding_looks * whole}
+    padded = {n: padded_length(n, request.cluster.num_devices) for n in sorted(along) if n not in rows}
+    return {n: m for n, m in padded.items() if m > n and along[n] >= TUNING.padding_looks * whole}
 
 
-def longer_length(length: int, num_devices: int) -> int:
+def padded_length(length: int, num_devices: int) -> int:
     """The padded length, not much longer, that most devices can split; the same length if padding does not help."""
     now = length // math.gcd(length, num_devices)
     for parts in (d for d in range(num_devices, 1, -1) if num_devices % d == 0):
-        longer = -(-length // parts) * parts
-        if longer <= TUNING.padded_most * length and longer // parts < now:
-            return longer
+        padded = -(-length // parts) * parts
+        if padded <= TUNING.padded_most * length and padded // parts < now:
+            return padded
     return length
 
 

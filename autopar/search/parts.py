@@ -19,7 +19,7 @@ from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of, region_of, trip_count
 from autopar.ir.split.layers.layers import layer_count
-from autopar.ir.split.placement import share_of
+from autopar.ir.split.placement import units_of_shard
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
 from autopar.streams.assemble import PipelinePlan
@@ -29,7 +29,7 @@ from autopar.tuning import TUNING
 def even_parts(cut: CutStep, num_stages: int) -> int:
     """The fewest parts that balance so many stages; the present number, if finer parts do not help."""
     count, length, chain = cut.stacks.count, cut.stacks.length, cut.chain
-    sizes = [share_of(k, count, length).size for k in range(count)]
+    sizes = [units_of_shard(k, count, length).size for k in range(count)]
     trips: dict[int, int] = {}  # of the loops over layers, by segment
     for eqn, segment, is_behind in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
         if kind_of(eqn) == "scan" and trip_count(eqn) in sizes and not is_behind and segment >= 0:
@@ -85,7 +85,7 @@ def _finer(length: int, count: int) -> list[int]:
 def _pieces(parts: int, length: int, count: int, trips: int) -> list[int]:
     """The trips of each piece of one of `count` parts with `trips` trips, if there were `parts` parts in all."""
     pieces = trips if parts == length else parts // count
-    return [share_of(k, pieces, trips).size for k in range(pieces)]
+    return [units_of_shard(k, pieces, trips).size for k in range(pieces)]
 
 
 def _largest(work: np.ndarray, pieces: dict[int, list[int]], num_stages: int) -> float:

@@ -7,7 +7,7 @@ import pytest
 
 from autopar._jax import eval_jaxpr, make_jaxpr
 from autopar.inter_op.local_joins import join_locally
-from autopar.inter_op.update import AFTER_LOOP
+from autopar.inter_op.update_rounds import AFTER_LOOP
 from autopar.ir.build import flat_function
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)

@@ -78,7 +78,7 @@ def test_rows_are_copied_in_the_trips_of_both_loops():
     jaxpr = residuals_on_host(program_of(scanned), len(find_residuals(program_of(scanned)).values))
     forward, backward = (region_of(eqn) for eqn in jaxpr.eqns if kind_of(eqn) == "scan")
     assert forward.ys and all(on_host(b.result.aval) for b in forward.ys)
-    there = [b for b in backward.xs if on_host(b.outer.aval)]
+    there = [b for b in backward.xs if on_host(b.operand.aval)]
     assert len(there) == len(forward.ys) and all(on_host(b.var.aval) for b in there)
     assert not any(copies_to_or_from_host(eqn) for eqn in jaxpr.eqns)
 

@@ -10,7 +10,7 @@ import pytest
 from autopar._jax import Literal
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.pass_order import pass_order
-from autopar.inter_op.update import AFTER_LOOP
+from autopar.inter_op.update_rounds import AFTER_LOOP
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step

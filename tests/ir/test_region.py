@@ -56,7 +56,7 @@ def test_put_together_again(kind):
     """In whatever order the bindings come."""
     flat, at = program(kind)
     region = region_of(flat.eqns[at])
-    assert [b.outer for b in region.bindings if b.outer is not None] == list(flat.eqns[at].invars)
+    assert [b.operand for b in region.bindings if b.operand is not None] == list(flat.eqns[at].invars)
     assert [b.result for b in region.bindings if b.result is not None] == list(flat.eqns[at].outvars)
     again = region.rebuild(region.bindings, [body.eqns for body in region.bodies])
     assert print_jaxpr(with_eqn(flat, at, again)) == print_jaxpr(flat)

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.search import padding
-from autopar.search.padding import longer_length
+from autopar.search.padding import padded_length
 from autopar.tuning import TUNING
 from tests.sweep import check_faithful
 from tests.tuned import tune
@@ -74,7 +74,7 @@ def arguments(batch, num_layers, length=LENGTH, dtype=jnp.float32):
     ],
 )
 def test_longer_length(length, num_devices, longer):
-    assert longer_length(length, num_devices) == longer
+    assert padded_length(length, num_devices) == longer
 
 
 def test_padded_where_that_is_faster(tmp_path):

@@ -105,7 +105,7 @@ def _split_by_results(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
             for var in numbers:
                 readers.setdefault(var, {})[number] = None
         shared = [var for var, of in readers.items() if len(of) > 1 or branch.is_of_arrays(var)]
-        operands = [b.outer for b in region.of_role("const") if b.inner[k] is not None]
+        operands = [b.operand for b in region.of_role("const") if b.inputs[k] is not None]
         alone = make_jaxpr(branch.body.invars, shared, needed(branch.body.eqns, shared))
         made = hoisted.substitute(alone, operands)
         branch.given = set(shared)

@@ -45,18 +45,18 @@ def _region(region: Region) -> list[JaxprEqn]:
     bindings: list[Binding] = []
     before, after = Equations(), Equations()
     for b in region.bindings:
-        found = [wide.dtype_behind(atom) for wide, atom in zip(inside, b.inside, strict=True)]
+        found = [wide.dtype_behind(atom) for wide, atom in zip(inside, b.outputs, strict=True)]
         dtype = max((dtype for dtype in found if dtype is not None), key=lambda d: d.itemsize, default=None)
         moves = inside[0].is_sum_of(b.var, b.value) if b.role == "carry" else is_backward(eqn)
         if dtype is None or b.result is None or not moves:
             bindings.append(b)
             continue
         entering = {var: new_var(_of_dtype(var, dtype)) for var in b.variables}
-        leaving = [wide.widened(atom, dtype, entering) for wide, atom in zip(inside, b.inside, strict=True)]
-        outer, result = b.outer, new_var(_of_dtype(b.result, dtype))
+        leaving = [wide.widened(atom, dtype, entering) for wide, atom in zip(inside, b.outputs, strict=True)]
+        outer, result = b.operand, new_var(_of_dtype(b.result, dtype))
         if outer is not None:
             outer = before.call_one(partial(lax.convert_element_type, new_dtype=dtype), [outer])
-        inner = tuple(None if var is None else entering[var] for var in b.inner)
+        inner = tuple(None if var is None else entering[var] for var in b.inputs)
         bindings.append(Binding(b.role, outer, inner, tuple(leaving), result))
         narrow = partial(lax.convert_element_type, new_dtype=b.result.aval.dtype)
         after.define(b.result, narrow, [result], eqn.source_info)

@@ -1,7 +1,7 @@
 """Pads dims whose length does not divide: a vocabulary of 50257 tokens becomes 50264, which eight devices split.
 
 In:     a flat program, and for some lengths of its products' factors the padded lengths.
-Out:    the same function of the same arguments: products and operations between them (`longer.py`) on padded dims.
+Out:    the same function of the same arguments: products and operations between them (`padded_factors.py`) on padded dims.
 Method: an operation on padded operands is its rule's local program for a shard longer than the whole. Its result is garbage
         in the tail. Before a sum or a maximum over a padded dim a mask fills the tail with the identity of the reduction,
         unless it is known to be zeros; indices are kept out of the tail; and all other readers get the value cut to the
@@ -22,7 +22,7 @@ from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, SourceInfo, Var, bind_e
 from autopar.ir.build import Equations
 from autopar.ir.region import in_bodies, kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.rewrite.longer import Longer, find_longer, is_searched
+from autopar.ir.rewrite.padded_factors import PaddedFactors, is_searched, padded_factors
 from autopar.ir.rewrite.tails import Tail, Tails, cut, fill_tails, lengthen
 from autopar.ir.rules.linearity import identity_of
 from autopar.ir.rules.locate import signed
@@ -39,9 +39,9 @@ def pad_dims(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
 
 def _pad_body(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
     writer = _Writer()
-    for eqn, longer in zip(jaxpr.eqns, find_longer(jaxpr, lengths), strict=True):
-        if longer.tails and longer.rule is not None:
-            writer.longer(eqn, longer)
+    for eqn, padded in zip(jaxpr.eqns, padded_factors(jaxpr, lengths), strict=True):
+        if padded.tails and padded.rule is not None:
+            writer.padded(eqn, padded)
         else:
             writer.as_it_is(eqn, lengths)
     outvars = [writer.form(atom, {}, writer.source_of.get(atom)).atom for atom in jaxpr.outvars]
@@ -93,10 +93,10 @@ class _Writer:
         same = all(a is b for a, b in zip(operands, eqn.invars, strict=True))
         self.eqns.append(eqn if same else replace_eqn(eqn, invars=operands))
 
-    def longer(self, eqn: JaxprEqn, longer: Longer) -> None:
+    def padded(self, eqn: JaxprEqn, padded: PaddedFactors) -> None:
         """Write an equation on padded operands."""
-        rule, tails = longer.rule, longer.tails
-        assert rule is not None, "without a rule nothing is longer"
+        rule, tails = padded.rule, padded.tails
+        assert rule is not None, "without a rule nothing is padded"
         wanted = [_of_term(term, rule, tails) for term in rule.operands]
         given = [self.form(a, w, eqn.source_info) for a, w in zip(eqn.invars, wanted, strict=True)]
         operands = [self.masked(form, term, rule, tails, eqn) for form, term in zip(given, rule.operands, strict=True)]

@@ -124,23 +124,23 @@ class _Scan:
         after = Equations()
         results = iter(body.outvars)
         for k, b in enumerate(scan.carries):
-            b = replace(b, inside=(next(results),))
+            b = replace(b, outputs=(next(results),))
             if k not in sums:
                 bindings.append(b)
                 continue
             row = eqns.call_one(lambda x: x[0], [sums[k]], source)
             stack = b.result
-            if not self.are_zeros(b.outer):
+            if not self.are_zeros(b.operand):
                 stack = new_var(b.var.aval)
-                self.passed[b.result] = after.call_one(lax.add, [b.outer, stack], source)
+                self.passed[b.result] = after.call_one(lax.add, [b.operand, stack], source)
             bindings.append(rows_out(row, stack))
         bindings += scan.xs
-        stack_of = {row: next(b.outer for b in scan.consts if b.var is stack) for stack, row in self.rows.items()}
+        stack_of = {row: next(b.operand for b in scan.consts if b.var is stack) for stack, row in self.rows.items()}
         for b, result in zip(scan.ys, results, strict=True):
             if _is_in(result, stack_of):
                 self.passed[b.result] = stack_of[result]
             else:
-                bindings.append(replace(b, inside=(result,)))
+                bindings.append(replace(b, outputs=(result,)))
         bindings += [rows_in(outer, row) for row, outer in stack_of.items()]
         return [scan.rebuild(bindings, [eqns]), *after]
 

@@ -73,4 +73,4 @@ def _append_trips(eqns: Equations, scan: Region) -> list[Atom]:
 
 
 def _outer(scan: Region, role: Role) -> list[Atom]:
-    return [b.outer for b in scan.of_role(role) if b.outer is not None]
+    return [b.operand for b in scan.of_role(role) if b.operand is not None]

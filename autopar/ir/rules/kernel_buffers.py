@@ -1,7 +1,7 @@
 """Analyses how the steps of a Pallas kernel use its buffers, in one interpretation of the body for all steps.
 
 In:     the body of a kernel; the steps of its grid, or the trips of a loop in it.
-Out:    `Steps`: which buffers each step has its own block of, and which are sums over the steps.
+Out:    `BufferUse`: which buffers each step has its own block of, and which are sums over the steps.
 Method: a number that depends on the step may only be the offset of the step's own block, or the condition that the step is
         the first or the last. A buffer, or a carry of a loop, is a sum if it is set to zeros before all steps or at the first
         (`pl.when`), each step adds to all of it once, and its value is used only for results that are linear in it: when it
@@ -21,7 +21,7 @@ import numpy as np
 from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bodies_in, open_jaxpr, scan_counts
 from autopar.ir.rules.index_map import numbers_of
 from autopar.ir.rules.kernel_access import Access, access_of, is_buffer
-from autopar.ir.rules.kernel_walk import ASKS, GONE, NotUnderstoodError, Sum, Value, Walk
+from autopar.ir.rules.kernel_interpreter import ASKS, GONE, Interpreter, NotUnderstoodError, Sum, Value
 from autopar.ir.rules.linearity import may_be_partial, sums_survive, survives_infinity
 from autopar.ir.rules.registry import has_rule, rule_for
 
@@ -43,7 +43,7 @@ class _When:
 _EACH, _SOME, _AROUND = _When("each"), _When("some"), _When("around")
 
 
-class Steps(Walk):
+class BufferUse(Interpreter):
     """An interpretation of a body for all steps of one dim.
 
     Attributes:

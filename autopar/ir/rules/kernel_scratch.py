@@ -17,7 +17,7 @@ import numpy as np
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.rules.index_map import numbers_of
 from autopar.ir.rules.kernel_access import access_of
-from autopar.ir.rules.kernel_walk import NotUnderstoodError, Value, Walk
+from autopar.ir.rules.kernel_interpreter import Interpreter, NotUnderstoodError, Value
 
 
 def is_begun_anew(body: Jaxpr, buffers: Iterable[Var], numbers: Mapping[int, np.ndarray]) -> bool:
@@ -28,7 +28,7 @@ def is_begun_anew(body: Jaxpr, buffers: Iterable[Var], numbers: Mapping[int, np.
         buffers: Its arguments that outlive a step.
         numbers: For dims of the grid, in the kernel's numbering, the indices that the step may have; other dims: any.
     """
-    step = _Step(body, numbers, buffers)
+    step = _OneStep(body, numbers, buffers)
     try:
         step.through(body)
     except NotUnderstoodError:
@@ -36,7 +36,7 @@ def is_begun_anew(body: Jaxpr, buffers: Iterable[Var], numbers: Mapping[int, np.
     return not step.left
 
 
-class _Step(Walk):
+class _OneStep(Interpreter):
     """A walk through one step. `left`: buffers that still hold values of earlier steps."""
 
     def __init__(self, body: Jaxpr, numbers: Mapping[int, np.ndarray], buffers: Iterable[Var]):

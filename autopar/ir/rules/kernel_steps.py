@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar._jax import Jaxpr
 from autopar.ir.rules.kernel_access import with_last_steps
-from autopar.ir.rules.kernel_buffers import TRIPS, Dims, Steps
-from autopar.ir.rules.kernel_walk import NotUnderstoodError
+from autopar.ir.rules.kernel_buffers import TRIPS, BufferUse, Dims
+from autopar.ir.rules.kernel_interpreter import NotUnderstoodError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,12 +43,12 @@ def loops_over_blocks(body: Jaxpr, results: Sequence[int]) -> list[BlockLoop]:
     made, scratch = [body.invars[at] for at in results], body.invars[max(results, default=-1) + 1 :]
     for at, eqn in enumerate(body.eqns):
         if eqn.primitive.name == "scan" and eqn.params["length"] > 1 and not eqn.params["reverse"]:
-            steps = Steps(body, {TRIPS: np.arange(eqn.params["length"])}, TRIPS, made, scratch)
+            use = BufferUse(body, {TRIPS: np.arange(eqn.params["length"])}, TRIPS, made, scratch)
             try:
-                sums = steps.through_loop(eqn)
+                sums = use.through_loop(eqn)
             except NotUnderstoodError:
                 continue
-            found.append(BlockLoop(at, eqn.params["length"], steps.places, bool(sums)))
+            found.append(BlockLoop(at, eqn.params["length"], use.places, bool(sums)))
     return found
 
 
@@ -69,12 +69,12 @@ def steps_over_blocks(
     found = []
     for first in range(trip_steps):
         numbers = first + trip_steps * np.arange(num_trips)
-        steps = Steps(body, {dim: numbers}, dim, made, kept, own=(*made, *kept))
+        use = BufferUse(body, {dim: numbers}, dim, made, kept, own=(*made, *kept))
         try:
-            steps.through(body)
+            use.through(body)
         except NotUnderstoodError:
             return None
-        found.append(steps.places)
+        found.append(use.places)
     return BlockLoop(None, num_trips, found[0], adds_up=False) if len(set(found)) == 1 else None
 
 
@@ -99,13 +99,13 @@ def dims_added_up(
         longer = with_last_steps(body, {dim: (lengths[dim] // times, lengths[dim])})
         sums = [var for var, dims in of_result.items() if dim in dims]
         own = [var for var in body.invars if var not in sums and var not in kept]
-        steps = Steps(longer, {d: np.arange(length) for d, length in lengths.items()}, dim, sums, kept, own)
+        use = BufferUse(longer, {d: np.arange(length) for d, length in lengths.items()}, dim, sums, kept, own)
         try:
-            steps.through(longer)
+            use.through(longer)
         except NotUnderstoodError:
             return False
-        complete = all(steps.is_sum(var, steps.zeroed.get(var)) for var in kept)
-        return complete and not steps.walked and all(steps.is_result_sum(var, of_result[var]) for var in sums)
+        complete = all(use.is_sum(var, use.zeroed.get(var)) for var in kept)
+        return complete and not use.walked and all(use.is_result_sum(var, of_result[var]) for var in sums)
 
     dims = sorted(frozenset[int]().union(*shared.values()))
     # Twice the steps rule out a body that is a sum for this number of steps only.

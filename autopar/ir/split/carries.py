@@ -59,7 +59,7 @@ def is_done_apart(loop: Region) -> bool:
     test = made_by.get(predicate.value) if isinstance(predicate.value, Var) else None
     if test is None or test.primitive.name != "reduce_or":
         return False
-    going = next((b.var for b in loop.carries if b.inner[0] is test.invars[0]), None)
+    going = next((b.var for b in loop.carries if b.inputs[0] is test.invars[0]), None)
 
     def stays(old: Var, result: Atom) -> bool:
         """Whether finished samples keep their old value."""

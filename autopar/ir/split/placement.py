@@ -96,21 +96,21 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Units:
     """The units of one shard: `size` of them, from number `first` on."""
 
     first: int
     size: int
 
 
-def share_of(number: int, count: int, units: int) -> Share:
+def units_of_shard(number: int, count: int, units: int) -> Units:
     """The units of shard `number` of `count`, as even as `units` allow.
 
     Longer shards come first: the last stage computes the loss besides its layers, and meshes with several chunks
     (interleaved) get equal totals.
     """
     size, longer = divmod(units, count)
-    return Share(number * size + min(number, longer), size + (number < longer))
+    return Units(number * size + min(number, longer), size + (number < longer))
 
 
 def local_aval(aval: Aval, placement: Placement, units: int, size: int = 1) -> Aval:

@@ -15,7 +15,7 @@ from autopar.ir.region import Binding, Region, bodies_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.blocks import block_strategies
-from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Replicated, Split, share_of
+from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Replicated, Split, units_of_shard
 from autopar.ir.split.strategy import AxisStrategy, has_program, strategies
 
 
@@ -116,7 +116,7 @@ class Strategies:
             signature = self.signatures[eqn] = equation_signature(eqn)
         if signature not in self.plain:
             rule, units = rule_for(eqn), self.axis.units
-            size = share_of(0, self.axis.count, units).size
+            size = units_of_shard(0, self.axis.count, units).size
             found = strategies(rule, units)
             self.plain[signature] = [s for s in found if size == 1 or has_program(eqn, rule, s, units, size)]
         if not self.axis.is_even:

@@ -139,7 +139,7 @@ class Solver:
         region = region_of(eqn)
         if any(a in self.uneven for a in inputs_of(eqn)):
             self.uneven.update(dict.fromkeys(var for b in region.bindings for var in b.variables))
-        outside = [self.solution.of(b.outer) for b in region.bindings]
+        outside = [self.solution.of(b.operand) for b in region.bindings]
         of_xs = [p for b, p in zip(region.bindings, outside, strict=True) if b.role == "xs"]
         trips = [p for p in of_xs if isinstance(p, Split) and p.dim == 0]
         if region.kind == "barrier":
@@ -160,9 +160,9 @@ class Solver:
             StuckError: It is a partial maximum or minimum, which enters no body, or a test on which shards may differ.
         """
         if isinstance(placement, Partial) and placement != SUM:
-            raise StuckError(eqn, b.outer)
+            raise StuckError(eqn, b.operand)
         if b.role == "test" and not isinstance(placement, Replicated):
-            raise StuckError(eqn, b.outer)
+            raise StuckError(eqn, b.operand)
         return placement.moved(-b.lead) if isinstance(placement, Split) else placement
 
     def turns(self, region: Region, so_far: list[Placement]) -> list[Placement]:
@@ -172,7 +172,7 @@ class Solver:
             for b, placement in zip(region.bindings, so_far, strict=True):
                 self.solution.placement_of.update(dict.fromkeys(b.variables, placement))
             made = {k: iter(self.body(region.bodies[k])) for k in runs}
-            left = [[next(made[k]) for k in runs if b.inside[k] is not None] for b in region.bindings]
+            left = [[next(made[k]) for k in runs if b.outputs[k] is not None] for b in region.bindings]
             grown = [
                 self.joined(region, b, p, left_b) for b, p, left_b in zip(region.bindings, so_far, left, strict=True)
             ]
@@ -211,7 +211,7 @@ class Solver:
                 raise StuckError(scan.eqn, b.var)
         results: list[Placement] = []
         for b in scan.bindings:
-            have = of(b.outer)
+            have = of(b.operand)
             result: Placement = REPLICATED
             match b.role:
                 case "const":
@@ -225,15 +225,15 @@ class Solver:
                 case _:
                     result, fits = trips, True
             if not fits:
-                raise StuckError(scan.eqn, b.outer)
+                raise StuckError(scan.eqn, b.operand)
             results.append(result)
         if scan.trips % (self.solution.axis.units * trips.blocks):
-            raise StuckError(scan.eqn, next(b.outer for b in scan.xs if of(b.outer) == trips))
+            raise StuckError(scan.eqn, next(b.operand for b in scan.xs if of(b.operand) == trips))
         self.solution.own_trips[scan.eqn] = trips
         for b in scan.carries:
             if is_sum[b.result]:
                 self.solution.placement_of[b.var] = SUM
-                if of(b.outer) != SUM and not self.is_zero(b.outer):
+                if of(b.operand) != SUM and not self.is_zero(b.operand):
                     self.uneven[b.result] = None
         return results
 

@@ -281,8 +281,8 @@ def _region(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     inputs = [[fresh(var.aval) for var in body.invars] for body in region.bodies]
     outputs = []
     for binding in region.consts:
-        if binding.outer is not None:
-            walk.hand_on([binding.outer] * len(binding.variables), binding.variables)
+        if binding.operand is not None:
+            walk.hand_on([binding.operand] * len(binding.variables), binding.variables)
     for block, closed, invars in zip(blocks, closed_bodies(eqn), inputs, strict=True):
         body, consts = open_jaxpr(closed)
         outputs.append(append_flat(walk.into(block, body, eqn), body, consts, invars))
@@ -310,9 +310,9 @@ def _batched_while(walk: Walk, eqn: JaxprEqn) -> list[Atom]:
     (test, body), consts, carries = region.bodies, region.consts, region.carries
     around, inside = (Walk(block, NameStack(), walk.flatten) for block in (walk.block, Block()))
     testing = Block()
-    (going,) = append_flat(around, test, (), region.entering(0, [b.outer for b in region.bindings]))
+    (going,) = append_flat(around, test, (), region.entering(0, [b.operand for b in region.bindings]))
     held, old, go = [new_var(b.var.aval) for b in consts], [new_var(b.var.aval) for b in carries], new_var(going.aval)
-    of_test, of_body = ([var for var, b in zip(held, consts, strict=True) if b.inner[k] is not None] for k in (0, 1))
+    of_test, of_body = ([var for var, b in zip(held, consts, strict=True) if b.inputs[k] is not None] for k in (0, 1))
     new = append_flat(inside, body, (), [*of_body, *old])
     ours = replace(walk.instead_of(eqn), block=inside.block)
     kept = [append_function(ours, _where, [go, *both])[0] for both in zip(new, old, strict=True)]
@@ -323,9 +323,9 @@ def _batched_while(walk: Walk, eqn: JaxprEqn) -> list[Atom]:
     nowhere, outvars = (None, None), [new_var(var.aval) for var in old]
     bindings = [
         Binding("test", None, nowhere, (any_goes, None)),
-        *(Binding("const", b.outer, (None, var), nowhere) for b, var in zip(consts, held, strict=True)),
+        *(Binding("const", b.operand, (None, var), nowhere) for b, var in zip(consts, held, strict=True)),
         *(
-            Binding("carry", b.outer, (new_var(var.aval), var), (None, value), result)
+            Binding("carry", b.operand, (new_var(var.aval), var), (None, value), result)
             for b, var, value, result in zip(carries, old, kept, outvars, strict=True)
         ),
         Binding("carry", going, (tested, go), (None, still_going), new_var(go.aval)),

@@ -138,7 +138,7 @@ def test_numbers_are_made_in_front():
     _, jaxpr = apart(clipped_updates, STATES[clipped_updates][0])
     outside = [eqn.primitive.name for eqn in jaxpr.eqns]
     assert outside.count("reduce_sum") == 2 and "sqrt" in outside
-    arrays = [sum(b.outer.aval.shape == BATCH.shape for b in region_of(eqn).consts) for eqn in conditions(jaxpr)]
+    arrays = [sum(b.operand.aval.shape == BATCH.shape for b in region_of(eqn).consts) for eqn in conditions(jaxpr)]
     assert sorted(arrays) == [0, 3, 3]  # parameter, moment, gradient
 
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from autopar._jax import shaped
-from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Partial, Split, local_aval, share_of
+from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Axis, Partial, Split, local_aval, units_of_shard
 
 
 @pytest.mark.parametrize("count, units", [(1, 5), (2, 4), (3, 7), (5, 5), (4, 6)])
 def test_shares_are_all_there_is_and_even(count, units):
-    shares = [share_of(k, count, units) for k in range(count)]
+    shares = [units_of_shard(k, count, units) for k in range(count)]
     assert [unit for s in shares for unit in range(s.first, s.first + s.size)] == list(range(units))
     sizes = [s.size for s in shares]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)

@@ -64,7 +64,7 @@ class LayerPlacements:
         solution = self.solution
         if trip_count(eqn) == self.length:
             scan = region_of(eqn)
-            if eqn in self.chains or any(solution.of(b.outer) == Split(0) for b in scan.xs):
+            if eqn in self.chains or any(solution.of(b.operand) == Split(0) for b in scan.xs):
                 self.chains[eqn] = None
                 solution.placement_of.update((b.result, Split(0)) for b in scan.ys if b.result is not None)
                 return
@@ -138,7 +138,9 @@ class _LayerDemand(Demand):
     def wants(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
         layers = self.layers
         if eqn in layers.chains:
-            return [Split(0) if b.role == "xs" else REPLICATED for b in region_of(eqn).bindings if b.outer is not None]
+            return [
+                Split(0) if b.role == "xs" else REPLICATED for b in region_of(eqn).bindings if b.operand is not None
+            ]
         if is_region(eqn) and kind_of(eqn) != "barrier" and eqn not in layers.regions:
             return [REPLICATED] * len(eqn.invars)
         part = touched_part(eqn, layers.length, layers.count) if eqn.primitive.name == "pad" else None

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from autopar._jax import JaxprEqn
-from autopar.ir.split.placement import share_of
+from autopar.ir.split.placement import units_of_shard
 
 
 def touched_part(eqn: JaxprEqn, length: int, count: int) -> int | None:
@@ -37,8 +37,8 @@ def touched_part(eqn: JaxprEqn, length: int, count: int) -> int | None:
 
 def _rows(part: int, count: int, length: int) -> tuple[int, int]:
     """The layers of a part: the first, and one past the last."""
-    share = share_of(part, count, length)
-    return share.first, share.first + share.size
+    units = units_of_shard(part, count, length)
+    return units.first, units.first + units.size
 
 
 def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array], jax.Array]:

@@ -20,7 +20,7 @@ from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Region, kind_of, region_of
 from autopar.ir.split.layers.placements import LayerPlacements
 from autopar.ir.split.layers.rows import part_of_padded, slice_of_part
-from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, share_of
+from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, units_of_shard
 from autopar.ir.split.strategy import join_shards, joined
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 
@@ -121,9 +121,9 @@ class LayerWriter:
     def chain(self, scan: Region) -> None:
         """Write a scan over layers: the trips of each part, with carries from part to part in the order of the trips."""
         source, count = scan.eqn.source_info, self.layers.count
-        consts = [self.value(b.outer, source) for b in scan.consts]
-        carries = [self.value(b.outer, source) for b in scan.carries]
-        xs = [self.in_parts(b.outer, Split(0), source) for b in scan.xs]
+        consts = [self.value(b.operand, source) for b in scan.consts]
+        carries = [self.value(b.operand, source) for b in scan.carries]
+        xs = [self.in_parts(b.operand, Split(0), source) for b in scan.xs]
         for k in reversed(range(count)) if scan.eqn.params["reverse"] else range(count):
             operands = [*consts, *carries, *(x[k] for x in xs)]
             made = self.parts[k].trips(scan, operands)
@@ -138,8 +138,8 @@ class _Part(ShardWriter):
 
     def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
         axis, kind = programs.solution.axis, shaped(jax.ShapeDtypeStruct((), jnp.int32))
-        share = share_of(number, axis.count, axis.units)
-        super().__init__(programs, Literal(np.int32(share.first), kind), share.size, program.eqns)
+        units = units_of_shard(number, axis.count, axis.units)
+        super().__init__(programs, Literal(np.int32(units.first), kind), units.size, program.eqns)
         self.program, self.rows = program, rows
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:

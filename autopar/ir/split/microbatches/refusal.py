@@ -120,9 +120,9 @@ def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | Non
     for eqn, _ in equations_within(jaxpr):
         maker.update(dict.fromkeys(eqn.outvars, eqn))
         for b in region_of(eqn).bindings if is_region(eqn) else ():
-            beyond.update(dict.fromkeys(b.variables, b.outer))
+            beyond.update(dict.fromkeys(b.variables, b.operand))
             if b.result is not None:
-                beyond[b.result] = b.values[-1] if b.values else b.outer
+                beyond[b.result] = b.values[-1] if b.values else b.operand
 
     def made_of(var: Var) -> list[Var]:
         if var in beyond:
@@ -135,4 +135,4 @@ def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | Non
 
 def _goes_by_trips(cause: Cause) -> bool:
     """Whether the operand of a scan is a carry or a stack of rows, and no constant."""
-    return all(cause.operand is not b.outer for b in region_of(cause.eqn).consts)
+    return all(cause.operand is not b.operand for b in region_of(cause.eqn).consts)

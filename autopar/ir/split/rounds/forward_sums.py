@@ -67,7 +67,7 @@ def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
     stays = [eqn for eqn in body.eqns if eqn not in moved and (eqn.effects or not gone.issuperset(eqn.outvars))]
     if not moved or any(a in made or a in gone for eqn in stays for a in inputs_of(eqn)):
         return [scan.eqn]
-    stack_of: dict[Var, Atom] = {b.var: b.outer for b in scan.xs if b.outer is not None}
+    stack_of: dict[Var, Atom] = {b.var: b.operand for b in scan.xs if b.operand is not None}
     stack_of |= {b.value: b.result for b in scan.ys if isinstance(b.value, Var) and b.result and b.value not in made}
     new: list[Binding] = []
     for var in read_by(moved):
@@ -87,7 +87,7 @@ def _behind(
     behind: Sequence[Binding],
 ) -> Equations:
     """The moved equations on all trips at once, and the results of the scan that depend on them (`behind`)."""
-    consts = {b.var: b.outer for b in scan.consts}
+    consts = {b.var: b.operand for b in scan.consts}
     added: dict[Var, Atom] = {}  # the terms of sums over trips, which are added up at the end
     for eqn in moved:
         others = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in begins]
@@ -107,7 +107,7 @@ def _behind(
         ]
 
     operands = [consts.get(var) or stack_of[var] for var in read]
-    sums = [b.outer for b in behind if b.role == "carry"]
+    sums = [b.operand for b in behind if b.role == "carry"]
     eqns, source = Equations(), moved[0].source_info
     results = eqns.call(of_all, [*operands, *sums], source)  # type: ignore[list-item]
     for result, b in zip(results, behind, strict=True):
@@ -191,16 +191,16 @@ class _Twins:
         return scan.rebuild([*leaving, *more], [[reading(eqn, swapped) for eqn in body.eqns]])
 
     def names_of_consts(self, scan: Region) -> dict[Var, Hashable]:
-        return {b.var: self.numbers.of(b.outer) for b in scan.consts if b.outer is not None}
+        return {b.var: self.numbers.of(b.operand) for b in scan.consts if b.operand is not None}
 
 
 def _names_of_rows(first: _Body, second: Region) -> dict[Var, Hashable]:
     """The value numbers of rows that enter a scan's body and equal a value of an earlier scan's body in the same trip."""
     made: dict[Atom | None, Atom] = {b.result: b.value for b in first.scan.ys}
-    entered = {b.outer: b.var for b in first.scan.xs if isinstance(b.outer, Var)}
+    entered = {b.operand: b.var for b in first.scan.xs if isinstance(b.operand, Var)}
     name: dict[Var, Hashable] = {}
     for b in second.xs:
-        same = (entered.get(b.outer) or made.get(b.outer)) if isinstance(b.outer, Var) else None
+        same = (entered.get(b.operand) or made.get(b.operand)) if isinstance(b.operand, Var) else None
         if isinstance(same, Var):
             name[b.var] = first.numbers.of(same)
     return name

@@ -44,7 +44,7 @@ def _goes_on_with_gradients(scan: Region) -> bool:
     moved: dict[Var, None] = {}
     while True:  # a carry may depend on gradients through another carry
         behind = descendants(body.eqns, _is_of_gradient, moved)
-        more = [b.inner[0] for b in carried if b.inside[0] in behind]
+        more = [b.inputs[0] for b in carried if b.outputs[0] in behind]
         if len(more) == len(moved):
             break
         moved = dict.fromkeys(filter(None, more))
@@ -89,7 +89,7 @@ def _of_loop(eqn: JaxprEqn, var: Var) -> Dims:
     region = region_of(eqn)
     if region.kind != "scan" or not holds_steps(eqn):
         return frozenset({0})
-    read = [b for b in region.of_role("const", "xs") if b.outer is var]
+    read = [b for b in region.of_role("const", "xs") if b.operand is var]
     inside = dims_of_samples(region.bodies[0], [b.var for b in read])
     found = frozenset(d + b.lead for b in read for d in inside[b.var])
     is_summed = found and not is_loop_of_steps(eqn) and any(b.is_stacked for b in read)

@@ -77,8 +77,8 @@ def _batches(region: Region, number: int, of_batch: dict[Var, None], count: int)
     """
     body = region.bodies[number]
     position = {var: k for k, var in enumerate(body.invars)}
-    bound = [b for b in region.of_role("const", "xs") if isinstance(b.outer, Var) and b.outer in of_batch]
-    given = [var for b in bound if (var := b.inner[number]) is not None]
+    bound = [b for b in region.of_role("const", "xs") if isinstance(b.operand, Var) and b.operand in of_batch]
+    given = [var for b in bound if (var := b.inputs[number]) is not None]
     by_size: dict[int, dict[Var, int]] = {}
     for var, dims in dims_of_samples(body, given).items():
         if dims and var.aval.shape[min(dims)] % count == 0:

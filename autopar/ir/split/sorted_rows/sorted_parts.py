@@ -95,7 +95,7 @@ class _Found:
     def region(self, region: Region) -> None:
         """Propagate orders through a region: as constants or stacks, not through carries or tests."""
         for b in region.bindings:
-            order = self.of(b.outer)
+            order = self.of(b.operand)
             if order is None:
                 continue
             if b.role == "through" and b.result is not None:
@@ -197,11 +197,11 @@ class _Writer:
         """Rebuild a region; counts of each part cross its boundary beside the counts of all rows."""
         more = []
         for b in region.bindings:
-            counts = self.counts(b.outer)
+            counts = self.counts(b.operand)
             if counts is not None and b.role in ("const", "xs"):
                 shape = counts.aval.shape[1:] if b.role == "xs" else counts.aval.shape
-                inner = tuple(None if var is None else new_var(resized(var.aval, shape)) for var in b.inner)
-                self.counted.update({var: new for var, new in zip(b.inner, inner, strict=True) if var and new})
+                inner = tuple(None if var is None else new_var(resized(var.aval, shape)) for var in b.inputs)
+                self.counted.update({var: new for var, new in zip(b.inputs, inner, strict=True) if var and new})
                 more.append(Binding(b.role, counts, inner, (None,) * len(region.bodies)))
             elif counts is not None and b.role == "through" and b.result is not None:
                 self.counted[b.result] = made = new_var(counts.aval)

@@ -208,21 +208,11 @@ class Workers:
         return found
 
     # Checkpoints (`saves.py`): their failures end no worker; the next step shows whether it is alive.
-    # Arguments are by worker, those of the methods of `Worker` of the same names.
 
     def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
         """Why each of these workers cannot read, or write, beside a file; "": it can."""
         asked = dict.fromkeys(workers, (str(token), digest(token)[1], writing))
         return self.call("unseen", asked, harmless=True)
-
-    def read(self, arguments: Mapping[int, tuple[Any, ...]]) -> None:
-        """`Worker.read` of several workers."""
-        self.call("read", arguments, harmless=True)
-
-    def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
-        """Copy parts of arrays for a save; on return, the arrays may be overwritten."""
-        own = {number: (save, *rest) for number, rest in arguments.items()}
-        self.call("take", own, harmless=True)
 
     def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
         """Write the parts of a save; may be called on any thread, beside the steps.

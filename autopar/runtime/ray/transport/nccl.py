@@ -11,11 +11,12 @@ Method: one communicator per channel, whose ranks are the devices of the sending
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,9 +174,11 @@ class NcclChannel:
     def _call(self, name: str, rank: int, pointer: int, num_bytes: int, peer: int) -> None:
         getattr(self._comms[rank], name)(pointer, num_bytes, self._nccl.NCCL_UINT8, peer, self._streams[rank].ptr)
 
-    def _on(self, rank: int) -> Any:
+    @contextlib.contextmanager
+    def _on(self, rank: int) -> Iterator[None]:
         # A CuPy stream belongs to the device that was current at its creation, which must be current when it is used.
-        return _Both(self._cupy.cuda.Device(self._own[rank].local_hardware_id), self._streams[rank])
+        with self._cupy.cuda.Device(self._own[rank].local_hardware_id), self._streams[rank]:
+            yield
 
     def _events(self, ranks: Any) -> tuple[Any, ...]:
         found = []
@@ -183,19 +186,6 @@ class NcclChannel:
             with self._on(rank):
                 found.append(self._streams[rank].record())
         return tuple(found)
-
-
-class _Both:
-    def __init__(self, device: Any, stream: Any):
-        self._device, self._stream = device, stream
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        self._stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.__exit__(*error)
-        self._device.__exit__(*error)
 
 
 @functools.partial(jax.jit, static_argnums=0)

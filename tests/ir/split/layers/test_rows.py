@@ -7,14 +7,14 @@ import pytest
 
 from autopar.ir.build import flat_function
 from autopar.ir.split.layers.rows import part_of_padded, slice_of_part, touched_part
-from autopar.ir.split.placement import share_of
+from autopar.ir.split.placement import units_of_shard
 
 LENGTH, WIDTH = 7, 2
 STACK = np.arange(LENGTH * WIDTH, dtype=np.float32).reshape(LENGTH, WIDTH)
 
 
 def parts_of(stack, count):
-    shares = [share_of(k, count, LENGTH) for k in range(count)]
+    shares = [units_of_shard(k, count, LENGTH) for k in range(count)]
     return [stack[s.first : s.first + s.size] for s in shares]
 
 

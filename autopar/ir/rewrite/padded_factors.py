@@ -28,13 +28,13 @@ _FAMILIES = ("elementwise", "indexing", "movement", "reductions", "reshape", "sc
 """Rule files whose operations work on arrays of any length."""
 _PLACED = ("sharding_constraint", "layout_constraint", "device_put", "dynamic_update_slice")
 """Primitives of those files that do not, or that refer to the user's own shape."""
-_Kind = Choice["longer", "as it is", "either"]
+_Kind = Choice["padded", "as it is", "either"]
 _Node = tuple[int, Factor]
 """(number of an equation, one of its factors)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Longer:
+class PaddedFactors:
     """One equation's rule, None if the equation cannot be padded, and its padded factors with their tails."""
 
     rule: ShardingRule | None
@@ -46,7 +46,7 @@ def is_product(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "dot_general"
 
 
-def find_longer(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> list[Longer]:
+def padded_factors(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> list[PaddedFactors]:
     """For each equation of one body, the factors that are padded.
 
     `jaxpr`: flat program; its inner bodies are not looked at.
@@ -92,7 +92,7 @@ class _Reach:
     def add(self, k: int, factor: Factor, tail: Tail) -> None:
         """Pad a factor of an equation, if it can be, and the dims in which the factor occurs."""
         rule = self.rules[k]
-        if rule is None or factor in self.found[k] or not _can_be_longer(self.jaxpr.eqns[k], rule, factor, tail):
+        if rule is None or factor in self.found[k] or not _can_be_padded(self.jaxpr.eqns[k], rule, factor, tail):
             return
         eqn = self.jaxpr.eqns[k]
         stands = [*_stands_in(eqn.invars, rule.operands, factor), *_stands_in(eqn.outvars, rule.results, factor)]
@@ -128,7 +128,7 @@ class _Reach:
         rule = self.rules[k]
         return {} if rule is None else rule.sizes
 
-    def chosen(self) -> list[Longer]:
+    def chosen(self) -> list[PaddedFactors]:
         """For each equation, the factors that are padded: of those that can be, the ones that pay."""
         eqns, (sources, readers) = self.jaxpr.eqns, self._links()
         leads: dict[_Node, bool] = {}
@@ -138,17 +138,17 @@ class _Reach:
         for node in sources:
             given = [kinds[source] if source is not None else "as it is" for source in sources[node]]
             if is_product(eqns[node[0]]):
-                kinds[node] = "longer"
+                kinds[node] = "padded"
             elif all(kind == "either" for kind in given):
                 kinds[node] = "either"
             else:
-                pays = "longer" in given and (leads[node] or "as it is" not in given)
-                kinds[node] = "longer" if pays else "as it is"
+                pays = "padded" in given and (leads[node] or "as it is" not in given)
+                kinds[node] = "padded" if pays else "as it is"
         for node in reversed(sources):
-            if kinds[node] == "either" and any(kinds[reader] == "longer" for reader in readers[node]):
-                kinds[node] = "longer"
+            if kinds[node] == "either" and any(kinds[reader] == "padded" for reader in readers[node]):
+                kinds[node] = "padded"
         return [
-            Longer(rule, {factor: tail for factor, tail in found.items() if kinds[k, factor] == "longer"})
+            PaddedFactors(rule, {factor: tail for factor, tail in found.items() if kinds[k, factor] == "padded"})
             for k, (rule, found) in enumerate(zip(self.rules, self.found, strict=True))
         ]
 
@@ -162,7 +162,7 @@ class _Reach:
         readers: dict[_Node, list[_Node]] = {}
         for k, (eqn, rule, found) in enumerate(zip(self.jaxpr.eqns, self.rules, self.found, strict=True)):
             for factor, tail in found.items():
-                assert rule is not None, "without a rule nothing is longer"
+                assert rule is not None, "without a rule nothing is padded"
                 node, readers[k, factor] = (k, factor), []
                 stands = _stands_in(eqn.invars, rule.operands, factor)
                 sources[node] = [made_as.get((var, place)) for var, place, _ in stands]
@@ -197,7 +197,7 @@ def is_searched(eqn: JaxprEqn, rule: ShardingRule, factor: Factor) -> bool:
     return factor in rule.one_hot and eqn.primitive.name == "gather"
 
 
-def _can_be_longer(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, tail: Tail) -> bool:
+def _can_be_padded(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, tail: Tail) -> bool:
     """Whether garbage in a factor's tail stays in tails, or a mask can keep it out of a reduction."""
     if factor in rule.whole or factor in rule.accumulators:
         return False

@@ -1,7 +1,7 @@
 """An abstract interpreter for the body of a Pallas kernel, for one step or for all at once.
 
 In:     the body of a kernel, and the grid indices of the steps.
-Out:    `Walk`: interprets the body, with its branches and calls.
+Out:    `Interpreter`: interprets the body, with its branches and calls.
 Method: numbers are computed (`index_map.py`) for all steps at once. Subclasses interpret the other equations.
 """
 
@@ -44,7 +44,7 @@ Value = np.ndarray | Sum | None
 does not depend on the step."""
 
 
-class Walk:
+class Interpreter:
     """An interpretation of a body.
 
     Attributes:
