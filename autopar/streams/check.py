@@ -14,20 +14,16 @@ from autopar.streams.instructions import BufferId, Free, MeshId, Recv, Run, Send
 from autopar.streams.order import StreamError, merged
 
 
-def check_streams(streams: Streams, num_microbatches: int) -> dict[MeshId, int]:
+def check_streams(streams: Streams, num_microbatches: int) -> None:
     """Check the instructions against the programs and buffers that they name.
 
-    Returns:
-        Per mesh, the peak bytes of its buffers; a received buffer counts from its `Recv` on.
-
-    Raises:
-        StreamError: They are wrong; names the mesh and the instruction.
+    Raises `StreamError`: they are wrong; names the mesh and the instruction.
     """
     _check_messages(streams)
     _check_runs(streams, num_microbatches)
-    peaks = {mesh: _check_buffers(mesh, streams) for mesh in streams.instructions}
+    for mesh in streams.instructions:
+        _check_buffers(mesh, streams)
     merged(streams.instructions)
-    return peaks
 
 
 def _check_messages(streams: Streams) -> None:
@@ -99,14 +95,12 @@ def _check_operands(mesh: MeshId, run: Run, streams: Streams) -> None:
                 )
 
 
-def _check_buffers(mesh: MeshId, streams: Streams) -> int:
-    num_bytes = [b.value.num_bytes for b in streams.buffers]
+def _check_buffers(mesh: MeshId, streams: Streams) -> None:
     results, given = [at for at in streams.results if at is not None], streams.given[mesh]
     alive = dict.fromkeys(given)
     written = dict(alive)
     freed: dict[BufferId, None] = {}
     newest: dict[tuple[str, object], BufferId] = {}
-    now = peak = sum(num_bytes[b] for b in alive)
     for instruction in streams.instructions[mesh]:
         for buffer in reads(instruction):
             if buffer in freed:
@@ -124,22 +118,18 @@ def _check_buffers(mesh: MeshId, streams: Streams) -> int:
                     f"mesh {mesh}: {instruction}: b{buffer} belongs to mesh {streams.buffers[buffer].mesh}."
                 )
             written[buffer] = alive[buffer] = None
-            now += num_bytes[buffer]
             kind, key, _ = streams.names[buffer]
             if kind in IN_PLACE:
                 newest[kind, key] = buffer
-        peak = max(peak, now)
         if isinstance(instruction, Free):
             for buffer in instruction.buffers:
                 if buffer not in alive:
                     raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is freed and not live.")
                 del alive[buffer]
                 freed[buffer] = None
-                now -= num_bytes[buffer]
     leaked = [b for b in alive if b not in results and b not in given]
     if leaked:
         raise StreamError(f"mesh {mesh}: b{leaked[0]} is never freed.")
     missing = [b for b in results if streams.buffers[b].mesh == mesh and b not in alive]
     if missing:
         raise StreamError(f"b{missing[0]}, a result of the step, is not on mesh {mesh} at the end.")
-    return peak
