@@ -2,12 +2,13 @@
 
 In:     the sharded program and its mesh.
 Out:    options of this one compilation; nothing global is set.
-Method: XLA's scheduler for GPUs starts collectives early and waits for them late; within a loop, only for collectives that
-        are pipelined into the trip before or after. Small collectives are combined up to a threshold on their results: for
-        each kind the bytes that one trip of a loop makes, so that the gathers of one layer are combined, but not those of
-        two, which would overlap with nothing. Where no loop sends a kind, those that are too large for `fuse.py` stay apart,
-        as they were placed. Flags that the user sets in `XLA_FLAGS` are left alone. Names: `xla.proto` (DebugOptions);
-        NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
+Method: XLA's scheduler for GPUs starts collectives early and waits for them late; within a loop, only for collectives
+        that are pipelined into the trip before or after. Small collectives are combined up to a threshold on their
+        results: for each kind the bytes that one trip of a loop makes, so that the gathers of one layer are combined,
+        but not those of two, which would overlap with nothing. Where no loop sends a kind, or one sends more than a
+        bucket, those that are too large for `fuse.py` stay apart, as they were placed. Flags that the user sets in
+        `XLA_FLAGS` are left alone. Names: `xla.proto` (DebugOptions); NVIDIA, "Tips for High-Performance LLMs with
+        JAX and XLA".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax
 from autopar._jax import takes_packed
 from autopar.cost.steps import CollectiveKind
 from autopar.debug import xla_flags
-from autopar.intra_op.fuse import small_bytes
+from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.sharded import Body, Collective, Region, collectives_of
 from autopar.mesh import LogicalMesh
 
@@ -46,8 +47,9 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
     for kind, (threshold, pipelined) in _KINDS.items():
         per_trip = max((_bytes_of(inner, mesh, kind) for inner in trips), default=0)
         if per_trip:
-            found[threshold] = per_trip
             found[pipelined] = True
+        if 0 < per_trip <= BUCKET_BYTES:
+            found[threshold] = per_trip
         elif sent := [c for c in collectives_of(body, mesh) if c.kind == kind]:
             found[threshold] = max(int(small_bytes(mesh)) * _made_bytes(c, mesh) // max(c.bytes, 1) for c in sent)
     if any(name.endswith("threshold_bytes") for name in found):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, copies_to_or_from_host, on_host
-from autopar.cost.steps import AllGather, Mask, Step
+from autopar.cost.steps import AllGather, AllReduce, Mask, Step
 from autopar.grouping import grouped
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.intra_op.strategies import Strategy
@@ -58,6 +58,7 @@ def run_body(
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
     waits = *ahead.delays(), *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)
     delays = grouped((delay.position, delay) for delay in waits)
+    kept = _added_up(body, ahead.made_at) if platform in GPU_PLATFORMS else ()
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
         is_elementwise = isinstance(instruction, Compute) and is_fused(instruction) and not instruction.rule.moves_data
@@ -69,7 +70,7 @@ def run_body(
             instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
         )
         copies.update(undelayed)
-        copies.update(made)
+        copies.update({copy: lax.optimization_barrier(a) if copy in kept else a for copy, a in made.items()})
         still = list(owned_copies(instruction, owned))
         for copy in made:
             owned.pop(copy, None)
@@ -82,6 +83,32 @@ def run_body(
 def _keep_there(copies: Copies, made: Iterable[Copy]) -> None:
     """Before copies back, keep XLA from simplifying a copy to host memory and back to no copy at all."""
     copies.update({copy: lax.optimization_barrier(copies[copy]) for copy in made if on_host(copy[0].aval)})
+
+
+def _added_up(body: Body, made_at: Mapping[Copy, int]) -> set[Copy]:
+    """All-reduced values that, perhaps cast, elementwise work reads beside an input of the body.
+
+    Where that adds up a loop's sum, XLA for GPUs would move the all-reduce behind the loop, where it overlaps with nothing,
+    and add up in the dtype that is sent; a barrier keeps it from that.
+    """
+    found: set[Copy] = set()
+    for instruction in body.instructions:
+        if isinstance(instruction, Compute) and is_fused(instruction) and len(instruction.reads) > 1:
+            if any(made_at[copy] < 0 for copy in instruction.reads):
+                for copy in instruction.reads:
+                    while (at := made_at[copy]) >= 0:
+                        maker = body.instructions[at]
+                        if _all_reduces(maker):
+                            found.add(copy)
+                        if not isinstance(maker, Compute) or not is_fused(maker) or len(maker.reads) != 1:
+                            break
+                        (copy,) = maker.reads
+    return found
+
+
+def _all_reduces(instruction: Instruction) -> bool:
+    moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
+    return all(isinstance(move, Move) and isinstance(move.step, AllReduce) for move in moves)
 
 
 def _delay(copies: Copies, delays: Iterable[Delay], pinned: Container[Copy]) -> Copies:

@@ -169,3 +169,33 @@ def test_both_runtimes_pass_them(method, monkeypatch):
         assert told == [
             overlap.overlap_options(compiled.plan.origin.pipeline.stages[0].sharded.body, compiled.plan.mesh)
         ]
+
+
+@pytest.mark.parametrize("platform, is_told", [("cuda", True), ("cpu", False)])
+def test_what_a_loop_over_microbatches_reduces_stays_in_it_and_apart(platform, is_told):
+    """Combined, all gradients of a microbatch would be one message at the end of its backward pass."""
+
+    def half(weights, batch):
+        def loss_of(weights):
+            x = batch["x"]
+            for w in weights:
+                x = x + jnp.tanh(x @ w.astype(x.dtype))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], loss
+
+    given = (
+        [jax.ShapeDtypeStruct((WIDE, WIDE), "float32")] * 8,
+        {"x": jax.ShapeDtypeStruct((32768, WIDE), jnp.bfloat16)},
+    )
+    method = DataParallel(zero=0, num_microbatches=2)
+    plan = autopar.parallelize(half, cluster=Cluster.of("8 h100"), method=method).plan(*given)
+    body, sizes = plan.origin.pipeline.stages[0].sharded.body, dict(plan.mesh.axis_sizes)
+    assert any(c.kind == "all-reduce" and c.times == 2 for c in plan.cost.collectives), "reduced in the loop"
+    local = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, plan.mesh), v.aval.dtype) for v, s in body.inputs]
+    emitted = str(jax.make_jaxpr(lambda *a: run_body(body, a, sizes, platform), axis_env=list(sizes.items()))(*local))
+    held = re.findall(r"(\w+):bf16\S+ = optimization_barrier", emitted)
+    assert len(held) == (8 if is_told else 0)
+    small = int(small_bytes(plan.mesh))
+    assert overlap_options(body, plan.mesh)["xla_gpu_all_reduce_combine_threshold_bytes"] == small

@@ -86,6 +86,26 @@ def written_out():
     return {"hidden": sum(min(c.seconds, c.hidden_seconds) for c in sums) / sum(c.seconds for c in sums)}
 
 
+def accumulated():
+    """Bytes of its all-reduces in two microbatches, planned and compiled, and how often each runs."""
+    weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
+    batch = {"x": jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)}
+    method = DataParallel(zero=0, num_microbatches=2)
+    (program,) = (
+        autopar.parallelize(train_written_out, cluster=Cluster.of("8 h100"), method=method)
+        .plan(weights, batch)
+        .verify()
+        .programs
+    )
+    sums = [c for c in program.collectives if c.kind == "all-reduce"]
+    return {
+        "planned": program.planned["all-reduce"],
+        "emitted": program.emitted["all-reduce"],
+        "times": max(c.times for c in sums),
+        "count": len(sums),
+    }
+
+
 def train_in_layers(policy):
     """The same, where a policy says what the layers keep for their gradients."""
 
@@ -202,6 +222,7 @@ def zero3_and_fsdp(target):
 
 def main():
     found = {"zero": found_of(DataParallel(zero=3)), "experts": rows_that_travel(), "written out": written_out()}
+    found["accumulated"] = accumulated()
     found["stages"] = found_of(PipelineParallel(num_stages=2, num_microbatches=2))
     # The whole way of a compiled step touches no device either.
     target = find_target("h100", Cluster.of("8 h100"))

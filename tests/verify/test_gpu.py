@@ -95,6 +95,12 @@ def test_gradients_are_summed_while_the_backward_pass_runs(found):
     assert found["written out"]["hidden"] > 0.9
 
 
+def test_gradients_that_a_loop_reduces_are_reduced_in_the_loop(found):
+    """XLA would move the all-reduces behind the loop over microbatches, and add up 16-bit gradients in 16 bits."""
+    summed = found["accumulated"]
+    assert summed["emitted"] == summed["planned"] and summed["times"] == 2
+
+
 def test_a_step_compiles_for_devices_that_are_not_there(found):
     assert {"stage0/F", "stage1/B"} <= set(found["programs"])
 
