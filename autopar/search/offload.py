@@ -32,12 +32,12 @@ from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, offloaded_text, seconds_text
 from autopar.search.methods import Auto, Follow, FollowMesh
 from autopar.search.padding import Lengths
-from autopar.search.request import Request
+from autopar.search.request import Narrowed, Request
 from autopar.streams.assemble import PipelinePlan, StepPlan
 from autopar.tuning import TUNING
 
-Planned = tuple[StepPlan, list[tuple[str, str]], Lengths]
-"""A plan of a step, what else was tried, and its padding."""
+Planned = tuple[StepPlan, list[tuple[str, str]], Lengths, Narrowed]
+"""A plan of a step, what else was tried, its padding, and what is worth searching again if the step is rewritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ class _Ways:
         try:
             program = offloaded_program(request.program, request.roles, what)
             known = math.inf if self.best is None else self.best[0].seconds
-            found = self.plan(dataclasses.replace(request, program=program, beat=known))
+            narrowed = None if self.best is None else self.best[3]
+            found = self.plan(dataclasses.replace(request, program=program, beat=known, narrowed=narrowed))
         except InfeasibleError as error:
             self.failures.append(error)
             self.tried.append((what, error.summary))
@@ -152,9 +153,9 @@ class _Ways:
             if last == NOTHING:
                 raise failure
             raise _again(self.failures[-1], f"{self.failures[-1].given}, {last}", self.failures[-1].do) from failure
-        planned, tried, padded = self.best
+        planned, tried, padded, shown = self.best
         others = [(str(what), outcome) for what, outcome in self.tried if what != self.offloaded]
-        return (planned, [*tried, *others], padded), self.offloaded
+        return (planned, [*tried, *others], padded, shown), self.offloaded
 
 
 def _memory_binds(planned: StepPlan, request: Request) -> bool:

@@ -47,13 +47,13 @@ from autopar.search.methods import (
     ShardParallel,
     ThreeD,
 )
-from autopar.search.offload import check_hosts, within_memory
+from autopar.search.offload import Planned, check_hosts, within_memory
 from autopar.search.one_mesh import count_of, in_microbatches
-from autopar.search.padding import Lengths, lengths_that_do_not_divide, padded_program, worth_padding
+from autopar.search.padding import lengths_that_do_not_divide, padded_program, worth_padding
 from autopar.search.parts import finds_what_it_made
 from autopar.search.pins import find_pins
 from autopar.search.progress import Anytime, Report, part_of, silent
-from autopar.search.request import Request
+from autopar.search.request import Narrowed, Request
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import Stages, search_pipelines
 from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
@@ -81,7 +81,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     # Reports mistakes in constraints before any work.
     find_pins(program.in_paths, request.options.constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
-    (planned, tried, padded), offloaded = within_memory(lambda asked: _with_padding(asked, anytime), request)
+    (planned, tried, padded, _), offloaded = within_memory(lambda asked: _with_padding(asked, anytime), request)
     dump_plan(planned)
     plan = describe_plan(request, planned, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
@@ -97,15 +97,16 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     return plan
 
 
-def _with_padding(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Lengths]:
-    """Plan the step, also with padded dims if that may pay; returns the faster plan, what was tried, and the padding."""
+def _with_padding(request: Request, report: Anytime) -> Planned:
+    """Plan the step, also with padded dims if that may pay; returns the faster plan."""
     planned: StepPlan | None = None
     tried: Tried = []
+    shown = Narrowed()
     failure: InfeasibleError | None = None
     splits_other_dims = not isinstance(request.method, DataParallel | Follow)
     lengths = lengths_that_do_not_divide(request) if splits_other_dims else {}
     try:
-        planned, tried = _planned(request, report)
+        planned, tried, shown = _planned(request, report)
     except InfeasibleError as error:
         if not lengths:
             raise
@@ -114,32 +115,32 @@ def _with_padding(request: Request, report: Anytime) -> tuple[StepPlan, Tried, L
         lengths = {} if report.reason else worth_padding(planned, lengths, request, 1 + len(tried))
     if lengths:
         try:
-            longer, more = _planned(request.of(padded_program(request.program, lengths)), report)
+            longer, more, _ = _planned(request.of(padded_program(request.program, lengths)), report)
         except AutoparError as error:
             tried = [*tried, (padding_text(lengths), error.summary)]
         else:
             goal = request.options.goal
             least = math.inf if planned is None else planned.seconds_for(goal)
             if longer.seconds_for(goal) < (1 - TUNING.padding_gains) * least:
-                return longer, [*tried, *more], lengths
+                return longer, [*tried, *more], lengths, Narrowed()
             tried = [*tried, (padding_text(lengths), seconds_text(longer.seconds))]
     if planned is None:
         assert failure is not None, "there is a plan, or a failure"
         raise failure
-    return planned, tried, {}
+    return planned, tried, {}, shown
 
 
-def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
-    """Plan the step by its method; returns the plan, and what else was tried."""
+def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Narrowed]:
+    """Plan the step by its method; returns the plan, what else was tried, and what the search has shown."""
     match request.method:
         case PipelineParallel() | ThreeD() as method:
-            return pipeline_of(request, method, report), []
+            return pipeline_of(request, method, report), [], Narrowed()
         case Follow() as method:
-            return pipeline_behind(request, method, report), []
+            return pipeline_behind(request, method, report), [], Narrowed()
     return _search(request, report)
 
 
-def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
+def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Narrowed]:
     """Search the meshes that a method allows; for `Auto()` also microbatches and pipelines."""
     search = _Search(request, report)
     search.on_meshes()
@@ -147,7 +148,10 @@ def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
     if search.on_hosts:
         search.on_finer_meshes()
     search.alone()
-    if search.on_hosts or (isinstance(request.method, Auto | Inference) and _can_gain(request, search.searched)):
+    near = request.narrowed is None or request.narrowed.stages
+    if near and (
+        search.on_hosts or (isinstance(request.method, Auto | Inference) and _can_gain(request, search.searched))
+    ):
         search.in_stages()
     search.unaided()
     report.tried = search.tried
@@ -155,7 +159,7 @@ def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
         warn(
             f"{request.program.name}: planning was stopped, and the best plan so far is used. Ctrl-C again stops the step."
         )
-    return search.best()
+    return *search.best(), search.shown
 
 
 class _Search:
@@ -175,6 +179,7 @@ class _Search:
         if self.on_hosts:
             # Meshes of three axes come later, and start from the answers on these.
             self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
+        self.meshes = self._narrowed(self.meshes)
         self.count = count_of(method)
         how = self.count, request.options.microbatch_semantics, request.cluster.num_devices
         self.program = in_microbatches(request.program, request.roles, *how)
@@ -201,7 +206,8 @@ class _Search:
         if self.report.reason or not self.searched.results:
             return
         cluster = self.request.cluster
-        finer = [m for m in finer_meshes(cluster, cluster.num_devices) if m not in self.meshes]
+        narrowed = self._narrowed(finer_meshes(cluster, cluster.num_devices))
+        finer = [m for m in narrowed if m not in self.meshes]
         further = Searched(list(self.searched.results), [])
         with self._a_pass("finer meshes"):
             self._search_meshes(finer, self._silently, further)
@@ -248,6 +254,22 @@ class _Search:
         best = untie_best(self.request.of(self.program), self.searched)
         others = [pair for pair in self.tried if pair[0] != self._named(str(best.mesh))]
         return assemble_step(self.program, self.request.roles, self.count, best), others
+
+    @property
+    def shown(self) -> Narrowed:
+        """What is worth searching again for a rewritten step: the best meshes, and one that three axes begin from."""
+        results, best = self.searched.results, self.stages.best
+        if not results or best is not None:
+            return Narrowed((), self.stages.near)
+        coarse = [s for s in results if len(s.mesh.shape) <= 2]
+        begin = [min(coarse, key=lambda sharded: sharded.step_seconds).mesh] if coarse else []
+        meshes = tuple(dict.fromkeys([*best_meshes(self.meshes, self.searched), *begin]))
+        return Narrowed(meshes, self.stages.near)
+
+    def _narrowed(self, meshes: list[LogicalMesh]) -> list[LogicalMesh]:
+        """Of these meshes those that the request is narrowed to, if there are any."""
+        narrowed = self.request.narrowed
+        return [mesh for mesh in meshes if narrowed and mesh in narrowed.meshes] or meshes
 
     @property
     def _least(self) -> float:

@@ -1,7 +1,7 @@
 """A planning request: a step, its cluster, and the user's method.
 
 In:     (a type only; `planner.py` and `restore.py` make it.)
-Out:    `Request`, handed through the search.
+Out:    `Request`, handed through the search; `Narrowed`, which one search tells the next.
 """
 
 from __future__ import annotations
@@ -14,9 +14,22 @@ from dataclasses import dataclass
 from autopar.grouping import grouped
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster
+from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.search.methods import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """What a search has shown to be worth searching again for a rewritten step.
+
+    Attributes:
+        meshes: The meshes with the fastest plans; (): all that the method allows.
+        stages: Whether a pipeline was the fastest plan, or came near it.
+    """
+
+    meshes: tuple[LogicalMesh, ...] = ()
+    stages: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +42,7 @@ class Request:
         cluster: The cluster.
         method: The user's method.
         beat: Seconds of the best step known without this rewriting: slower plans are of no use.
+        narrowed: What to search of it, if the step without this rewriting has shown that; None: all that the method allows.
     """
 
     program: Program
@@ -36,6 +50,7 @@ class Request:
     cluster: Cluster
     method: Method
     beat: float = math.inf
+    narrowed: Narrowed | None = None
 
     @functools.cached_property
     def options(self) -> Options:

@@ -48,10 +48,12 @@ class Stages:
     Attributes:
         best: The fastest; None: none fits, none beats the best step without stages, or the step cannot be cut.
         tried: What was tried: (what, its seconds or why not).
+        near: Whether one was planned in full: not all were left out by their bounds.
     """
 
     best: PipelinePlan | None = None
     tried: list[tuple[str, str]] = field(default_factory=list)
+    near: bool = False
 
 
 def search_pipelines(request: Request, found: Stages, report: Report = silent, known: float = math.inf) -> None:
@@ -227,6 +229,7 @@ class _Attempts:
         if not dataclasses.replace(candidate, least=least).may_beat(beat):
             self._found.tried.append((text, f"left out: about {least:.3e} s at least"))
             return None
+        self._found.near = True
         try:
             made = self._plan(candidate, SCHEDULES[schedule], beat)
         except AutoparError as error:

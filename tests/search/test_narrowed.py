@@ -1,0 +1,43 @@
+"""A rewritten step is searched again only where the search for the step as it was has been good."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
+from autopar.search import planner
+from autopar.search.progress import Anytime, silent
+from autopar.search.request import Narrowed, Request
+from tests.small_mlp import train_step
+from tests.sweep import QUICK, SLOW
+
+ROWS = jax.ShapeDtypeStruct((64, 72), np.float32)
+STEP = trace_step(train_step, ([jax.ShapeDtypeStruct((72, 72), np.float32)] * 4, {"x": ROWS, "y": ROWS}))
+
+
+@pytest.mark.parametrize("cluster", [autopar.Cluster(1, 8, SLOW, QUICK), autopar.Cluster(2, 4, SLOW, QUICK)])
+def test_only_the_best_meshes_are_searched_again(cluster, monkeypatch):
+    request = Request(STEP, find_roles(STEP, (1,)), cluster, autopar.Auto(steps=1e9))
+    _, tried, shown = planner._search(request, Anytime(silent, None))
+    assert shown.meshes and len(tried) > 1
+    searched, real = [], planner.search_meshes
+
+    def search_meshes(request, meshes, *others):
+        searched.extend(meshes)
+        real(request, meshes, *others)
+
+    monkeypatch.setattr(planner, "search_meshes", search_meshes)
+    (best, *_), passes = shown.meshes, []
+    for stages in (False, True):
+        searched.clear()
+        report = Anytime(silent, None)
+        planner._search(dataclasses.replace(request, narrowed=Narrowed((best,), stages)), report)
+        assert [mesh for mesh in searched if len(mesh.shape) == len(best.shape)] == [best]
+        passes.append("stages" in dict(report.search().pass_seconds))
+    assert passes == [False, cluster.hosts > 1]
