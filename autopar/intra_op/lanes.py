@@ -16,8 +16,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import JaxprEqn, copies_to_or_from_host, on_host
+from autopar._jax import JaxprEqn, copies_to_or_from_host
 from autopar.cost import collective_seconds
+from autopar.intra_op.host_order import host_waits
 from autopar.intra_op.sharded import (
     Body,
     Collective,
@@ -27,6 +28,7 @@ from autopar.intra_op.sharded import (
     Region,
     collectives_of,
     copies_awaited,
+    local_bytes,
     transposed_bytes,
 )
 from autopar.ir.region import region_of, trip_count
@@ -75,7 +77,7 @@ def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: Logical
     `device`: says which fraction of a collective overlaps with kernels, and what its transposes take.
     """
     build = _Build(seconds_of, mesh, device)
-    build.add(body, {}, in_turn=True)
+    build.add(body, {}, is_program=True)
     end, exposed = _Clock(build.tasks, build.count, device.achieved.overlap).run()
     return Lanes(end, end - sum(exposed), exposed)
 
@@ -86,35 +88,32 @@ class _Build:
     def __init__(self, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, device: Device):
         self.seconds_of, self.mesh, self.device = seconds_of, mesh, device
         self.tasks: list[_Task] = []
-        self.latest: tuple[int, ...] = ()
         self.count = 0
 
     def add(
-        self, body: Body, given: Mapping[Copy, tuple[int, ...]], in_turn: bool = False
+        self, body: Body, given: Mapping[Copy, tuple[int, ...]], is_program: bool = False
     ) -> dict[Copy, tuple[int, ...]]:
         """Append a body's tasks; returns the tasks that each of its copies depends on.
 
-        If `in_turn`, values in host memory are copied to the device in program order, not earlier: until then no device
-        memory is counted for them.
+        `is_program`: it is the body of no loop or branch.
         """
         maker, place = dict(given), 0
-        for instruction in body.instructions:
+        waits = host_waits(body, lambda copy: local_bytes(*copy, self.mesh), is_program)
+        for position, instruction in enumerate(body.instructions):
             waited = instruction.reads
             if not isinstance(instruction, Compute):
                 waited = (*waited, *copies_awaited(instruction))
+            if position in waits:
+                waited = (*waited, *waits[position])
             if len(waited) == 1:
                 needs = maker.get(waited[0], ())
             else:
                 needs = tuple(dict.fromkeys([n for copy in waited for n in maker.get(copy, ())]))
-            if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
-                is_back = any(on_host(atom.aval) for atom, _ in waited)
-                needs = (*needs, *self.latest) if in_turn and is_back else needs
             task = self.region(instruction, needs, place) if isinstance(instruction, Region) else None
             task = task or self.plain(instruction, needs, place)
             if task is not None:
                 self.tasks.append(task)
                 place += len(task.places)
-                self.latest = (len(self.tasks) - 1,) if task.kernel is not None else self.latest
             # Views and slices are no tasks: their readers depend on what they are made of.
             made = (len(self.tasks) - 1,) if task is not None else needs
             for copy in instruction.makes:

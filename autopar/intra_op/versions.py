@@ -7,13 +7,14 @@ Method: one forward walk. A reader of a copy that takes no memory reads what the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
+from autopar.intra_op.host_order import arrivals, copies_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
@@ -73,7 +74,9 @@ def find_versions(
     walk = _Walk(body, stored, given)
     for copy in body.inputs:
         walk.current[copy] = walk.found.add(copy, -1, len(body.instructions) if copy in pinned else -1)
+    late = arrivals(body, given) if any(map(copies_host, body.instructions)) else {}
     for position, instruction in enumerate(body.instructions):
+        walk.arrive(late.get(position, ()), position)
         behind = walk.behind(instruction)
         walk.reads(instruction, position, behind)
         walk.makes(instruction, position, behind)
@@ -89,6 +92,7 @@ class _Walk:
         results: Copies that are results of the body.
         moved: Copies that are operands of moves: they must be arrays.
         turned: Input that is read transposed -> version of its transpose.
+        leaving: Value on its way to host memory -> the versions that are copied there.
     """
 
     def __init__(self, body: Body, stored: Mapping[Var, int] | None, given: bool):
@@ -98,6 +102,7 @@ class _Walk:
         self.results = dict.fromkeys((atom, s) for atom, s in body.outputs if not isinstance(atom, Literal))
         self.moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in i.reads}
         self.turned: dict[int, int] = {}
+        self.leaving: dict[Copy, Sequence[int]] = {}
 
     def behind(self, instruction: Instruction) -> Sequence[int]:
         """The versions that an instruction reads, or that what it reads is computed from."""
@@ -106,9 +111,16 @@ class _Walk:
             return made_of[self.current[read[0]]]
         return tuple(dict.fromkeys([number for copy in read for number in made_of[self.current[copy]]]))
 
+    def arrive(self, there: Iterable[Copy], position: int) -> None:
+        """Extend the live ranges of what has certainly arrived in host memory by now."""
+        for copy in there:
+            for number in self.leaving.pop(copy, ()):
+                self.found.ends[number] = max(position, self.found.ends[number])
+
     def reads(self, instruction: Instruction, position: int, behind: Sequence[int]) -> None:
         """Extend the live ranges of what an instruction reads, and of transposes of inputs."""
         ends, turned = self.found.ends, self.turned
+        self.arrive(instruction.reads if self.leaving else (), position)
         for number in self.turned_by(instruction) if self.given else ():
             if number not in turned:
                 turned[number] = self.found.add(self.found.copies[number], position)
@@ -130,6 +142,8 @@ class _Walk:
         """Add the versions that an instruction makes."""
         passed = _passed_on(instruction) if self.stored is None else {}
         start = self.zeros_at(instruction, position) if self.given else position
+        if copies_host(instruction) and not on_host(instruction.reads[0][0].aval):
+            self.leaving.update(dict.fromkeys(instruction.makes, behind))
         for copy in instruction.makes:
             made_of = behind if self.is_recomputed(instruction, copy) else None
             if copy in passed:
@@ -155,6 +169,8 @@ class _Walk:
     def finish(self) -> None:
         """Let results live to the end, and set widths: a wide result exists also once in its own type."""
         found, stored, results = self.found, self.stored or {}, self.results
+        if self.given:
+            self.arrive(results, len(self.body.instructions))
         last_read = list(found.ends)
         for result in results:
             found.ends[self.current[result]] = len(self.body.instructions)

@@ -11,6 +11,7 @@ Method: XLA:CPU matches collectives by the order in which devices reach them, an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 
 from autopar._jax import on_host
 from autopar.cost.steps import step_kind
+from autopar.intra_op.host_order import copies_host, host_waits
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 
 
@@ -34,6 +36,18 @@ class Delay:
     awaited: tuple[Copy, ...]
     lasts: bool = True
     whole: bool = False
+    of_hosts: bool = False
+
+
+def host_delays(body: Body, num_bytes: Callable[[Copy], int], is_program: bool) -> list[Delay]:
+    """The delays that order copies to and from host memory (`intra_op/host_order.py`)."""
+    found = []
+    for position, awaited in host_waits(body, num_bytes, is_program).items():
+        read, fetches = body.instructions[position].reads, copies_host(body.instructions[position])
+        among = [copy for copy in read if fetches or not on_host(copy[0].aval)]
+        if among and awaited:
+            found.append(Delay(position, (min(among, key=num_bytes),), awaited, fetches, whole=True, of_hosts=True))
+    return found
 
 
 def communicates(instruction: Instruction) -> bool:
@@ -69,6 +83,19 @@ def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
     # The alternative is computed from the operand: XLA for GPUs would merge zeros of its shape with zeros that a much later
     # addition reads, and keep them until then.
     return jnp.where(sign, ~operand if operand.dtype == bool else -operand, operand)
+
+
+def first_element(array: jax.Array) -> jax.Array:
+    """An element of an array, in device memory: it exists once the array does."""
+    found = lax.dynamic_slice(array, (0,) * array.ndim, (1,) * array.ndim)
+    return jax.device_put(found, jax.memory.Space.Device) if on_host(jax.typeof(array)) else found
+
+
+def after_on_host(operand: jax.Array, *earlier: jax.Array) -> jax.Array:
+    """Make an array in host memory depend on earlier arrays: one of its elements is written again, in place."""
+    operand = lax.optimization_barrier(operand)  # XLA would take what is copied there for the target of the write
+    waits = jax.device_put(after(first_element(operand), *earlier), jax.memory.Space.Host)
+    return lax.dynamic_update_slice(operand, waits, (0,) * operand.ndim)
 
 
 def never(earlier: jax.Array) -> jax.Array:

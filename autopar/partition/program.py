@@ -28,7 +28,7 @@ from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead
 from autopar.partition.collectives import apply_fused, apply_step, is_along_rows, reduce_at_once, with_rows_major
 from autopar.partition.late import late_delays
-from autopar.partition.order import Delay, after, communicates, needs_order
+from autopar.partition.order import Delay, after, after_on_host, communicates, first_element, host_delays, needs_order
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
@@ -39,7 +39,11 @@ Copies = dict[Copy, jax.Array]
 
 
 def run_body(
-    body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], platform: str = ""
+    body: Body,
+    arguments: Sequence[jax.Array],
+    axis_sizes: Mapping[str, int],
+    platform: str = "",
+    is_program: bool = True,
 ) -> list[jax.Array]:
     """Run a sharded program on one device's shards of the arguments; call it inside `shard_map`.
 
@@ -49,6 +53,7 @@ def run_body(
         axis_sizes: Sizes of the mesh axes.
         platform: Platform of the devices, for workarounds: CPUs may reorder collectives (`order.py`), GPUs transpose stacks
             (`collectives.py`).
+        is_program: The body is that of no loop or branch.
     """
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
     pinned = frozenset(copies if platform in GPU_PLATFORMS else ())
@@ -56,7 +61,9 @@ def run_body(
     keeps_order = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
-    waits = *ahead.delays(), *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)
+    of_hosts = host_delays(body, ahead.num_bytes, is_program) if platform in GPU_PLATFORMS else []
+    others = *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)
+    waits = *ahead.delays(), *others, *of_hosts
     delays = grouped((delay.position, delay) for delay in waits)
     kept = _added_up(body, ahead.made_at) if platform in GPU_PLATFORMS else ()
     for position, instruction in enumerate(body.instructions):
@@ -119,9 +126,12 @@ def _delay(copies: Copies, delays: Iterable[Delay], pinned: Container[Copy]) -> 
     undelayed: Copies = {}
     for delay in delays:
         awaited = [copies[copy] for copy in delay.awaited]
+        if delay.of_hosts:
+            awaited = [first_element(array) if on_host(jax.typeof(array)) else array for array in awaited]
         held = {copy: copies[copy] for copy in delay.copies}
         for copy, array in held.items():
-            waits = after(array, *(map(lax.optimization_barrier, awaited) if delay.whole else awaited))
+            wait = after_on_host if delay.of_hosts and on_host(copy[0].aval) else after
+            waits = wait(array, *(map(lax.optimization_barrier, awaited) if delay.whole else awaited))
             copies[copy] = with_rows_major(waits) if copy in pinned and waits is not array else waits
         if not delay.lasts:
             undelayed = held | undelayed
@@ -238,7 +248,10 @@ def _run_region(
     region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], platform: str
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
-    runs = [lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, platform)) for body in region.bodies]
+    runs = [
+        lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, platform, is_program=False))
+        for body in region.bodies
+    ]
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
     for b, array in zip(parts.of_operands(parts.bindings), operands, strict=True):
         of_role[b.role].append(array)

@@ -128,7 +128,7 @@ class _Ways:
                 return
 
     def where_nothing_fits(self) -> None:
-        """Offload activations, or the optimizer's state; not both: XLA for GPUs then took 1.2 of the memory predicted."""
+        """Offload activations, or the optimizer's state; not both: XLA for GPUs takes up to 1.06 of the memory predicted."""
         failure, method = self.failures[0], self.request.method
         state = optimizer_state(self.request.program, self.request.roles)
         if not hasattr(failure, "budget_bytes"):

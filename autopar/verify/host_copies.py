@@ -3,11 +3,13 @@
 In:     the sharded program; the compiled program.
 Out:    bytes in one run, loop trips counted, by direction.
 Method: in the plan, copies are operations. XLA marks arrays in host memory in their layout, `S(5)`, and makes a copied slice,
-        or one written into a stack there, one instruction, which may be wrapped to run asynchronously.
+        or one written into a stack there, one instruction, which may be wrapped to run asynchronously. A copy of a single
+        element is not counted: copies are put in order by such (`partition/order.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +17,7 @@ from autopar._jax import copies_to_or_from_host, on_host
 from autopar.intra_op.sharded import Body, Compute, Region, share_bytes
 from autopar.ir.region import trip_count
 from autopar.mesh import LogicalMesh
-from autopar.verify.hlo import Hlo, Module, parts_of, type_bytes
+from autopar.verify.hlo import Hlo, Module, dims_of, parts_of, type_bytes
 
 DIRECTIONS = ("to host", "from host")
 _ON_HOST = ":S(5)"
@@ -30,8 +32,9 @@ def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
         match instruction:
             case Compute(eqn, _, strategy) if copies_to_or_from_host(eqn):
                 for atom, var, sharding in zip(eqn.invars, eqn.outvars, strategy.results, strict=True):
-                    if on_host(atom.aval) != on_host(var.aval):
-                        found[DIRECTIONS[on_host(atom.aval)]] += share_bytes(var, sharding, mesh)
+                    size = share_bytes(var, sharding, mesh)
+                    if on_host(atom.aval) != on_host(var.aval) and size > var.aval.dtype.itemsize:
+                        found[DIRECTIONS[on_host(atom.aval)]] += size
             case Region(eqn, bodies=bodies):
                 for inner in bodies:
                     found.update(_times(planned_copies(inner, mesh), trip_count(eqn)))
@@ -57,20 +60,20 @@ def _copies_in(module: Module, computation: str, types: Mapping[str, str]) -> Co
             for each in inner:
                 found.update(_times(each, times))
         else:
-            found.update(dict(_copied(hlo, types)))
+            found.update({way: type_bytes(kind) for way, kind in _copied(hlo, types) if math.prod(dims_of(kind)) > 1})
     return found
 
 
-def _copied(hlo: Hlo, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """The direction and the bytes of an instruction, if it copies."""
+def _copied(hlo: Hlo, types: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The direction of an instruction and the type of what it copies, if it does."""
     made = next(parts_of(hlo.type)) if hlo.type.startswith("(") else hlo.type
     read = [types.get(name, "") for name in hlo.operands]
     makes_on_host, reads_on_host = _ON_HOST in made, any(_ON_HOST in kind for kind in read)
     if hlo.opcode == "dynamic-update-slice" and makes_on_host:
         if _ON_HOST not in read[1]:
-            yield DIRECTIONS[0], type_bytes(read[1])
+            yield DIRECTIONS[0], read[1]
     elif makes_on_host != reads_on_host and read:
-        yield DIRECTIONS[reads_on_host], type_bytes(made)
+        yield DIRECTIONS[reads_on_host], made
 
 
 def _times(found: Counter[str], times: int) -> dict[str, int]:

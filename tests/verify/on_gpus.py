@@ -24,6 +24,7 @@ from autopar.verify.host_copies import executed_copies, planned_copies
 from autopar.verify.targets import GPU_OPTIONS, find_target
 
 LAYERS, WIDTH, TOKENS, BATCH = 4, 256, 512, 64
+MATRICES = 12
 
 
 def loss_of(params, x):
@@ -157,6 +158,37 @@ def chosen(step):
     }
 
 
+def with_state():
+    """What XLA says of a step whose momentum is in host memory between steps."""
+
+    def loss_of(params, x):
+        def block(x, layer):
+            for weights in layer.values():
+                x = jnp.tanh(x @ weights)
+            return x, None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(block), x, params)[0] ** 2)
+
+    def train_step(state, batch):
+        params, momentum = state[0], jax.device_put(state[1], jax.memory.Space.Device)
+        loss, grads = jax.value_and_grad(loss_of)(params, batch["x"])
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum)
+        return (params, jax.device_put(momentum, jax.memory.Space.Host)), loss
+
+    params = {f"{k}": jax.ShapeDtypeStruct((LAYERS, 2048, 2048), jnp.float32) for k in range(MATRICES)}
+    batch = {"x": jax.ShapeDtypeStruct((BATCH, 8, 2048), jnp.float32)}
+    step = autopar.parallelize(train_step, cluster=Cluster.of("8 h100"), method=DataParallel(zero=0))
+    checked = step.plan((params, params), batch).verify()
+    (program,) = checked.programs
+    return {
+        "predicted": max(checked.predicted_bytes),
+        "compiled": max(checked.compiled_bytes),
+        "planned": program.planned,
+        "emitted": program.emitted,
+    }
+
+
 def copies_of(program):
     """Bytes that a compiled program copies to and from the host's memory."""
     return executed_copies(read_module(program.as_text()))
@@ -247,6 +279,7 @@ def main():
     found["offloaded"] = memory_of(offloads, cluster)
     found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)
     found["chosen"] = {"scanned": chosen(train_step), "unrolled": chosen(unrolled)}
+    found["with state"] = with_state()
     found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4
     print(json.dumps(found))
 

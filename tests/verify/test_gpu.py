@@ -79,6 +79,14 @@ def test_activations_that_the_planner_offloads_are_not_in_device_memory(found, f
     assert chosen["compiled"] < 1.03 * chosen["predicted"] + 2**22 and chosen["compiled"] <= chosen["budget"]
 
 
+def test_state_on_the_hosts_is_copied_parameter_by_parameter(found):
+    """XLA would have all of it on the device at once."""
+    made, num_bytes = found["with state"], 12 * 4 * 2048 * 2048 * 4
+    assert made["planned"] == made["emitted"]
+    assert made["emitted"]["to host"] == made["emitted"]["from host"] == num_bytes
+    assert made["compiled"] < 1.03 * made["predicted"] + 2**22
+
+
 def test_a_stage_leaves_there_what_its_backward_pass_reads(found):
     assert found["left"] == [found["entering"] // 2] * 2
     assert found["planned_left"] == 2 * found["left"][0]  # two microbatches are in flight on the first

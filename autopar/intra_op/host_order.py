@@ -1,0 +1,128 @@
+"""Orders copies between the memories of device and host among the kernels of a body.
+
+In:     a sharded body.
+Out:    the copies that its instructions wait for besides their operands.
+Method: a scheduler that hides latency would begin copies from the host with the program, and end copies to it with the
+        program: all of them would be in device memory at once. Here a copy from the host waits for the kernel before it, and
+        for the last one that reads something copied before, so that few are on the device; and what makes a value that goes to
+        the host waits until those made before are there. Each copy still overlaps with the kernels in between.
+        Values of loops' rows are copied in each trip, and need no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from autopar._jax import Literal, copies_to_or_from_host, on_host
+from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region
+from autopar.intra_op.traffic import VIEWS, is_fused
+from autopar.ir.region import kind_of
+from autopar.tuning import TUNING
+
+
+def host_waits(body: Body, num_bytes: Callable[[Copy], int], is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
+    """Instruction -> the copies that it waits for.
+
+    `num_bytes`: bytes of a copy on one device. `is_program`: the body is that of no loop or branch.
+    """
+    if not any(map(copies_host, body.instructions)):
+        return {}
+    found = dict(arrivals(body, is_program))
+    for position, awaited in _kernels_before(body, num_bytes, is_program):
+        found[position] = (*found.get(position, ()), *awaited)
+    return found
+
+
+def copies_host(instruction: Instruction) -> bool:
+    """Whether an instruction copies between the memories of device and host."""
+    return isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn)
+
+
+def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
+    """Instruction -> the values in host memory that it waits for until they are there; argument as in `host_waits`.
+
+    Values that are made between the same two kernels are awaited together, by the first of those made after the next kernel;
+    the last ones by the kernel that is as far from them as they were from those before.
+    """
+    results, kernel = _results(body), -1
+    made_at, before, kernels = dict[Copy, int](), list[int](), list[int]()
+    groups: dict[int, list[tuple[int, int, Copy]]] = {}  # last kernel before -> maker, its copy to the host, the result
+    for position, instruction in enumerate(body.instructions):
+        before.append(kernel)
+        if copies_host(instruction) and not on_host(instruction.reads[0][0].aval):
+            (there,), maker = instruction.makes, made_at.get(instruction.reads[0], -1)
+            if maker >= 0 and (is_program or there not in results):
+                groups.setdefault(before[maker], []).append((maker, position, there))
+        elif _is_kernel(instruction, results):
+            kernel = position
+            kernels.append(position)
+        made_at.update(dict.fromkeys(instruction.makes, position))
+    found: dict[int, tuple[Copy, ...]] = {}
+    earlier: list[tuple[int, int, Copy]] = []
+    gap = 0
+    for group in groups.values():
+        first = min(maker for maker, _, _ in group)
+        if earlier:
+            gap = first - earlier[0][0]
+            found[_place(body, earlier[-1][1] + 1, first)] = tuple(there for _, _, there in earlier)
+        earlier = group
+    if earlier:
+        last = earlier[-1][1]
+        then = next((at for at in kernels if at > last + gap), None)
+        if then is not None:
+            found[_place(body, last + 1, then)] = tuple(there for _, _, there in earlier)
+    return found
+
+
+def _kernels_before(
+    body: Body, num_bytes: Callable[[Copy], int], is_program: bool
+) -> Iterator[tuple[int, tuple[Copy, ...]]]:
+    """Copies from the host, and the kernels' results that each waits for."""
+    results, given = _results(body), set() if is_program else set(body.inputs)
+    fetched: set[Copy] = set()  # and what is computed from it
+    kernels: list[tuple[Copy, bool]] = []
+    for position, instruction in enumerate(body.instructions):
+        is_late = not fetched.isdisjoint(instruction.reads)
+        if copies_host(instruction) and on_host(instruction.reads[0][0].aval):
+            is_late = True
+            if instruction.reads[0] not in given:
+                least = TUNING.late_part * num_bytes(instruction.makes[0])
+                large = [entry for entry in kernels if num_bytes(entry[0]) >= least]
+                ends = large[-1:], [entry for entry in large if entry[1]][-1:]
+                yield position, tuple(dict.fromkeys(copy for end in ends for copy, _ in end))
+        elif _is_kernel(instruction, results):
+            here = [copy for copy in instruction.makes if not on_host(copy[0].aval)]
+            kernels += [(max(here, key=num_bytes), is_late)] if here else []
+        fetched.update(instruction.makes if is_late else ())
+
+
+def _results(body: Body) -> set[Copy]:
+    return {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
+
+
+def _is_kernel(instruction: Instruction, results: set[Copy]) -> bool:
+    """Whether an instruction is certainly run where it stands: it is not fused, or makes results of the body."""
+    if isinstance(instruction, Region):
+        return kind_of(instruction.eqn) != "barrier"
+    if not isinstance(instruction, Compute) or copies_host(instruction):
+        return False
+    return (
+        not is_fused(instruction) or bool(instruction.strategy.reductions) or not results.isdisjoint(instruction.makes)
+    )
+
+
+def _place(body: Body, begin: int, last: int) -> int:
+    """The last elementwise operation since `begin` that leads to the instruction at `last`, where a wait is fused; or that."""
+    needed = set(body.instructions[last].reads)
+    for at in range(last, begin - 1, -1):
+        instruction = body.instructions[at]
+        if at == last or not needed.isdisjoint(instruction.makes):
+            if isinstance(instruction, Compute) and _takes_in(instruction):
+                return at
+            needed.update(instruction.reads)
+    return last
+
+
+def _takes_in(instruction: Compute) -> bool:
+    is_work = is_fused(instruction) and instruction.eqn.primitive.name not in VIEWS
+    return is_work and not instruction.strategy.reductions and any(not on_host(v.aval) for v, _ in instruction.reads)
