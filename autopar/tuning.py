@@ -222,6 +222,8 @@ class Tuning:
     """The most positions at which a step may be cut: sums over pairs of them stay small."""
     shared_elements: int = 4096
     """Elements. A value with no more may be held by every stage, and crosses no border."""
+    shared_part: float = 1 / 16
+    """The same as a part of the largest parameter: the weights of a tiny model belong to one stage, too."""
     repeated_work: float = 1e-3
     """Part of the whole work. An equation with no more may be repeated in every stage that needs it."""
     around_border: int = 4

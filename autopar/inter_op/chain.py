@@ -105,7 +105,9 @@ class _Facts:
 
     def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var], order: PassOrder):
         self.loop, self.eqns = loop, loop.eqns
-        self.fixed = {var for var in fixed_inputs if num_elements_of(var) > TUNING.shared_elements}
+        largest = max((num_elements_of(var) for var in fixed_inputs), default=0)
+        shared = min(TUNING.shared_elements, TUNING.shared_part * largest)
+        self.fixed = {var for var in fixed_inputs if num_elements_of(var) > shared}
         self.parameters = set(fixed_inputs)
         self.work = Work().of_equations(loop.eqns)
         self.passes, self.beside = order.passes, order.beside

@@ -55,25 +55,39 @@ def marked(params, x):
     return autopar.mark_stage(jnp.tanh(layers({"layers": params["layers"][:2]}, x)))
 
 
-def told(model, num_stages=2, schedule="1f1b"):
+def told(model, num_stages=2, schedule="1f1b", batch=jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32), layers=NUM_LAYERS):
     def step(params, batch):
         def loss_fn(params):
-            return jnp.mean((model(params, batch @ params["embed"]) @ params["head"]) ** 2)
+            inputs = params["embed"][batch] if batch.ndim == 1 else batch @ params["embed"]
+            return jnp.mean((model(params, inputs) @ params["head"]) ** 2)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
     square = jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32)
-    stack = jax.ShapeDtypeStruct((NUM_LAYERS, WIDTH, WIDTH), np.float32)
+    stack = jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), np.float32)
     method = autopar.PipelineParallel(num_stages=num_stages, num_microbatches=4, schedule=schedule)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         autopar.parallelize(
             step, cluster=autopar.Cluster(1, num_stages, SLOW, QUICK), method=method, batch_argnums=(1,)
-        ).plan({"embed": square, "layers": stack, "head": square}, jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32))
+        ).plan({"embed": square, "layers": stack, "head": square}, batch)
     found = [w for w in found if "far from even" in str(w.message)]
     assert all(w.filename == __file__ for w in found), "a warning shows the line that called autopar"
     return [str(w.message) for w in found]
+
+
+def recomputed(params, x):
+    """Layers of many operations: taking a layer's weights out of their stack is little of the work."""
+
+    @jax.checkpoint
+    def layer(x, kernel):
+        inside = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        for _ in range(4):
+            inside = jnp.tanh(inside @ kernel)
+        return x + inside, None
+
+    return jax.lax.scan(layer, x, params["layers"])[0]
 
 
 @pytest.mark.parametrize(
@@ -104,3 +118,7 @@ def test_more_stages_than_layers_of_work():
 
 def test_marks_are_the_users_choice():
     assert told(marked) == []
+
+
+def test_layers_of_a_tiny_model_are_recomputed_where_their_weights_are():
+    assert not told(recomputed, batch=jax.ShapeDtypeStruct((2 * ROWS,), np.int32), layers=2)
