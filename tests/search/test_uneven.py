@@ -13,6 +13,7 @@ import autopar
 from tests.sweep import QUICK, SLOW
 
 WIDTH, ROWS, NUM_LAYERS = 16, 32, 8
+BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)
 
 
 def layer_fn(x, kernel):
@@ -55,7 +56,7 @@ def marked(params, x):
     return autopar.mark_stage(jnp.tanh(layers({"layers": params["layers"][:2]}, x)))
 
 
-def told(model, num_stages=2, schedule="1f1b", batch=jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32), layers=NUM_LAYERS):
+def told(model, num_stages=2, schedule="1f1b", batch=BATCH, layers=NUM_LAYERS):
     def step(params, batch):
         def loss_fn(params):
             inputs = params["embed"][batch] if batch.ndim == 1 else batch @ params["embed"]
