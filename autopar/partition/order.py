@@ -80,6 +80,10 @@ def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
     # through barriers first: XLA would recompute a single element of a sum, and postpone the sum.
     signs = map(never, map(lax.optimization_barrier, awaited) if len(awaited) > 1 else awaited)
     sign = lax.optimization_barrier(functools.reduce(jnp.logical_or, signs))
+    if jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize == 1:
+        # XLA for GPUs negates 8-bit floats as 16-bit ones, in a kernel of its own.
+        bits = lax.bitcast_convert_type(operand, jnp.uint8)
+        return lax.bitcast_convert_type(bits ^ sign.astype(jnp.uint8), operand.dtype)
     # The alternative is computed from the operand: XLA for GPUs would merge zeros of its shape with zeros that a much later
     # addition reads, and keep them until then.
     return jnp.where(sign, ~operand if operand.dtype == bool else -operand, operand)

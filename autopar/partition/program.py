@@ -161,6 +161,8 @@ def _run_instruction(
                 arrays = [with_rows_major(arrays[0])]
             exact = all((move.var, move.source) in owned for move in moves)
             results = _move(arrays, [move.step for move in moves], axis_sizes, platform, exact)
+            if len(moves) > 1 and isinstance(moves[0].step, AllGather):  # else readers keep the packed array
+                results = lax.optimization_barrier(results)
             return {
                 (m.var, m.target): a if m.narrow is None else a.astype(m.var.aval.dtype)
                 for m, a in zip(moves, results, strict=True)
