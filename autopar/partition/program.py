@@ -68,14 +68,20 @@ def run_body(
     kept = _added_up(body, ahead.made_at) if platform in GPU_PLATFORMS else ()
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
-        is_elementwise = isinstance(instruction, Compute) and is_fused(instruction) and not instruction.rule.moves_data
-        undelayed = _delay(copies, delays.get(position, ()), pinned if is_elementwise else ())
+        undelayed = _delay(copies, delays.get(position, ()), pinned if _is_elementwise(instruction) else ())
         if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
             _keep_there(copies, [copy for copy in instruction.reads if ahead.made_at[copy] >= 0])
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
         made = _run_instruction(
             instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
         )
+        if of_hosts and _gathers_rows(
+            instruction
+        ):  # XLA would update in its layout, and transpose all state in the end
+            readers = [body.instructions[k] for copy in made for k in ahead.readers.get(copy, ())]
+            made = (
+                {copy: with_rows_major(a) for copy, a in made.items()} if all(map(_is_elementwise, readers)) else made
+            )
         copies.update(undelayed)
         copies.update({copy: lax.optimization_barrier(a) if copy in kept else a for copy, a in made.items()})
         still = list(owned_copies(instruction, owned))
@@ -85,6 +91,10 @@ def run_body(
         if is_ordered:
             earlier = next(iter(made.values()), earlier)
     return [_read(copies, atom, sharding, axis_sizes) for atom, sharding in body.outputs]
+
+
+def _is_elementwise(instruction: Instruction) -> bool:
+    return isinstance(instruction, Compute) and is_fused(instruction) and not instruction.rule.moves_data
 
 
 def _keep_there(copies: Copies, made: Iterable[Copy]) -> None:

@@ -115,7 +115,7 @@ class _Ways:
             self.best, self.offloaded = found, what
         return wins
 
-    def activations(self) -> None:
+    def activations(self, arguments: tuple[str, ...] = ()) -> None:
         """Offload activations, about half as many bytes of them each time, until the step is no faster."""
         device, residuals = self.request.cluster.device, find_residuals(self.request.program.jaxpr)
         share, rate = 1.0, self.request.cluster.num_devices * device.host_bytes_per_second
@@ -124,11 +124,11 @@ class _Ways:
             share /= 2
             if self.best is not None and copying >= self.best[0].seconds:
                 continue
-            if not self.attempt(Offloaded(activations=count)):
+            if not self.attempt(Offloaded(arguments, count)):
                 return
 
     def where_nothing_fits(self) -> None:
-        """Offload activations, or the optimizer's state; not both: XLA for GPUs takes up to 1.06 of the memory predicted."""
+        """Offload activations, or the optimizer's state, or both."""
         failure, method = self.failures[0], self.request.method
         state = optimizer_state(self.request.program, self.request.roles)
         if not hasattr(failure, "budget_bytes"):
@@ -141,6 +141,8 @@ class _Ways:
         self.activations()
         if state:
             self.attempt(Offloaded(state))
+        if state and self.best is None:
+            self.activations(state)
 
     def found(self) -> tuple[Planned, Offloaded]:
         """The fastest plan, with what else was tried, and what it offloads.

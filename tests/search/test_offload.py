@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,20 @@ def offloaded():
     step, _ = tight(data_parallel, donate_argnums=())
     args = arguments()
     return step, args, step(*args)
+
+
+def test_activations_too_where_neither_is_enough():
+    (state, _), budget, plan = arguments(scanned), math.inf, None
+    batch = jnp.asarray(np.random.default_rng(1).normal(size=(4 * BATCH, WIDTH)), jnp.float32)
+    while True:
+        step = parallel(DataParallel(zero=0, memory_budget_bytes=min(budget, 2**22)), scanned, donate_argnums=())
+        try:
+            plan = step.plan(state, batch)
+        except InfeasibleError:
+            break
+        budget, last = max(plan.cost.peak_bytes) - 64, step
+    assert plan.offloaded and plan.offloaded_activations
+    check_equal(last(state, batch), jax.jit(train(scanned))(state, batch))
 
 
 def moments_of(state):

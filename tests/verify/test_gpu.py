@@ -79,9 +79,11 @@ def test_activations_that_the_planner_offloads_are_not_in_device_memory(found, f
     assert chosen["compiled"] < 1.03 * chosen["predicted"] + 2**22 and chosen["compiled"] <= chosen["budget"]
 
 
-def test_state_on_the_hosts_is_copied_parameter_by_parameter(found):
+@pytest.mark.parametrize("what", ["state", "both"])
+def test_state_on_the_hosts_is_copied_parameter_by_parameter(found, what):
     """XLA would have all of it on the device at once."""
-    made, num_bytes = found["with state"], 12 * 4 * 2048 * 2048 * 4
+    made, num_bytes = found["with state"][what], 12 * 4 * 2048 * 2048 * 4
+    num_bytes += 4 * 8 * 8 * 2048 * 4 if what == "both" else 0  # what enters four layers, 8 of 64 sequences of 8 tokens
     assert made["planned"] == made["emitted"]
     assert made["emitted"]["to host"] == made["emitted"]["from host"] == num_bytes
     assert made["compiled"] < 1.03 * made["predicted"] + 2**22
