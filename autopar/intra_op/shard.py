@@ -301,6 +301,8 @@ def _around(
         shown += show(last.graph, last.body, last.exposed_seconds)
         if last.liveness.peak_bytes <= budget:
             best = min(best, last, key=lambda sharded: sharded.step_seconds)
+        if problem.rows and solution.gap > TUNING.rough_gap:
+            break  # what is left is of the memory rows: no exposure closes it
     return best
 
 
