@@ -44,6 +44,8 @@ def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
     Values that are made between the same two kernels are awaited together, by the first of those made after the next kernel;
     the last ones by the kernel that is as far from them as they were from those before.
     """
+    if not any(map(copies_host, body.instructions)):
+        return {}
     results, kernel = _results(body), -1
     made_at, before, kernels = dict[Copy, int](), list[int](), list[int]()
     groups: dict[int, list[tuple[int, int, Copy]]] = {}  # last kernel before -> maker, its copy to the host, the result

@@ -74,7 +74,7 @@ def find_versions(
     walk = _Walk(body, stored, given)
     for copy in body.inputs:
         walk.current[copy] = walk.found.add(copy, -1, len(body.instructions) if copy in pinned else -1)
-    late = arrivals(body, given) if any(map(copies_host, body.instructions)) else {}
+    late = arrivals(body, given)
     for position, instruction in enumerate(body.instructions):
         walk.arrive(late.get(position, ()), position)
         behind = walk.behind(instruction)

@@ -75,13 +75,8 @@ def run_body(
         made = _run_instruction(
             instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
         )
-        if of_hosts and _gathers_rows(
-            instruction
-        ):  # XLA would update in its layout, and transpose all state in the end
-            readers = [body.instructions[k] for copy in made for k in ahead.readers.get(copy, ())]
-            made = (
-                {copy: with_rows_major(a) for copy, a in made.items()} if all(map(_is_elementwise, readers)) else made
-            )
+        if of_hosts and _gathers_for_update(instruction, ahead):
+            made = {copy: with_rows_major(a) for copy, a in made.items()}
         copies.update(undelayed)
         copies.update({copy: lax.optimization_barrier(a) if copy in kept else a for copy, a in made.items()})
         still = list(owned_copies(instruction, owned))
@@ -95,6 +90,13 @@ def run_body(
 
 def _is_elementwise(instruction: Instruction) -> bool:
     return isinstance(instruction, Compute) and is_fused(instruction) and not instruction.rule.moves_data
+
+
+def _gathers_for_update(instruction: Instruction, ahead: Ahead) -> bool:
+    """Whether only elementwise work reads what is gathered: XLA would update in the layout of the gather, and transpose all
+    state in the end."""
+    readers = (ahead.body.instructions[k] for copy in instruction.makes for k in ahead.readers.get(copy, ()))
+    return _gathers_rows(instruction) and all(map(_is_elementwise, readers))
 
 
 def _keep_there(copies: Copies, made: Iterable[Copy]) -> None:

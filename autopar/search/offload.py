@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -36,8 +37,14 @@ from autopar.search.request import Narrowed, Request
 from autopar.streams.assemble import PipelinePlan, StepPlan
 from autopar.tuning import TUNING
 
-Planned = tuple[StepPlan, list[tuple[str, str]], Lengths, Narrowed]
-"""A plan of a step, what else was tried, its padding, and what is worth searching again if the step is rewritten."""
+
+class Planned(NamedTuple):
+    """A plan of a step, what else was tried, its padding, and what is worth searching again if the step is rewritten."""
+
+    step: StepPlan
+    tried: list[tuple[str, str]]
+    padded: Lengths
+    shown: Narrowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ def within_memory(plan: Callable[[Request], Planned], request: Request) -> tuple
     ways.attempt(NOTHING)
     if ways.best is None:
         ways.where_nothing_fits()
-    elif method.offload == "auto" and _memory_binds(ways.best[0], request):
+    elif method.offload == "auto" and _memory_binds(ways.best.step, request):
         ways.activations()
     return ways.found()
 
@@ -100,18 +107,18 @@ class _Ways:
         request, goal = self.request, self.request.options.goal
         try:
             program = offloaded_program(request.program, request.roles, what)
-            known = math.inf if self.best is None else self.best[0].seconds
-            narrowed = None if self.best is None else self.best[3]
+            known = math.inf if self.best is None else self.best.step.seconds
+            narrowed = None if self.best is None else self.best.shown
             found = self.plan(dataclasses.replace(request, program=program, beat=known, narrowed=narrowed))
         except InfeasibleError as error:
             self.failures.append(error)
             self.tried.append((what, error.summary))
             return False
-        self.tried.append((what, seconds_text(found[0].seconds)))
-        least = math.inf if self.best is None else self.best[0].seconds_for(goal)
+        self.tried.append((what, seconds_text(found.step.seconds)))
+        least = math.inf if self.best is None else self.best.step.seconds_for(goal)
         if self.offloaded == NOTHING:
             least *= 1 - TUNING.offload_gains
-        if wins := found[0].seconds_for(goal) < least:
+        if wins := found.step.seconds_for(goal) < least:
             self.best, self.offloaded = found, what
         return wins
 
@@ -122,7 +129,7 @@ class _Ways:
         while count := residuals.count_of(share):
             copying = 2 * residuals.num_bytes(count) / rate
             share /= 2
-            if self.best is not None and copying >= self.best[0].seconds:
+            if self.best is not None and copying >= self.best.step.seconds:
                 continue
             if not self.attempt(Offloaded(arguments, count)):
                 return
@@ -155,9 +162,8 @@ class _Ways:
             if last == NOTHING:
                 raise failure
             raise _again(self.failures[-1], f"{self.failures[-1].given}, {last}", self.failures[-1].do) from failure
-        planned, tried, padded, shown = self.best
         others = [(str(what), outcome) for what, outcome in self.tried if what != self.offloaded]
-        return (planned, [*tried, *others], padded, shown), self.offloaded
+        return self.best._replace(tried=[*self.best.tried, *others]), self.offloaded
 
 
 def _memory_binds(planned: StepPlan, request: Request) -> bool:

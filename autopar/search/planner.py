@@ -81,15 +81,15 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     # Reports mistakes in constraints before any work.
     find_pins(program.in_paths, request.options.constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
-    (planned, tried, padded, _), offloaded = within_memory(lambda asked: _with_padding(asked, anytime), request)
-    dump_plan(planned)
-    plan = describe_plan(request, planned, time.perf_counter() - started)
+    planned, offloaded = within_memory(lambda asked: _with_padding(asked, anytime), request)
+    dump_plan(planned.step)
+    plan = describe_plan(request, planned.step, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
     plan = dataclasses.replace(
         plan,
-        alternatives=tuple(tried),
+        alternatives=tuple(planned.tried),
         cost=cost,
-        padded=tuple(padded.items()),
+        padded=tuple(planned.padded.items()),
         offloaded=offloaded.arguments,
         offloaded_activations=offloaded.activations,
     )
@@ -122,12 +122,12 @@ def _with_padding(request: Request, report: Anytime) -> Planned:
             goal = request.options.goal
             least = math.inf if planned is None else planned.seconds_for(goal)
             if longer.seconds_for(goal) < (1 - TUNING.padding_gains) * least:
-                return longer, [*tried, *more], lengths, Narrowed()
+                return Planned(longer, [*tried, *more], lengths, Narrowed())
             tried = [*tried, (padding_text(lengths), seconds_text(longer.seconds))]
     if planned is None:
         assert failure is not None, "there is a plan, or a failure"
         raise failure
-    return planned, tried, {}, shown
+    return Planned(planned, tried, {}, shown)
 
 
 def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Narrowed]:

@@ -15,6 +15,7 @@ from autopar.intra_op.fuse import small_bytes
 from autopar.partition import overlap
 from autopar.partition.overlap import compile_lowered, overlap_options
 from autopar.partition.program import run_body
+from tests import written_out
 
 LAYERS, WIDTH = 6, 64
 WIDE = 4096
@@ -174,23 +175,12 @@ def test_both_runtimes_pass_them(method, monkeypatch):
 @pytest.mark.parametrize("platform, is_told", [("cuda", True), ("cpu", False)])
 def test_what_a_loop_over_microbatches_reduces_stays_in_it_and_apart(platform, is_told):
     """Combined, all gradients of a microbatch would be one message at the end of its backward pass."""
-
-    def half(weights, batch):
-        def loss_of(weights):
-            x = batch["x"]
-            for w in weights:
-                x = x + jnp.tanh(x @ w.astype(x.dtype))
-            return jnp.mean(x.astype(jnp.float32) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_of)(weights)
-        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], loss
-
     given = (
         [jax.ShapeDtypeStruct((WIDE, WIDE), "float32")] * 8,
         {"x": jax.ShapeDtypeStruct((32768, WIDE), jnp.bfloat16)},
     )
     method = DataParallel(zero=0, num_microbatches=2)
-    plan = autopar.parallelize(half, cluster=Cluster.of("8 h100"), method=method).plan(*given)
+    plan = autopar.parallelize(written_out.train_step, cluster=Cluster.of("8 h100"), method=method).plan(*given)
     body, sizes = plan.origin.pipeline.stages[0].sharded.body, dict(plan.mesh.axis_sizes)
     assert any(c.kind == "all-reduce" and c.times == 2 for c in plan.cost.collectives), "reduced in the loop"
     local = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, plan.mesh), v.aval.dtype) for v, s in body.inputs]

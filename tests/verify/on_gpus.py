@@ -22,6 +22,7 @@ from autopar import Cluster, DataParallel, PipelineParallel
 from autopar.verify.hlo import read_module
 from autopar.verify.host_copies import executed_copies, planned_copies
 from autopar.verify.targets import GPU_OPTIONS, find_target
+from tests import written_out as layers_written_out
 
 LAYERS, WIDTH, TOKENS, BATCH = 4, 256, 512, 64
 MATRICES = 12
@@ -64,24 +65,11 @@ def found_of(method):
     }
 
 
-def train_written_out(weights, batch):
-    """A step of layers that are no loop."""
-
-    def loss_of(weights):
-        x = batch["x"]
-        for w in weights:
-            x = x + jnp.tanh(x @ w.astype(x.dtype))
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(weights)
-    return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], loss
-
-
 def written_out():
     """What XLA lets overlap in it: shares of the reductions' seconds."""
     weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
     batch = {"x": jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)}
-    made = autopar.parallelize(train_written_out, cluster=Cluster.of("8 h100"), method=DataParallel(zero=3))
+    made = autopar.parallelize(layers_written_out.train_step, cluster=Cluster.of("8 h100"), method=DataParallel(zero=3))
     (program,) = made.plan(weights, batch).verify().programs
     sums = [c for c in program.collectives if c.kind == "reduce-scatter"]
     return {"hidden": sum(min(c.seconds, c.hidden_seconds) for c in sums) / sum(c.seconds for c in sums)}
@@ -93,7 +81,7 @@ def accumulated():
     batch = {"x": jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)}
     method = DataParallel(zero=0, num_microbatches=2)
     (program,) = (
-        autopar.parallelize(train_written_out, cluster=Cluster.of("8 h100"), method=method)
+        autopar.parallelize(layers_written_out.train_step, cluster=Cluster.of("8 h100"), method=method)
         .plan(weights, batch)
         .verify()
         .programs
