@@ -35,6 +35,8 @@ class Config:
 
 def make_step(config: Config) -> tuple[Callable[..., Any], Any, Any]:
     """The step, and the types of its state and batch."""
+    if config.scanned and config.experts:
+        raise ValueError("experts are in every second layer, so layers are not alike, and cannot be scanned")
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
     train_step = make_train_step(partial(loss_of, config=config), optimizer)
     state = state_types(jax.eval_shape(partial(init_params, config)), optimizer)

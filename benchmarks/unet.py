@@ -37,8 +37,8 @@ def make_step(config: Config) -> tuple[Callable[..., Any], Any, Any]:
     train_step = make_train_step(partial(loss_of, config=config), optimizer)
     state = state_types(jax.eval_shape(partial(init_params, config)), optimizer)
     images = jax.ShapeDtypeStruct((config.batch, config.pixels, config.pixels, 3), jnp.float32)
-    noisiness = jax.ShapeDtypeStruct((config.batch,), jnp.float32)
-    return train_step, state, {"images": images, "noise": images, "noisiness": noisiness}
+    time = jax.ShapeDtypeStruct((config.batch,), jnp.int32)
+    return train_step, state, {"images": images, "noise": images, "time": time}
 
 
 def init_params(config: Config) -> Any:
@@ -97,10 +97,10 @@ def init_params(config: Config) -> Any:
 
 
 def loss_of(params: Any, batch: Any, config: Config) -> jax.Array:
-    """Mean squared error of the noise that was guessed."""
-    level = batch["noisiness"][:, None, None, None]
+    """Mean squared error of the noise that was guessed; time, of a thousand, says how much there is."""
+    level = jnp.sin(jnp.pi / 2000 * batch["time"].astype(jnp.float32))[:, None, None, None] ** 2
     noisy = jnp.sqrt(1 - level) * batch["images"] + jnp.sqrt(level) * batch["noise"]
-    angles = 1000 * batch["noisiness"][:, None] * jnp.exp(-jnp.linspace(0.0, 9.2, config.width // 2))
+    angles = batch["time"].astype(jnp.float32)[:, None] * jnp.exp(-jnp.linspace(0.0, 9.2, config.width // 2))
     time = apply(params["time"][0], jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1))
     time = jax.nn.silu(apply(params["time"][1], jax.nn.silu(time)))
     x = convolve(params["first"], noisy)
