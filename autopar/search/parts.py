@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.inter_op.chain import least_largest
+from autopar.inter_op.borders import least_largest
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP
 from autopar.ir.gradient import is_backward, is_recomputed

@@ -23,7 +23,7 @@ from autopar.errors import (
     PipelineError,
     warn,
 )
-from autopar.inter_op.chain import balanced_borders
+from autopar.inter_op.borders import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.weigh import weigh_segments

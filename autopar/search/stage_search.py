@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import AutoparError, BatchError, InfeasibleError, MicrobatchError
-from autopar.inter_op.chain import balanced_borders, layer_borders
+from autopar.inter_op.borders import balanced_borders, layer_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.weigh import weigh_segments
 from autopar.ir.split.layers.layers import layer_count

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from autopar.inter_op.backward import find_levels
-from autopar.inter_op.chain import balanced_borders
+from autopar.inter_op.borders import balanced_borders
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.tasks import make_tasks

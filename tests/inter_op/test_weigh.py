@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar.inter_op.chain import balanced_borders
+from autopar.inter_op.borders import balanced_borders
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.weigh import weigh_segments
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.inter_op.chain import balanced_borders
+from autopar.inter_op.borders import balanced_borders
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.stage_plan import peak_bytes_here
 from autopar.search.candidates import Estimates, Rounds, find_candidates
