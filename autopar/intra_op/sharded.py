@@ -204,7 +204,7 @@ def local_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> i
 
 def share_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
     """Bytes of one device's shard of a value, in whichever memory."""
-    return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
+    return sharding.local_bytes(atom.aval.shape, atom.aval.dtype, mesh)
 
 
 def computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:

@@ -76,8 +76,8 @@ class ArrayType:
     def local_bytes(self) -> int:
         """Bytes of one device's shard."""
         leading = len(self.shape) - len(self.sharding.dims)
-        local = self.sharding.local_shape(self.shape[leading:], self.mesh)
-        return math.prod((*self.shape[:leading], *local)) * self.dtype.itemsize
+        each = self.sharding.local_bytes(self.shape[leading:], self.dtype, self.mesh)
+        return math.prod(self.shape[:leading]) * each
 
     def on(self, places: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:
         """JAX's sharding of the array over these devices."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class Sharding(metaclass=_Interned):
         """Shape of one device's shard."""
         pairs = zip(shape, self.dims, strict=True)
         return tuple([n // math.prod(map(mesh.size_of, axes)) if axes else n for n, axes in pairs])
+
+    def local_bytes(self, shape: Sequence[int], dtype: np.dtype | str, mesh: LogicalMesh) -> int:
+        """Bytes of one device's shard."""
+        return math.prod(self.local_shape(shape, mesh)) * np.dtype(dtype).itemsize
 
     def is_valid(self, shape: Sequence[int], mesh: LogicalMesh) -> bool:
         """Whether the axes of every dim divide it."""

@@ -22,7 +22,7 @@ from autopar.ir.printer import print_jaxpr
 from autopar.ir.program import Program
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
-from autopar.plan.words import ARGUMENT_ROLES, differences, local_bytes, machine_text, type_text
+from autopar.plan.words import ARGUMENT_ROLES, differences, machine_text, type_text
 
 MAX_LINES = 8
 
@@ -118,7 +118,7 @@ def _of_pipeline(plan: Decision) -> Iterator[str]:
 
 def _of_program(plan: Decision) -> Iterator[str]:
     cost, own = plan.cost, [v for v in plan.values if v.role in ARGUMENT_ROLES and not v.on_host]
-    arguments = sum(local_bytes(v.shape, v.dtype, v.sharding, plan.mesh) for v in own)
+    arguments = sum(v.sharding.local_bytes(v.shape, v.dtype, plan.mesh) for v in own)
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c in cost.collectives)
     if arguments != cost.argument_bytes:
         yield f"its arguments take {arguments} bytes on a device; it says {cost.argument_bytes}."

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar, get_args
 
-import numpy as np
-
-from autopar.mesh import Cluster, LogicalMesh, Sharding
+from autopar.mesh import Cluster, LogicalMesh
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -55,11 +53,6 @@ def differences(
 ) -> list[tuple[_Key, _Value | None, _Value | None]]:
     """The entries in which two maps differ: (key, old value, new value); None: the map lacks the key."""
     return [(key, was.get(key), now.get(key)) for key in dict.fromkeys((*was, *now)) if was.get(key) != now.get(key)]
-
-
-def local_bytes(shape: Sequence[int], dtype: str, sharding: Sharding, mesh: LogicalMesh) -> int:
-    """Bytes of an array on one device."""
-    return math.prod(sharding.local_shape(shape, mesh)) * np.dtype(dtype).itemsize
 
 
 def type_text(shape: Sequence[int], dtype: str) -> str:

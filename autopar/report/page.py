@@ -21,7 +21,6 @@ from autopar.plan.decision import Decision, Recomputed, Value
 from autopar.plan.words import (
     bytes_text,
     count_text,
-    local_bytes,
     mesh_text,
     offloaded_text,
     padding_text,
@@ -256,7 +255,7 @@ def merged_values(plan: Decision) -> Iterator[tuple[Value, int, int]]:
     merged = [(Value(path, *key), count) for path, key, count in collapse_paths(arguments)]
     merged += Counter(v for v in plan.values if v.role == "activation").items()
     for v, count in merged:
-        yield v, count, local_bytes(v.shape, v.dtype, v.sharding, plan.stages[v.stage].logical_mesh)
+        yield v, count, v.sharding.local_bytes(v.shape, v.dtype, plan.stages[v.stage].logical_mesh)
 
 
 def _arguments(plan: Decision) -> Table:

@@ -21,7 +21,7 @@ from autopar.entry import write_whole
 from autopar.errors import AutoparError
 from autopar.markup import grid, tag
 from autopar.plan.decision import Decision
-from autopar.plan.words import bytes_text, local_bytes, seconds_text, type_text
+from autopar.plan.words import bytes_text, seconds_text, type_text
 from autopar.report.diff import diff_tables, pair_title
 from autopar.report.html import device_places, plan_html, section, table_html, whole_file, wrapped
 from autopar.report.measured import MeasuredStep
@@ -153,7 +153,7 @@ def _moved(this: Decision, other: Decision) -> Iterator[str]:
         for plan, sharding, stage in ((this, a, at), (other, b, to)):
             mesh = plan.stages[stage].logical_mesh
             where = f"stage {stage}, " if len(plan.stages) > 1 else ""
-            size = bytes_text(local_bytes(shape, dtype, sharding, mesh))
+            size = bytes_text(sharding.local_bytes(shape, dtype, mesh))
             cells.append(tag("td", device_grid(shape, sharding, mesh)))
             cells.append(tag("td", escape(f"{where}{sharding}, {size} each"), title=type_text(shape, dtype)))
         yield tag("tr", *cells)

@@ -20,7 +20,7 @@ from autopar.grouping import grouped
 from autopar.markup import tag
 from autopar.plan.decision import Decision, Stage, Value
 from autopar.plan.profile import Crossing
-from autopar.plan.words import bytes_text, count_text, local_bytes
+from autopar.plan.words import bytes_text, count_text
 from autopar.report.paths import collapse_paths
 
 Block = tuple[str, int, int, int]
@@ -71,7 +71,7 @@ def _blocks(plan: Decision, values: Sequence[Value], root: str) -> Iterable[Bloc
         is_numbered = len(rest) > 2 and rest[1].isdecimal()
         name = "/".join(rest[: 2 if is_numbered else 1])
         whole = math.prod(v.shape) * np.dtype(v.dtype).itemsize
-        each = local_bytes(v.shape, v.dtype, v.sharding, plan.stages[v.stage].logical_mesh)
+        each = v.sharding.local_bytes(v.shape, v.dtype, plan.stages[v.stage].logical_mesh)
         entry = found.setdefault(name, [0, 0, 0])
         for k, more in enumerate((1, whole, each)):
             entry[k] += more

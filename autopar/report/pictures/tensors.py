@@ -16,7 +16,7 @@ from html import escape
 from autopar.markup import grid, picture, tag
 from autopar.mesh import LogicalMesh, Sharding, boxes
 from autopar.plan.decision import Decision, Value
-from autopar.plan.words import bytes_text, local_bytes, type_text
+from autopar.plan.words import bytes_text, type_text
 from autopar.report.page import merged_values
 
 MAX_ROWS = 400
@@ -71,8 +71,8 @@ def _in_words(value: Value, mesh: LogicalMesh, plan: Decision) -> str:
         lines.append(
             f"A sum not yet added up over {', '.join(value.sharding.partial)}: each holds a part of every number."
         )
-    whole = local_bytes(value.shape, value.dtype, Sharding.replicated(len(value.shape)), mesh)
-    each = local_bytes(value.shape, value.dtype, value.sharding, mesh)
+    whole = Sharding.replicated(len(value.shape)).local_bytes(value.shape, value.dtype, mesh)
+    each = value.sharding.local_bytes(value.shape, value.dtype, mesh)
     stage = f" of stage {value.stage}" if len(plan.stages) > 1 else ""
     lines.append(f"{bytes_text(each)} of {bytes_text(whole)} on each device, {value.role}{stage}.")
     asked = re.sub(r"\{[^}]*\}", "*", value.name)
