@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 from tests.patience import PATIENCE_SECONDS
 
@@ -24,3 +26,11 @@ for name in ("ray", "cupy", "orbax", "tensorstore", "flax", "optax", "matplotlib
 def test_importing_autopar_starts_nothing():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
+
+
+def test_files_that_are_no_modules_are_packaged():
+    root = Path(__file__).parent.parent
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["autopar"]
+    package = root / "autopar"
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others == {path for pattern in patterns for path in package.glob(pattern)}
