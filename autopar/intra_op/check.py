@@ -45,7 +45,7 @@ def check_body(body: Body, mesh: LogicalMesh) -> None:
             assert copy in defined, f"{instruction}: {copy[0]} in {copy[1]} is not defined"
         match instruction:
             case Move() | Fused():
-                for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
+                for move in instruction.moves:
                     reached = apply_to_sharding(move.step, move.source, mesh)
                     assert reached == move.target, f"{move}: leads to {reached}"
             case Compute(eqn, rule, strategy):

@@ -159,7 +159,7 @@ def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
         if not isinstance(instruction, Move | Fused):
             found.append(Shown(None, seconds, seconds_exposed, seconds))
             continue
-        moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
+        moves = instruction.moves
         for move in moves:
             share = move_bytes(move, graph.mesh) / sent.bytes if sent.bytes else 1 / len(moves)
             is_small = move.var not in samples and num_bytes(move.var) <= small

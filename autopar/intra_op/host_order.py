@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from autopar._jax import Literal, copies_to_or_from_host, on_host
+from autopar._jax import copies_to_or_from_host, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region
-from autopar.intra_op.traffic import VIEWS, is_fused
+from autopar.intra_op.traffic import is_fused, takes_waits
 from autopar.ir.region import kind_of
 from autopar.tuning import TUNING
 
@@ -46,7 +46,7 @@ def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
     """
     if not any(map(copies_host, body.instructions)):
         return {}
-    results, kernel = _results(body), -1
+    results, kernel = body.results, -1
     made_at, before, kernels = dict[Copy, int](), list[int](), list[int]()
     groups: dict[int, list[tuple[int, int, Copy]]] = {}  # last kernel before -> maker, its copy to the host, the result
     for position, instruction in enumerate(body.instructions):
@@ -80,7 +80,7 @@ def _kernels_before(
     body: Body, num_bytes: Callable[[Copy], int], is_program: bool
 ) -> Iterator[tuple[int, tuple[Copy, ...]]]:
     """Copies from the host, and the kernels' results that each waits for."""
-    results, given = _results(body), set() if is_program else set(body.inputs)
+    results, given = body.results, set() if is_program else set(body.inputs)
     fetched: set[Copy] = set()  # and what is computed from it
     kernels: list[tuple[Copy, bool]] = []
     for position, instruction in enumerate(body.instructions):
@@ -98,18 +98,16 @@ def _kernels_before(
         fetched.update(instruction.makes if is_late else ())
 
 
-def _results(body: Body) -> set[Copy]:
-    return {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
-
-
-def _is_kernel(instruction: Instruction, results: set[Copy]) -> bool:
+def _is_kernel(instruction: Instruction, results: Mapping[Copy, None]) -> bool:
     """Whether an instruction is certainly run where it stands: it is not fused, or makes results of the body."""
     if isinstance(instruction, Region):
         return kind_of(instruction.eqn) != "barrier"
     if not isinstance(instruction, Compute) or copies_host(instruction):
         return False
     return (
-        not is_fused(instruction) or bool(instruction.strategy.reductions) or not results.isdisjoint(instruction.makes)
+        not is_fused(instruction)
+        or bool(instruction.strategy.reductions)
+        or any(copy in results for copy in instruction.makes)
     )
 
 
@@ -119,12 +117,7 @@ def _place(body: Body, begin: int, last: int) -> int:
     for at in range(last, begin - 1, -1):
         instruction = body.instructions[at]
         if at == last or not needed.isdisjoint(instruction.makes):
-            if isinstance(instruction, Compute) and _takes_in(instruction):
+            if takes_waits(instruction):
                 return at
             needed.update(instruction.reads)
     return last
-
-
-def _takes_in(instruction: Compute) -> bool:
-    is_work = is_fused(instruction) and instruction.eqn.primitive.name not in VIEWS
-    return is_work and not instruction.strategy.reductions and any(not on_host(v.aval) for v, _ in instruction.reads)

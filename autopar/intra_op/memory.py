@@ -185,8 +185,8 @@ class _Owners:
             if found.owner is not None:
                 return found
         for instruction in alive.body.instructions[max(0, alive.position) :]:
-            for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
-                if isinstance(move, Move) and (move.var, move.source) == alive.copy:
+            for move in instruction.moves if isinstance(instruction, Move | Fused) else ():
+                if (move.var, move.source) == alive.copy:
                     return self.of(alive._replace(copy=(var, move.target)))._replace(is_chosen=False)
         return found._replace(is_chosen=False)
 

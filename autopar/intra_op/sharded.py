@@ -57,6 +57,11 @@ class Move:
         _note(self, ((self.var, self.source),), ((self.var, self.target),))
 
     @property
+    def moves(self) -> tuple[Move, ...]:
+        """Itself alone: what is asked of each of several `Fused` moves is asked of one, too."""
+        return (self,)
+
+    @property
     def dtype(self) -> np.dtype:
         """The dtype in which it is sent."""
         return self.var.aval.dtype if self.narrow is None else self.narrow
@@ -151,16 +156,16 @@ class Body:
     instructions: tuple[Instruction, ...]
     outputs: tuple[tuple[Var | Literal, Sharding], ...]
 
+    @property
+    def results(self) -> dict[Copy, None]:
+        """The copies among its outputs, in order."""
+        return {(atom, sharding): None for atom, sharding in self.outputs if not isinstance(atom, Literal)}
+
 
 def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies that must be computed before an instruction begins, though it does not read them."""
-    match instruction:
-        case Move(earlier=earlier):
-            return () if earlier is None else (earlier,)
-        case Fused(moves):
-            return tuple(move.earlier for move in moves if move.earlier is not None)
-        case _:
-            return ()
+    moves = instruction.moves if isinstance(instruction, Move | Fused) else ()
+    return tuple([move.earlier for move in moves if move.earlier is not None])
 
 
 def _note(instruction: Instruction, reads: tuple[Copy, ...], makes: tuple[Copy, ...]) -> None:
@@ -241,10 +246,8 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
                 for num_bytes in exchanged_bytes(rule, eqn, strategy, mesh):
                     kind: CollectiveKind = "ragged-all-to-all"
                     yield instruction, Collective(kind, strategy.exchanged_over, num_bytes, times, describe(eqn))
-            case Move():
-                yield from ((instruction, c) for c in _move_collective((instruction,), mesh, times))
-            case Fused(moves):
-                yield from ((instruction, c) for c in _move_collective(moves, mesh, times))
+            case Move() | Fused():
+                yield from ((instruction, c) for c in _move_collective(instruction.moves, mesh, times))
             case Region(eqn, _, _, bodies):
                 trips = trip_count(eqn)
                 for inner in bodies:
@@ -299,12 +302,11 @@ def move_bytes(move: Move, mesh: LogicalMesh) -> int:
 
 def transposed_bytes(instruction: Instruction, mesh: LogicalMesh) -> int:
     """Bytes that are transposed for an instruction's collectives: parts of a dim that others precede are not contiguous."""
-    moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
+    moves = instruction.moves if isinstance(instruction, Move | Fused) else ()
     return sum(
         move_bytes(move, mesh)
         for move in moves
-        if isinstance(move, Move)
-        and isinstance(move.step, AllGather | ReduceScatter)
+        if isinstance(move.step, AllGather | ReduceScatter)
         and math.prod(move.source.local_shape(tuple(move.var.aval.shape), mesh)[: move.step.dim]) > 1
     )
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar._jax import Atom, JaxprEqn, Literal, Var, copies_to_or_from_host
+from autopar._jax import Atom, JaxprEqn, Literal, Var, copies_to_or_from_host, on_host
 from autopar.intra_op.graph import Graph, Node
-from autopar.intra_op.sharded import Compute
+from autopar.intra_op.sharded import Compute, Instruction
 from autopar.ir.rules.replicated import KERNELS
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
 _PICKING = frozenset({"gather", "dynamic_slice", "slice"})
 """Read as many bytes of their first operand as they return."""
 _WRITING = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
@@ -88,7 +88,7 @@ def is_picking(node: Node) -> bool:
 def is_view(eqn: JaxprEqn) -> bool:
     """Whether an operation only gives an array another shape or order of dims."""
     return (
-        eqn.primitive.name in VIEWS
+        eqn.primitive.name in _VIEWS
         and len(eqn.invars) == 1
         and not isinstance(eqn.invars[0], Literal)
         and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
@@ -103,6 +103,14 @@ def is_fused(node: Node | Compute) -> bool:
     if name in ("slice", "dynamic_slice", "concatenate", "pad", "rev") or is_pointwise(node):
         return True
     return len([o for o in rule.operands if o]) <= 1 and _is_sum(node)
+
+
+def takes_waits(instruction: Instruction) -> bool:
+    """Whether an instruction is elementwise work, into which a wait is fused without a pass over memory."""
+    if not isinstance(instruction, Compute) or instruction.eqn.primitive.name in _VIEWS:
+        return False
+    on_devices = any(not on_host(var.aval) for var, _ in instruction.reads)
+    return on_devices and is_fused(instruction) and not instruction.strategy.reductions
 
 
 def _is_sum(node: Node | Compute) -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar._jax import Literal
-from autopar.intra_op.sharded import Body, Copy, Instruction, Move, Region, copies_awaited
+from autopar.intra_op.sharded import Body, Instruction, Move, Region, copies_awaited
 
 
 def drop_unread(body: Body) -> Body:
     """Drop the unread conversions of a program, in loops and branches, too."""
-    read: set[Copy] = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
+    read = set(body.results)
     kept: list[Instruction] = []
     for instruction in reversed(body.instructions):
         made = instruction.makes

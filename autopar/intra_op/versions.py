@@ -99,7 +99,7 @@ class _Walk:
         self.body, self.stored, self.given = body, stored, given
         self.found = Versions()
         self.current: dict[Copy, int] = {}
-        self.results = dict.fromkeys((atom, s) for atom, s in body.outputs if not isinstance(atom, Literal))
+        self.results = body.results
         self.moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in i.reads}
         self.turned: dict[int, int] = {}
         self.leaving: dict[Copy, Sequence[int]] = {}

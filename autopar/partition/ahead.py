@@ -37,7 +37,7 @@ class Ahead:
             self.made_at.update(dict.fromkeys(instruction.makes, position))
         regions = {k: i for k, i in enumerate(body.instructions) if isinstance(i, Region)}
         self.loops = {k: i for k, i in regions.items() if kind_of(i.eqn) in ("scan", "while")}
-        self.stay = {*body.inputs, *((a, s) for a, s in body.outputs if not isinstance(a, Literal))}
+        self.stay = {*body.inputs, *body.results}
 
     def delays(self) -> Iterator[Delay]:
         """All delays; of those of one position, the ones that last come first."""
@@ -81,7 +81,7 @@ class Ahead:
 
     def seeds(self) -> Iterator[Delay]:
         """Constants that a backward pass begins with wait for the loss: else the logits would be kept for it."""
-        results = {atom for atom, _ in self.body.outputs if not isinstance(atom, Literal)}
+        results = {var for var, _ in self.body.results}
         losses: list[Copy] = []
         for position, instruction in enumerate(self.body.instructions):
             if isinstance(instruction, Compute) and not any(map(self._is_large, instruction.makes)):

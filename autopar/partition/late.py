@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from autopar._jax import Literal, copies_to_or_from_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move
-from autopar.intra_op.traffic import VIEWS, is_fused
+from autopar.intra_op.traffic import is_fused, takes_waits
 from autopar.partition.order import Delay
 from autopar.tuning import TUNING
 
@@ -65,7 +65,7 @@ class _Walk:
                 if operand not in seen and self.maker.get(operand, -1) > before:
                     seen.add(operand)
                     line.append(self.maker[operand])
-        first = min((at for at in line if not _is_view(self.body.instructions[at])), default=None)
+        first = min((at for at in line if takes_waits(self.body.instructions[at])), default=None)
         if first is not None:
             smallest = min(self.body.instructions[first].reads, key=self.num_bytes)
             yield Delay(first, (smallest,), (awaited,), lasts=False)
@@ -84,11 +84,6 @@ def _sends(instruction: Instruction) -> bool:
     """Whether an instruction moves data between devices, or to or from their hosts."""
     is_copy = isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn)
     return is_copy or isinstance(instruction, Move | Fused)
-
-
-def _is_view(instruction: Instruction) -> bool:
-    """Whether an instruction moves no data, or has no operand that could wait."""
-    return not isinstance(instruction, Compute) or not instruction.reads or instruction.eqn.primitive.name in VIEWS
 
 
 def _is_turned(instruction: Compute, operand: int) -> bool:

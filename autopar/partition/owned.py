@@ -26,7 +26,7 @@ def owned_copies(instruction: Instruction, known: Container[Copy]) -> Iterator[C
     """The owned sums among an instruction's results, given those `known` among its operands."""
     match instruction:
         case Move() | Fused():
-            for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
+            for move in instruction.moves:
                 if move.target.partial and (not move.source.partial or (move.var, move.source) in known):
                     yield move.var, move.target
         case Compute(eqn, _, strategy) if _only_moves(instruction, known):

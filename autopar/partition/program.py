@@ -126,8 +126,7 @@ def _added_up(body: Body, made_at: Mapping[Copy, int]) -> set[Copy]:
 
 
 def _all_reduces(instruction: Instruction) -> bool:
-    moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
-    return all(isinstance(move, Move) and isinstance(move.step, AllReduce) for move in moves)
+    return isinstance(instruction, Move | Fused) and all(isinstance(m.step, AllReduce) for m in instruction.moves)
 
 
 def _delay(copies: Copies, delays: Iterable[Delay], pinned: Container[Copy]) -> Copies:
@@ -165,7 +164,7 @@ def _run_instruction(
     """
     match instruction:
         case Move() | Fused():
-            moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
+            moves = instruction.moves
             arrays = [after(copies[m.var, m.source], copies[m.earlier] if m.earlier else None) for m in moves]
             arrays[0] = after(arrays[0], earlier)
             arrays = [a if m.narrow is None else a.astype(m.narrow) for m, a in zip(moves, arrays, strict=True)]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from autopar.cost.steps import AllReduce, ReduceScatter
 from autopar.intra_op.fuse import BUCKET_BYTES
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
-from autopar.intra_op.traffic import VIEWS, is_fused
+from autopar.intra_op.traffic import takes_waits
 from autopar.partition.order import Delay, communicates
 from autopar.tuning import TUNING
 
@@ -43,7 +43,7 @@ def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
         done = next((k for k in reversed(range(len(sent))) if sum(sums[at] for at in sent[k + 1 :]) >= least), None)
         if done is not None:
             begin = sent[done] + 1
-            among = [at for at in range(begin, place) if furthest[at] >= place and _takes_in(body.instructions[at])]
+            among = [at for at in range(begin, place) if furthest[at] >= place and takes_waits(body.instructions[at])]
             last = place if place in loops else max(among, key=lambda at: (furthest[at], at), default=None)
             if last is not None:
                 first = min(body.instructions[last].reads, key=num_bytes)
@@ -58,8 +58,9 @@ def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
 
 def _sum_bytes(instruction: Instruction, num_bytes: Bytes) -> int:
     """Return the bytes that a large reduce-scatter or all-reduce reads; 0 for all other instructions."""
-    moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
-    if not isinstance(moves[0], Move) or not isinstance(moves[0].step, AllReduce | ReduceScatter):
+    if not isinstance(instruction, Move | Fused) or not isinstance(
+        instruction.moves[0].step, AllReduce | ReduceScatter
+    ):
         return 0
     size = sum(map(num_bytes, instruction.reads))
     return size if size >= LATE_BYTES else 0
@@ -83,10 +84,3 @@ def _furthest(body: Body, sums: Mapping[int, int]) -> list[int]:
         for copy in instruction.reads:
             needed[copy] = max(found[at], needed.get(copy, -1))
     return found
-
-
-def _takes_in(instruction: Instruction) -> bool:
-    """Whether an instruction is elementwise work, into which a wait is fused without a pass over memory."""
-    if not isinstance(instruction, Compute) or not instruction.reads or not is_fused(instruction):
-        return False
-    return instruction.eqn.primitive.name not in VIEWS and not instruction.strategy.reductions

@@ -39,10 +39,8 @@ def conversions(body: Body, var: Var, mesh: LogicalMesh, times: int = 1) -> Iter
     """The conversions of a value to other shardings, one line each."""
     for instruction in body.instructions:
         match instruction:
-            case Move():
-                if instruction.var is var:
-                    yield _move_text(instruction, mesh, times, 0)
-            case Fused(moves):
+            case Move() | Fused():
+                moves = instruction.moves
                 yield from (_move_text(m, mesh, times, len(moves) - 1) for m in moves if m.var is var)
             case Region(eqn, _, _, bodies) if kind_of(eqn) == "scan":
                 for k, atom in enumerate(eqn.invars):
