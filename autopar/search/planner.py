@@ -101,7 +101,7 @@ def _with_padding(request: Request, report: Anytime) -> Planned:
     """Plan the step, also with padded dims if that may pay; returns the faster plan."""
     planned: StepPlan | None = None
     tried: Tried = []
-    shown = Narrowed()
+    shown = request.narrowed
     failure: InfeasibleError | None = None
     splits_other_dims = not isinstance(request.method, DataParallel | Follow)
     lengths = lengths_that_do_not_divide(request) if splits_other_dims else {}
@@ -115,7 +115,8 @@ def _with_padding(request: Request, report: Anytime) -> Planned:
         lengths = {} if report.reason else worth_padding(planned, lengths, request, 1 + len(tried))
     if lengths:
         try:
-            longer, more, _ = _planned(request.of(padded_program(request.program, lengths)), report)
+            padded = dataclasses.replace(request.of(padded_program(request.program, lengths)), narrowed=shown)
+            longer, more, _ = _planned(padded, report)
         except AutoparError as error:
             tried = [*tried, (padding_text(lengths), error.summary)]
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.search import padding
+from autopar.search import padding, planner
 from autopar.search.padding import padded_length
 from autopar.tuning import TUNING
 from tests.sweep import check_faithful
@@ -110,6 +110,21 @@ def check_read_by_another_plan(params, args, path):
     restored = checkpoint.restore(path, like, compiled=other)
     assert restored["table"].shape == (VOCABULARY, WIDTH) and restored["table"].sharding.spec[1] == "y"
     jax.tree.map(np.testing.assert_array_equal, restored, params)
+
+
+def test_the_longer_step_is_searched_where_the_step_as_it_is_was_good(monkeypatch):
+    shown, narrowed, real = [], [], planner._planned
+
+    def planned(request, report):
+        narrowed.append(request.narrowed)
+        found = real(request, report)
+        shown.append(found[-1])
+        return found
+
+    monkeypatch.setattr(planner, "_planned", planned)
+    step = autopar.parallelize(train_step, cluster=cluster(1e7), method=autopar.Auto(), donate_argnums=())
+    assert step.plan(*arguments(1, 0, length=7)).padded
+    assert len(shown) > 1 and shown[0].meshes and narrowed == [None, *shown[:-1]]
 
 
 def test_not_where_the_batch_is_split():

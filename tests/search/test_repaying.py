@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -16,8 +20,13 @@ from autopar.search import meshes
 from tests.intra_op.test_exposure import sharded_of
 from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
+from tests.small_transformer import arguments
+from tests.small_transformer import train_step as transformer_step
 from tests.sweep import QUICK, SLOW
 from tests.tuned import tune
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import scale  # noqa: E402
 
 CLUSTER = autopar.Cluster(1, 8, SLOW, QUICK)
 
@@ -84,6 +93,19 @@ def test_another_axis_is_tried_for_all_that_is_open():
     for worth, tried in ((0.9, False), (1.1, True)):
         told = dict(plan(autopar.Auto(steps=worth * steps)).alternatives)
         assert ("longer to plan than" not in told.get("(x=2, y=4)", "")) == tried
+
+
+@pytest.mark.parametrize("won", ["a thousandth", "a tenth"])
+def test_a_third_axis_is_tried_where_a_second_won_more_than_next_to_nothing(won):
+    """It wins less than the second did: then it is left out though it repays over ever so many steps."""
+    if won == "a thousandth":
+        cluster, step, args = autopar.Cluster.of("8 h100"), transformer_step, arguments("scan", 2, batch=256)
+    else:
+        cluster, (step, *args) = autopar.Cluster.local(), scale.digits_cnn()
+    method = autopar.Auto(steps=math.inf) if won == "a thousandth" else autopar.Auto()
+    planned = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=1).plan(*args)
+    told = dict(planned.alternatives)
+    assert ("next to nothing" in told.get("(x=2, y=2, z=2)", "")) == (won == "a thousandth")
 
 
 def test_equal_problems_are_solved_once(monkeypatch):
