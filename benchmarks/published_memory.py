@@ -46,7 +46,10 @@ FUSED = ("Megatron", "NeMo")
 products of 8 bits keep their operands as they multiply them (Transformer Engine)."""
 PLANNED = ("OneFlow",)
 """Frameworks that plan the memory of a step ahead, as XLA does, and make gradients of 16 bits into 32 before they are clipped
-and used (OneFlow's graphs, and their `enable_amp`)."""
+and used (OneFlow's graphs, and their `enable_amp`). Microbatches add up in an array of their own (`acc_op.cpp`). Stages run
+ahead of each other through buffers, so that forward and backward passes have no memory in common: a buffer of two places for
+each stage behind every value that a backward pass reads, and one of one place at either end of what stages send, the embedding
+that GPT multiplies by at its end among it; the last stage has none (`pipeline_buffer_pass.cpp`)."""
 SPLIT_LOSS, SPLIT_LOSS_BYTES = "torchtitan", 16
 """Who computes a loss over a split vocabulary with PyTorch's distributed tensors, and what that holds of each logit: four
 tensors in 32 bits, as its gradient is made (`torch.distributed.tensor.parallel.loss`)."""
@@ -130,7 +133,7 @@ def state_bytes(run: Run) -> float:
         # What is added up over microbatches, unsplit, has the width that it is reduced in (FSDP2's `to_accumulated_grad`).
         weight, gradient, optimizer = 2, 4, 12
     elif _is_of(run, PLANNED):
-        weight, gradient, optimizer = 2, 4, 12
+        weight, gradient, optimizer = 2, 8 if run.count > 1 else 4, 12
     elif not _is_of(run, MEGATRON):
         weight, gradient, optimizer = 2, 2, 12
     elif run.dtype == "float16":
@@ -165,12 +168,20 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
     # A stage keeps what it hands on until that has been differentiated.
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
+    if _is_of(run, PLANNED) and 1 < run.count and stage < run.pipeline - 1:
+        flight, borders = 1 + min(2 * run.pipeline, run.count), whole + buffer_bytes(run, residual, stage)
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again
     in_layer = layer.working_bytes if is_planned(run) else layer.eager_bytes
     if stage < run.pipeline - 1:
         return waiting + in_layer + gathered
     return waiting + max(in_layer, ends_bytes(run, tokens, ends)) + gathered
+
+
+def buffer_bytes(run: Run, residual: float, stage: int) -> float:
+    """Places of buffers at a stage's borders: of what comes and goes, both ways, and of a tied embedding and its gradient."""
+    tied = run.vocabulary * run.width / run.tensor if stage == 0 and not run.gated else 0.0
+    return residual * (4 if stage else 2) + 2 * 4 * tied
 
 
 def wide_bytes(run: Run, tokens: int) -> float:

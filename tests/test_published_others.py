@@ -32,6 +32,10 @@ DLPERF = {
     "global_batch": "512", "attention": "unfused", "framework": "Megatron-LM", "interconnect": "100 Gb/s IB per node",
 }  # fmt: skip
 
+ONEFLOW = DLPERF | {
+    "source": "DLPerf, OneFlow/README.md", "framework": "OneFlow", "recompute": "full", "schedule": "1F1B",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     "cells",
@@ -81,3 +85,23 @@ def test_order_of_plans(read):
     ]
     assert seconds == sorted(seconds)
     assert all(found == pytest.approx(plan[-1], rel=0.3) for found, plan in zip(seconds, plans, strict=True))
+
+
+@pytest.mark.parametrize(
+    "hidden, layers, data, tensor, stages, microbatch, mebibytes",
+    [
+        (1536, 16, 8, 1, 4, 2, 8712),
+        (2304, 24, 2, 4, 4, 8, 11958),
+        (2304, 24, 1, 8, 4, 16, 15670),
+        (2304, 24, 2, 8, 2, 8, 10708),
+    ],
+)
+def test_memory_of_stages_that_run_ahead_through_buffers(
+    read, hidden, layers, data, tensor, stages, microbatch, mebibytes
+):
+    """All that OneFlow published of pipelines: twice as many microbatches are under way as there are stages."""
+    sizes = {"hidden": hidden, "layers": layers, "heads": layers, "ffn": 4 * hidden, "microbatch": microbatch}
+    degrees = {"dp": data, "tp": tensor, "pp": stages}
+    cells = {name: str(value) for name, value in (sizes | degrees).items()}
+    _, predicted = settle(read(**ONEFLOW | cells, seconds_per_step="10"))
+    assert predicted.memory_bytes / 2**20 == pytest.approx(mebibytes, rel=0.1)

@@ -288,7 +288,9 @@ def test_a_loss_over_a_split_vocabulary_is_made_of_four_tensors_of_its_logits(re
     """In torchtitan; elsewhere it holds what the plan of embedding and loss says."""
     ends = Work({}, {}, kept_bytes=1, working_bytes=2, eager_bytes=4)
     assert [ends_bytes(read(framework=name), 1, ends) for name in ("OneFlow", "PyTorch")] == [3, 5]
-    assert state_bytes(read(framework="OneFlow", precision="fp16", zero="0")) == 18
+    once = {"framework": "OneFlow", "precision": "fp16", "zero": "0", "microbatch": "2"}
+    assert state_bytes(read(**once)) == 18
+    assert state_bytes(read(**once, global_batch="32")) == 18 + 4  # of microbatches, added up
     cells = {"tp": "2", "dp": "4", "zero": "1"}
     assert ends_bytes(read(**cells, framework="torchtitan"), 512, ends) == 512 * (2 * 256 + 16 * 1000 / 2)
     assert (
