@@ -20,7 +20,7 @@ from pathlib import Path
 
 from published_choices import settle
 from published_machines import model_of
-from published_order import Row, contradicted, group_taus, pairs_of, repeated_tau, spreads
+from published_order import Row, contradicted, group_taus, noise_of, pairs_of, possible_tau, repeated_tau, spreads
 from published_runs import DATA, Left, Run, read_runs
 from published_steps import Prediction
 from rich.console import Console
@@ -162,36 +162,44 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
 
 def _order(rows: Sequence[Row]) -> Iterable[str]:
     """Figures on the order of plans of one model."""
-    taus = group_taus(rows)
-    if not taus:
-        return
-    text = ", ".join(f"{model} x{devices}: {value:.2f} of {count}" for model, devices, count, value in taus)
-    yield f"Kendall's tau within {len(taus)} groups of plans, on average {statistics.mean(t[3] for t in taus):.2f} ({text})"
+    for title, comparable in (("plans", False), ("plans that their sources let compare", True)):
+        taus = group_taus(rows, comparable=comparable)
+        if not taus:
+            return
+        text = ", ".join(f"{model} x{devices}: {value:.2f} of {count}" for model, devices, count, value in taus)
+        yield f"Kendall's tau within {len(taus)} groups of {title}, on average {_mean_tau(taus):.2f} ({text})"
     again = spreads(rows)
     if math.isnan(again[0]):
         return
-    noise = statistics.median(again)
+    noise = noise_of(rows)
     yield (
-        f"of these plans {len(again)} were published more than once, their times {noise:.1%} apart, {max(again):.1%} at most: "
-        f"a repetition of all these runs would score {repeated_tau(rows):.2f}"
+        f"of these plans {len(again)} were published more than once, their times {noise:.1%} apart in the root mean square, "
+        f"{max(again):.1%} at most: a repetition of all these runs would score {repeated_tau(rows):.2f}"
     )
     apart = [pair for pair in pairs_of(rows) if pair.published >= noise]
     yield (
         f"of {len(apart)} pairs further apart than that {_share(pair.predicted > 0 for pair in apart):.0%} in order; "
-        f"tau of these pairs, on average over groups: {statistics.mean(t[3] for t in group_taus(rows, noise)):.2f}"
+        f"tau of these pairs, on average over groups: {_mean_tau(group_taus(rows, noise)):.2f}"
     )
-    for run, _ in contradicted(rows):
-        others = statistics.mean(t[3] for t in group_taus([row for row in rows if row[0] is not run]))
+    for (run, _), seconds in contradicted(rows):
+        others = _mean_tau(group_taus([row for row in rows if row[0] is not run]))
         yield (
-            f"other rows contradict {run.model} with {run.batch} samples in {run.seconds:.1f} s, the same plan with other "
-            f"batches or once more; without this row tau is {others:.2f} on average"
+            f"other rows contradict {run.model} with {run.batch} samples in {run.seconds:.1f} s: the same plan with other "
+            f"batches or once more makes it {seconds:.1f} s, and who predicts all that scores {possible_tau(rows):.2f}; "
+            f"without this row tau is {others:.2f} on average"
         )
+
+
+def _mean_tau(taus: Sequence[tuple[str, int, int, float]]) -> float:
+    return statistics.mean(value for *_, value in taus)
 
 
 def _wrong_pairs(rows: Sequence[Row]) -> Table:
     """Pairs of plans in the wrong order, the worst first."""
-    table = Table(title="plans in the wrong order: how much slower the second is, as published and as predicted")
-    for heading in ("group", "published faster", "published slower", "differ in", "published", "predicted"):
+    table = Table(
+        title="plans in the wrong order: how much slower the second is, as published and as predicted, and where"
+    )
+    for heading in ("group", "published faster", "published slower", "lanes", "published", "predicted"):
         table.add_column(heading, justify="right" if heading in ("published", "predicted") else "left")
     wrong = [pair for pair in pairs_of(rows) if pair.predicted <= 0]
     for pair in sorted(wrong, key=lambda pair: pair.predicted - pair.published):
@@ -200,7 +208,11 @@ def _wrong_pairs(rows: Sequence[Row]) -> Table:
             " ".join(f"{name} {value}" for name, value in plan.settings if name in names)
             for plan in (pair.faster, pair.slower)
         )
-        table.add_row(pair.group, *plans, pair.differs, f"{pair.published:+.1%}", f"{pair.predicted:+.1%}")
+        longer = {
+            name: (pair.slower.lanes[name] - there) / pair.faster.predicted for name, there in pair.faster.lanes.items()
+        }
+        lanes = ", ".join(f"{name} {part:+.1%}" for name, part in longer.items() if abs(part) > 0.0005)
+        table.add_row(pair.group, *plans, lanes, f"{pair.published:+.1%}", f"{pair.predicted:+.1%}")
     return table
 
 

@@ -43,9 +43,10 @@ FSDP_BYTES = 14
 """Moved by PyTorch's FSDP for each gathered parameter and microbatch. Of its first version, gradients of views into the flat
 parameter are put together, divided, and made 32 bits wide (`_flat_param.py`, `_post_backward_hook`); of its second, what is
 gathered is copied into parameters twice, and gradients, 32 bits wide, into one array (`_fsdp_collectives.py`)."""
-OMNI_PATH = 0.405
-"""Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host: 5.06 of 12.5 GB/s, as the
-users of Jean Zay measured it (BigScience, experiments/bandwidth, all_reduce_bench-a100-n4)."""
+OMNI_PATH, OMNI_PATH_CARD = 0.405, 12.5e9
+"""Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host, and that rate: 5.06 GB/s, as
+the users of Jean Zay measured it. It is all that a ring has between hosts, of however many devices of each: with four, both
+channels went through one of the four cards (BigScience, experiments/bandwidth, n4_a100_all_reduce_bench)."""
 ALIGNMENT_BYTES = 16
 """What rows of a product's operands begin at a multiple of, or else it is not multiplied by tensor cores at full rate (NVIDIA,
 "Matrix multiplication background user's guide": tensor core requirements). XLA pads operands, frameworks do not."""

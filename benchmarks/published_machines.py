@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from published_frameworks import BY_ROWS, FIRST_FLASH, OMNI_PATH, SECOND_FLASH, generation_of
+from published_frameworks import BY_ROWS, FIRST_FLASH, OMNI_PATH, OMNI_PATH_CARD, SECOND_FLASH, generation_of
 from published_runs import Run
 
 from autopar.errors import AutoparError
@@ -31,12 +31,13 @@ _ASYNCHRONOUS = (9, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its links: inside a host, and between hosts."""
+    """A device and its links: inside a host, and between hosts, where one ring has so many bytes per second at most."""
 
     device: Device
     per_host: int
     intra: Link
     inter: Link
+    ring: float = math.inf
 
     def link_of(self, size: int) -> Link:
         """That of a group of so many neighbours."""
@@ -68,8 +69,9 @@ def machine_of(run: Run) -> Machine:
     # A job has equal parts of its hosts, or of their domains: 64 devices of each rack of 72, where those make 256.
     per_host = max(part for part in range(1, per_host + 1) if run.devices % part == 0)
     rate = None if model.torus else _network_rate(run.network, per_host, model.inter_peak)
+    is_omni_path = "Omni-Path" in run.network
     if rate is not None:
-        reached = OMNI_PATH if "Omni-Path" in run.network else inter.bytes_per_second / model.inter_peak
+        reached = OMNI_PATH if is_omni_path else inter.bytes_per_second / model.inter_peak
         inter = replace(inter, bytes_per_second=rate * reached)
     device = model.device
     if run.by_rows and run.dtype == "float8":
@@ -81,7 +83,7 @@ def machine_of(run: Run) -> Machine:
         elif run.kernel == 2 and model.capability and model.capability >= _ASYNCHRONOUS:
             fused *= SECOND_FLASH
         device = replace(device, achieved=replace(device.achieved, fused=fused))
-    return Machine(device, per_host, intra, inter)
+    return Machine(device, per_host, intra, inter, OMNI_PATH * OMNI_PATH_CARD if is_omni_path else math.inf)
 
 
 def _part_for_heads(model: Model, size: int) -> float:

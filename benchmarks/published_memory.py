@@ -169,6 +169,7 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     # A stage keeps what it hands on until that has been differentiated.
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
     if _is_of(run, PLANNED) and 1 < run.count and stage < run.pipeline - 1:
+        # What a buffer has, and the next one; a forward pass on its way besides.
         flight, borders = 1 + min(2 * run.pipeline, run.count), whole + buffer_bytes(run, residual, stage)
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again

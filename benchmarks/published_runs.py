@@ -78,6 +78,7 @@ class Run:
         by_rows: Whether operands of 8 bits have a scale for each row.
         may_split: Whether its row neither says nor denies that replicas split the state among them.
         mesh: On which a solver sharded that, if one did; `()`: all devices in a row.
+        apart: With which runs its source says that it is not to be compared; those of which it says the same may be.
         unstated: What the row does not say, each with what it may be, the likeliest first.
     """
 
@@ -129,6 +130,7 @@ class Run:
     by_rows: bool = False
     may_split: bool = False
     mesh: tuple[int, ...] | None = None
+    apart: tuple[str, ...] = ()
     unstated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     @property
@@ -310,6 +312,7 @@ def _run(row: Cells, line: int) -> Run:
         net=net,
         may_split=not (zero or net or text_of(row, "zero")),
         mesh=mesh,
+        apart=tuple(re.findall(r"not to be compared with ([^;:]+)", text_of(row, "notes"))),
         unstated=tuple(assumed.items()),
     )
     if mesh is not None and run.recompute == "full":

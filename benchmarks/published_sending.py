@@ -151,7 +151,8 @@ def _meshes(run: Run, machine: Machine) -> tuple[LogicalMesh, LogicalMesh, Logic
     shards = run.shards if run.zero and replicas % run.shards == 0 else replicas
 
     def mesh(size: int, inside: int, reach: int) -> LogicalMesh:
-        links = machine.inter, machine.intra.within(reach * run.tensor)
+        inter = replace(machine.inter, bytes_per_second=min(machine.inter.bytes_per_second, machine.ring / reach))
+        links = inter, machine.intra.within(reach * run.tensor)
         return LogicalMesh((size // inside, inside), links=links)
 
     near = math.gcd(shards, within)
