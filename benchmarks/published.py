@@ -143,7 +143,7 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
         "fitted numbers: per family of devices 2 (the rate of the first fused attention, and which of the datasheet's rates "
         "products have that tensor cores cannot load; of TPUs 1, that of fused attention on units of 256 by 256); for all "
         "together 3 (the part of the best product's rate that training holds, passes of frameworks without a compiler, "
-        "launches under a profiler); of memory 2 (what PyTorch's allocator keeps back, with and without recomputation)"
+        "launches of nanotron); of memory 2 (what PyTorch's allocator keeps back, with and without recomputation)"
     )
     out = f"{left_out_error(timed):.1%}"
     yield f"the part of the best product's rate fitted to all sources but the one it is judged by: median error {out}"

@@ -216,6 +216,13 @@ def test_kernels_that_are_waited_for_add_their_launches(runs):
     assert with_launches(replace(many, compiled=True), kernels, 1.0) == 1.0
 
 
+def test_a_step_before_the_profiler_began(runs):
+    """nanotron waits for its host in any case: 41.6 s, where those after the profiler had recorded took 46.8."""
+    recorded = next(run for run in runs if run.framework == "nanotron" and run.microbatch == 1)
+    assert predict(recorded).seconds == pytest.approx(46.8, rel=0.05)
+    assert predict(replace(recorded, is_profiled=False)).seconds == pytest.approx(41.6, rel=0.05)
+
+
 def test_products_of_one_operand_are_one_where_the_framework_has_it_so():
     apart = sizes_of(llama(framework="torchtitan", kv_heads=4, heads=16))
     joined = replace(apart, joined=True)
