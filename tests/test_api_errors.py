@@ -72,6 +72,32 @@ def test_the_batch_does_not_divide():
     assert caught.value.size == 30
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_microbatch_does_not_divide(zero):
+    wrong = (
+        "batch/x with 32 samples, 8 microbatches, each on all 8 devices",
+        "32 is no multiple of 64",
+        "fewer microbatches",
+    )
+    with raises(BatchError, *wrong) as caught:
+        planned(DataParallel(zero=zero, num_microbatches=8))
+    assert caught.value.size == 32
+    assert planned(DataParallel(zero=zero, num_microbatches=4)).num_microbatches == 4
+
+
+def test_a_microbatch_does_not_divide_over_the_data_axis():
+    method = ThreeD(data=4, pipeline=2, num_microbatches=16)
+    with pytest.warns(
+        UserWarning, match="batch/x has 32 samples, no multiple of 64 .16 microbatches.*4 devices of the axis"
+    ):
+        planned(method)
+
+
+def test_microbatches_left_open_divide_over_the_data_axis(recwarn):
+    assert planned(ThreeD(data=4, pipeline=2), arguments=(state(), batch(16))).num_microbatches == 4
+    assert not [w for w in recwarn if "samples" in str(w.message)]
+
+
 def test_the_automatic_plan_takes_any_batch():
     assert planned(mesh(), arguments=(state(), batch(30))).cost.step_seconds > 0
 
@@ -96,8 +122,11 @@ def test_a_batch_whose_arrays_differ_in_rows(method):
         return s, jnp.sum(graph["nodes"][graph["senders"]])
 
     graph = {"nodes": np.ones((8, 2), np.float32), "senders": np.zeros(24, int)}
-    with raises(BatchError, "no batch to split", "differ in their first dim", "an argument of its own"):
+    told = "differ in their first dim: 8 rows in graph/nodes, 24 rows in graph/senders", "an argument of its own"
+    with raises(BatchError, "no batch to split", *told):
         planned(method, step, (state(), graph))
+    with raises(BatchError, "graph (8 rows in graph/nodes, 24 rows in graph/senders) of 8 samples"):
+        planned(ShardParallel(num_microbatches=3), step, (state(), graph), batch_argnums=1)
 
 
 def test_no_batch():

@@ -12,6 +12,7 @@ Method: a segment is a run of forward equations, in program order, between two p
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class Chain:
         passes: Per equation, the number of its pass (`pass_order.py`); odd passes are backward.
         segment: Per equation, its segment; -1: light, repeated by every reader.
         num_segments: Number of segments.
-        work: Per segment, the operations of its forward and backward equations; after `weigh.py`, their seconds.
+        work_of: Per equation, its operations; after `weigh.py`, its seconds.
         cut_bytes: Per border between segments (`num_segments + 1`, the ends included): bytes sent over it, both ways.
         marks: Borders at which the user placed `mark_stage`.
         kinds: Per segment, a number for the operations around its beginning: equal at the same place of equal layers.
@@ -44,10 +45,16 @@ class Chain:
     passes: tuple[int, ...]
     segment: tuple[int, ...]
     num_segments: int
-    work: np.ndarray
+    work_of: tuple[float, ...]
     cut_bytes: np.ndarray
     marks: tuple[int, ...]
     kinds: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def work(self) -> np.ndarray:
+        """Per segment, the work of its forward and backward equations."""
+        inside = np.array(self.segment) >= 0
+        return np.bincount(np.array(self.segment)[inside], np.array(self.work_of)[inside], self.num_segments)
 
     @property
     def backward(self) -> tuple[bool, ...]:
@@ -77,18 +84,15 @@ def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var], order: PassOrder) -> Ch
             segment = facts.move_earlier(number, segment, available)
         if number > 1:
             available = facts.with_pass(available, number, segment)
-    work = np.zeros(len(places) + 1)
-    for k, at in enumerate(segment):
-        if at >= 0:
-            work[at] += facts.work[k]
+    num_segments = len(places) + 1
     return Chain(
         loop,
         tuple(order.passes),
         tuple(segment),
-        len(work),
-        work,
-        facts.crossing(segment, len(work)),
-        facts.marks(segment, len(work)),
+        num_segments,
+        tuple(facts.work),
+        facts.crossing(segment, num_segments),
+        facts.marks(segment, num_segments),
         facts.kinds([0, *places]),
     )
 
@@ -187,32 +191,35 @@ class _Facts:
         """The segments, with those of a later pass.
 
         A backward equation joins the last segment that has its operands and does not come after its cotangents; one of a
-        forward pass the first that has its operands and does not come before those of its own pass.
+        forward pass the first that has its operands and does not come before those of its own pass. Pieces of the batch are
+        everywhere; but the gradient of what only they are multiplied with joins the segment that reads them.
         """
         found = list(segment)
         for k in self.of_pass(number):
-            own, earlier = self.operands(k, found)
+            own, earlier, pieces = self.operands(k, found)
             if number % 2:
                 at = min(own, default=num_segments - 1)
-                for var in earlier:
+                for var in earlier or pieces:
                     at = max((s for s in available.get(var, ()) if s <= at), default=at)
             else:
                 at = max(own, default=0)
-                for var in (v for v in earlier if v in self.parameters or v in self.made_by):  # pieces are everywhere
+                for var in earlier:
                     at = min((s for s in available.get(var, ()) if s >= at), default=at)
             found[k] = at
         return found
 
-    def operands(self, k: int, segment: _Segments) -> tuple[list[int], list[Var]]:
-        """Segments of the operands that the equation's own pass makes; and its earlier operands, parameters first."""
-        segments, earlier = [], list[Var]()
+    def operands(self, k: int, segment: _Segments) -> tuple[list[int], list[Var], list[Var]]:
+        """Segments of the operands that the equation's own pass makes; its earlier operands, parameters first; its pieces."""
+        segments, earlier, pieces = [], list[Var](), list[Var]()
         for var in inputs_of(self.eqns[k]):
             maker = self.made_by.get(var)
-            if maker is None or (self.passes[maker] < self.passes[k] and not self.light[maker]):
+            if maker is None:
+                (earlier if var in self.parameters or var in self.beside else pieces).append(var)
+            elif self.passes[maker] < self.passes[k] and not self.light[maker]:
                 earlier.append(var)
             elif not self.light[maker]:
                 segments.append(segment[maker])
-        return segments, sorted(earlier, key=lambda var: var not in self.parameters)
+        return segments, sorted(earlier, key=lambda var: var not in self.parameters), pieces
 
     def move_earlier(self, number: int, segment: _Segments, available: _Available) -> list[int]:
         """The segments, with backward equations read only by earlier ones there, if their operands are smaller than their

@@ -34,7 +34,7 @@ from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
 from autopar.ir.split.placement import Batch
 from autopar.ir.split.rounds.stage_phases import split_at_joins, whole_batch
 from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
-from autopar.ir.trace.state import Roles
+from autopar.ir.trace.state import Roles, batch_text
 from autopar.ir.work import EqualRules
 from autopar.options import MicrobatchSemantics
 from autopar.tuning import TUNING
@@ -175,9 +175,9 @@ class Rewritten:
     @property
     def how(self) -> tuple[int, Batch, bool, str]:
         """Arguments of `split_at_joins` and `accumulate_in_rounds`: number of microbatches, the batch, whether each
-        microbatch takes its own sums, and the batch's name in messages."""
-        names = ", ".join(dict.fromkeys(self.program.in_paths[k].split("/")[0] for k in self.roles.batch))
-        return self.count, self.roles.leading, self.semantics == "per_microbatch", names
+        microbatch takes its own sums, and the batch in messages."""
+        text = batch_text(self.program, self.roles)
+        return self.count, self.roles.leading, self.semantics == "per_microbatch", text
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from autopar._jax import Jaxpr, JaxprEqn, make_jaxpr
 from autopar.inter_op.cut import CutStep
 from autopar.intra_op.build_graph import build_graph
@@ -31,12 +29,8 @@ def weigh_segments(cut: CutStep, num_devices: int, device: Device) -> CutStep:
     loop = cut.chain.loop
     pieces = {k: cut.batch.dims(var) for k, var in enumerate(loop.invars) if cut.batch.dims(var)}
     graph = build_graph(loop, _two_axes(num_devices), {}, pieces)
-    seconds = _seconds_of(loop, operation_seconds(graph, device))
-    work = np.zeros(cut.chain.num_segments)
-    for segment, time in zip(cut.chain.segment, seconds, strict=True):
-        if segment >= 0:
-            work[segment] += time
-    return dataclasses.replace(cut, chain=dataclasses.replace(cut.chain, work=work))
+    seconds = tuple(_seconds_of(loop, operation_seconds(graph, device)))
+    return dataclasses.replace(cut, chain=dataclasses.replace(cut.chain, work_of=seconds))
 
 
 class LayerKernels:

@@ -26,9 +26,8 @@ from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import cut_after_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.stacked import stack_decompositions
-from autopar.ir.split.microbatches.microbatch import NO_BATCH
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
-from autopar.ir.trace.state import Roles
+from autopar.ir.trace.state import Roles, batch_text
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics
 from autopar.plan.words import mesh_text
@@ -143,7 +142,7 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
 
 
 def check_batch(request: Request, mesh: LogicalMesh) -> None:
-    """Check that the batch divides over the devices of a data-parallel mesh.
+    """Check that the batch, in the microbatches asked for, divides over the devices of a data-parallel mesh.
 
     Raises `BatchError`: it does not, or there is none.
     """
@@ -155,25 +154,27 @@ def check_batch(request: Request, mesh: LogicalMesh) -> None:
         raise BatchError(
             "there is no batch to split.",
             given=", ".join(shown[:8]),
-            wrong=NO_BATCH,
+            wrong=batch_text(program, roles),
             do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
             "for a step without a batch (it draws its own samples, or holds them in its state), use ShardParallel() or "
             "Auto(): they split what pays, whatever it is.",
             candidates={},
         )
-    for leaf, dims in roles.dims.items():
-        sizes = [program.in_avals[leaf].shape[d] for d in sorted(dims)]
-        if all(size % mesh.num_devices for size in sizes):
-            size = max(sizes)
-            raise BatchError(
-                "the batch does not divide over the devices.",
-                given=f"{program.in_paths[leaf]} with {size} samples, {mesh.num_devices} devices",
-                wrong=f"{size} is no multiple of {mesh.num_devices}.",
-                do=f"pass batches of a multiple of {mesh.num_devices} samples: where the last one of an epoch is smaller, "
-                "drop it, or pad it and leave the padding out of the loss by a mask. Or use Auto(), which splits other dims "
-                "where the batch does not divide.",
-                size=size,
-            )
+    count, devices = count_of(request.method), mesh.num_devices
+    undivided = request.undivided(count, devices)
+    if undivided is not None:
+        path, size, wanted = undivided
+        over = f"{count} microbatches, each on all {devices} devices" if wanted > devices else f"{devices} devices"
+        raise BatchError(
+            "the batch does not divide over the devices.",
+            given=f"{path} with {size} samples, {over}",
+            wrong=f"{size} is no multiple of {wanted}.",
+            do=("use fewer microbatches, or " if wanted > devices else "")
+            + f"pass batches of a multiple of {wanted} samples: where the last one of an epoch is smaller, drop it, or pad it "
+            "and leave the padding out of the loss by a mask. Or use Auto(), which splits other dims where the batch does "
+            "not divide.",
+            size=size,
+        )
 
 
 def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:

@@ -71,6 +71,16 @@ class Request:
         """Whether there is a batch, and it divides into so many microbatches."""
         return bool(self.batch_sizes) and all(size % count == 0 for size in self.batch_sizes)
 
+    def undivided(self, count: int, devices: int) -> tuple[str, int, int] | None:
+        """Path and samples of a leaf of the batch whose microbatches do not divide over devices; what these should divide."""
+        for leaf, dims in self.roles.dims.items():
+            # Microbatches split the first of these dims, devices any.
+            shape = self.program.in_avals[leaf].shape
+            sizes = [(shape[d], devices * (count if d == min(dims) else 1)) for d in dims]
+            if all(size % wanted for size, wanted in sizes):
+                return self.program.in_paths[leaf], *max(sizes)
+        return None
+
     def microbatch_counts(self, least: int = 2, most: float = math.inf, shared: bool = False) -> list[int]:
         """Numbers of microbatches to try: the least divisor of the batch from each power of two on.
 
@@ -86,9 +96,15 @@ class Request:
                 found.append(best)
         return found
 
-    def most_microbatches(self, wanted: int) -> int:
-        """The largest number of microbatches up to `wanted` that divides the batch; `wanted` if there is no batch."""
-        return next((m for m in range(wanted, 0, -1) if not self.batch_sizes or self.divides_into(m)), 1)
+    def most_microbatches(self, wanted: int, devices: int = 1) -> int:
+        """The largest number of microbatches up to `wanted` that divides the batch; `wanted` if there is no batch.
+
+        `devices`: those that each microbatch should divide over, if any does.
+        """
+        if not self.batch_sizes:
+            return wanted
+        counts = [count for count in range(wanted, 0, -1) if self.divides_into(count)]
+        return next((count for count in counts if self.undivided(count, devices) is None), counts[0])
 
     def of(self, program: Program) -> Request:
         """The same request for a rewritten step."""

@@ -30,7 +30,6 @@ from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.sharded import describe
 from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of
@@ -43,7 +42,8 @@ from autopar.search.progress import Report, silent
 from autopar.search.request import Request
 from autopar.search.solve_stages import Solved, Terms
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan, all_lowered, steps_in_order
+from autopar.search.waits import undivided_text, waits_text
+from autopar.streams.assemble import PipelinePlan, all_lowered
 from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
 from autopar.tuning import TUNING
 
@@ -133,7 +133,8 @@ def pipeline_under(
     num_meshes = _num_meshes(method, program, chunks)
     num_stages, own_sizes = num_meshes * chunks, _submesh_sizes(method, num_meshes, cluster)
     sizes = own_sizes * chunks
-    count = method.num_microbatches or default_microbatches(request, num_meshes)
+    data = method.data if isinstance(method, ThreeD) else 1
+    count = method.num_microbatches or default_microbatches(request, num_meshes, data)
     plan = _planner(request, method, sizes, meshes, report)
 
     def cut_in(parts: int, count: int) -> CutStep:
@@ -151,7 +152,7 @@ def pipeline_under(
         _check_marks(cut, num_stages)
     planned = all_lowered(_best_in_memory(request, cut, again, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, own_sizes)
-    for each in (whole, text, _waits_text(planned)):
+    for each in (whole, text, waits_text(planned), undivided_text(request, planned.cut.split.count, data)):
         if each:
             warn(f"{program.name}: {each}")
     return planned
@@ -240,32 +241,6 @@ def _of_pipelines(request: Request, count: int, error: MicrobatchError) -> Micro
     )
 
 
-def _waits_text(planned: PipelinePlan) -> str:
-    """A warning that steps are ordered differently than the schedule says, and why; "": they are not."""
-    num_meshes, cut = len(planned.streams.instructions), planned.cut
-    asked = planned.schedule.order(num_meshes, planned.num_microbatches)
-    if steps_in_order(cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
-        return ""
-    found = []
-    waited = next((eqn for eqn in cut.split.between if cut.after_pass[eqn.outvars[0]] % 2 == 0), None)
-    if waited is not None:
-        found.append(
-            "backward passes depend on a value computed from all microbatches "
-            f"({describe(waited)}), so all forward passes run first, as under 'gpipe', with all their residuals in memory; "
-            f'schedule={planned.schedule.name!r} orders the rest. With microbatch_semantics="per_microbatch" each microbatch '
-            "computes its own value, which changes what the step computes."
-        )
-    if cut.chain.num_rounds > 1:
-        led = next((eqn for eqn in cut.split.between if cut.after_pass[eqn.outvars[0]] % 2), None)
-        where = "" if led is None else f" (from {describe(led)} on)"
-        found.append(
-            f"a step goes {cut.chain.num_rounds} times forwards and backwards through the stages, since a gradient is taken "
-            f"at a point that depends on another gradient{where}: each of these rounds begins when all microbatches have "
-            "finished the one before."
-        )
-    return " ".join(found)
-
-
 def _best_in_memory(
     request: Request,
     cut: CutStep,
@@ -307,9 +282,9 @@ def _best_in_memory(
     return planned
 
 
-def default_microbatches(request: Request, num_stages: int) -> int:
-    """Four microbatches per stage, or the most below that which divide the batch."""
-    return request.most_microbatches(TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1)
+def default_microbatches(request: Request, num_stages: int, data: int = 1) -> int:
+    """Four microbatches per stage, or the most below that which divide the batch, if possible over `data` devices."""
+    return request.most_microbatches(TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1, data)
 
 
 def _marked_stages(program: Program, chunks: int) -> int:

@@ -1,8 +1,8 @@
 """Warns of unbalanced stages, where the step could not be cut more evenly.
 
 In:     a step that is cut, its borders.
-Out:    a warning that names the stage, its largest operation, and why that was not split; "": stages are balanced.
-Method: work is counted in seconds, as for the choice of borders (`inter_op/weigh.py`). The largest operation is taken as the
+Out:    a warning that names the stage, what makes it long, and why that was not split; "": stages are balanced.
+Method: work is counted in seconds, as for the choice of borders (`inter_op/weigh.py`). The largest segment is taken as the
         cause; reasons why a loop stays whole are those of `ir/split/layers/layers.py`.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar._jax import JaxprEqn
+from autopar.grouping import grouped
 from autopar.inter_op.cut import CutStep
 from autopar.intra_op.sharded import describe
 from autopar.ir.region import kind_of, region_of, trip_count
-from autopar.ir.work import Work
+from autopar.ir.source import source_line
 from autopar.tuning import TUNING
 
 
@@ -37,23 +38,30 @@ def uneven_text(cut: CutStep, borders: Sequence[int], sizes: Sequence[int]) -> s
         return ""
     stage = mesh + num_meshes * int(of_stage[mesh::num_meshes].argmax())
     last = borders[stage + 1] if stage + 1 < len(borders) else chain.num_segments
-    eqn, share = _largest(cut, borders[stage], last)
-    reason = _why_whole(cut, eqn)
+    segment = borders[stage] + int(chain.work[borders[stage] : last].argmax())
     return (
         f"the stages are far from even: stage {stage} of {len(borders)} has {of_stage[stage] / whole:.0%} of the work, and the "
-        f"others wait for it. The largest operation of its forward pass, {share:.0%} of the operations, is one piece: "
-        + describe(eqn)
-        + (f"; {reason}." if reason else ".")
+        f"others wait for it. {chain.work[segment] / whole:.0%} of the work is one piece: " + _piece(cut, segment)
     )
 
 
-def _largest(cut: CutStep, first: int, last: int) -> tuple[JaxprEqn, float]:
-    """The forward operation with the most work in these segments (or else a backward one), and its fraction of all work."""
+def _piece(cut: CutStep, segment: int) -> str:
+    """The operation that is most of a segment, gradients included, and why it was not split; or that there is none."""
     chain = cut.chain
-    works = Work().of_equations(chain.loop.eqns)
-    inside = [k for k, segment in enumerate(chain.segment) if first <= segment < last]
-    largest = max(inside, key=lambda k: (not chain.backward[k], works[k], -k))
-    return chain.loop.eqns[largest], float(works[largest] / sum(works))
+    inside = [k for k, at in enumerate(chain.segment) if at == segment]
+    of_line = grouped((source_line(chain.loop.eqns[k]), k) for k in inside)
+    work = {line: sum(chain.work_of[k] for k in at) / chain.work[segment] for line, at in of_line.items()}
+    line = max(work, key=work.__getitem__)
+    largest = max(of_line[line], key=lambda k: (not chain.backward[k], chain.work_of[k], -k))
+    eqn = chain.loop.eqns[largest]
+    if 2 * work[line] > 1:
+        reason = _why_whole(cut, eqn)
+        return describe(eqn) + (f"; {reason}." if reason else ".")
+    behind = sum(chain.backward[k] for k in inside)
+    return (
+        f"{len(inside)} operations, {behind} of them of the backward pass, which run where what they read is; most are at "
+        f"{line}, {work[line]:.0%} of it."
+    )
 
 
 def _why_whole(cut: CutStep, eqn: JaxprEqn) -> str:

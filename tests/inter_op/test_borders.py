@@ -17,8 +17,8 @@ EMPTY = make_jaxpr([], [], [])
 def hand_made(work, cut_bytes, marks=(), kinds=()):
     """A chain of which only the numbers are known."""
     assert len(cut_bytes) == len(work) + 1
-    work, cut_bytes = np.array(work, float), np.array(cut_bytes, float)
-    return Chain(EMPTY, (), (), len(work), work, cut_bytes, tuple(marks), tuple(kinds))
+    num = len(work)
+    return Chain(EMPTY, (), tuple(range(num)), num, tuple(work), np.array(cut_bytes, float), tuple(marks), tuple(kinds))
 
 
 def draw(seed):

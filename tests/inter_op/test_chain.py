@@ -82,6 +82,36 @@ def test_values_flow_forward_and_cotangents_back(name):
     assert chain.cut_bytes[0] == chain.cut_bytes[-1] == 0
 
 
+def masked_step(params, batch):
+    """Recomputed layers that read a mask made of the samples, which the first product reads too."""
+
+    @jax.checkpoint
+    def layer(x, samples, kernel):
+        return x + jnp.tanh(jnp.where(samples[:, :1] > 0, x, 0) @ kernel)
+
+    def loss_fn(params):
+        x = batch["x"] @ params[0]
+        for kernel in params[1:]:
+            x = layer(x, batch["x"], kernel)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def test_the_batch_holds_no_backward_pass_in_one_place():
+    """Every stage has its part of the batch: a layer's backward pass runs where its parameters are."""
+    array = jax.ShapeDtypeStruct((8, 64), np.float32)
+    arguments = [jax.ShapeDtypeStruct((64, 64), np.float32)] * 5, {"x": array, "y": array}
+    program = trace_step(masked_step, arguments)
+    chain = cut_step(program, find_roles(program, (1,)), 2, 4).chain
+    at = {side: [0] * chain.num_segments for side in (False, True)}
+    for eqn, segment, behind in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
+        at[behind][segment] += eqn.primitive.name == "dot_general"
+    assert max(at[False]) == 1
+    assert sum(at[True]) == 13 and max(at[True]) <= 4, "each of four layers has a product again, and two gradients"
+
+
 def marked_step(params, batch):
     def loss_fn(params):
         x = batch["x"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import jax
@@ -91,6 +92,19 @@ def recomputed(params, x):
     return jax.lax.scan(layer, x, params["layers"])[0]
 
 
+def recomputed_as_one(params, x):
+    """The whole model in one checkpoint: all of it is computed again before its first gradient."""
+
+    @jax.checkpoint
+    def model(params, x):
+        for k in range(NUM_LAYERS // 2):
+            x = jnp.tanh(x @ params["layers"][2 * k])
+            x = x + jnp.sin(x @ params["layers"][2 * k + 1])
+        return x
+
+    return model(params, x)
+
+
 @pytest.mark.parametrize(
     "model, reason",
     [
@@ -117,9 +131,38 @@ def test_more_stages_than_layers_of_work():
     assert "dot_general at " in text and text.endswith(").")
 
 
+def test_a_piece_of_many_operations():
+    (text,) = told(recomputed_as_one)
+    told_of = (
+        r"0% of the work is one piece: \d\d operations, \d\d of them of the backward pass.*most are at test_uneven.py"
+    )
+    assert re.search(told_of, text)
+
+
 def test_marks_are_the_users_choice():
     assert told(marked) == []
 
 
 def test_layers_of_a_tiny_model_are_recomputed_where_their_weights_are():
     assert not told(recomputed, batch=jax.ShapeDtypeStruct((2 * ROWS,), np.int32), layers=2)
+
+
+@pytest.mark.parametrize("mean", ["plain", "of a mean"])
+def test_what_backward_passes_wait_for_is_the_users_sum(mean):
+    """Not the copy of it that the phases are joined by."""
+
+    def step(params, batch):
+        def loss_fn(params):
+            gate = jax.nn.softmax(jnp.tanh(batch @ params["embed"]) @ params["gate"])
+            share = (gate > 0.3).astype(jnp.float32).sum(0)
+            share = share / ROWS if mean == "of a mean" else share
+            return jnp.mean((gate @ params["head"]) ** 2) + (share * gate.sum(0)).sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    shapes = {"embed": (WIDTH, WIDTH), "gate": (WIDTH, 4), "head": (4, WIDTH)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
+    with pytest.warns(UserWarning, match=r"all microbatches \(reduce_sum at test_uneven.py:\d+ \(loss_fn\)\)"):
+        autopar.parallelize(step, cluster=autopar.Cluster(1, 2, SLOW, QUICK), method=method).plan(params, BATCH)

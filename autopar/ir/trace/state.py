@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
 from autopar._jax import Aval, Var, is_key
-from autopar.errors import BatchError, warn
+from autopar.errors import BatchError, listed, warn
+from autopar.grouping import grouped
 from autopar.ir.dims import Dims
 from autopar.ir.program import Program
 from autopar.ir.split.rounds.rounds import all_are_samples, rows_are_samples
@@ -93,6 +94,26 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
             donated[leaf] = leaf not in cast.values() and (donate_argnums != "auto" or leaf in state)
     dims = _dims(program, [k for n in batch for k in range(*arguments[n])])
     return Roles(aliases, state, tuple(dims), tuple(donated), dims)
+
+
+def batch_text(program: Program, roles: Roles) -> str:
+    """The batch in errors: its arguments, and the rows of each leaf where they differ. If there is none: why."""
+    if roles.batch:
+        names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
+        rows = _rows(program, roles.leading)
+        return names if len(rows) == 1 else f"{names} ({', '.join(rows)})"
+    spans = [[k for k in range(*span) if k not in roles.state] for span in argument_slices(program)]
+    uneven = [rows for rows in (_rows(program, dict.fromkeys(span, 0)) for span in spans) if len(rows) > 1]
+    if not uneven:
+        return "every argument is state, is not read, or has no dims."
+    return f"an argument's arrays differ in their first dim: {', '.join(uneven[0])}. A batch's share it."
+
+
+def _rows(program: Program, dims: Mapping[int, int]) -> list[str]:
+    """The sizes of these leaves' dims, each with the leaves that have it."""
+    shapes = {k: tuple(program.in_avals[k].shape) for k in dims}
+    paths = grouped((shape[dims[k]], program.in_paths[k]) for k, shape in shapes.items() if shape)
+    return [f"{size} rows in {listed(names, 3)}" for size, names in paths.items()]
 
 
 def _dims(program: Program, leaves: Sequence[int]) -> dict[int, Dims]:

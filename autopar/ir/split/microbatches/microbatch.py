@@ -26,11 +26,6 @@ from autopar.ir.split.placement import OWN, REPLICATED, SUM, Batch, Partial, Pla
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
 
-NO_BATCH = (
-    "every argument is state, is not read, has no dims, or holds arrays that differ in their first dim; "
-    "a batch's share it."
-)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
@@ -118,13 +113,18 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
 
 
 def check_divides(jaxpr: Jaxpr, count: int, batch: Batch, name: str = "the batch") -> None:
-    """Check that the batch divides into microbatches. Raises `BatchError`: it does not, or there is none."""
+    """Check that the batch divides into microbatches.
+
+    `name`: of the batch; if there is none, why.
+
+    Raises `BatchError`: it does not, or there is none.
+    """
     sizes = sorted({jaxpr.invars[k].aval.shape[dim] for k, dim in sample_dims(batch).items()})
     if not sizes:
         raise BatchError(
             "there is no batch to split into microbatches.",
             given=f"num_microbatches={count}",
-            wrong=NO_BATCH,
+            wrong=name,
             do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
             "for a step without a batch, use num_microbatches=1.",
             candidates={},

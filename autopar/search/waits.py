@@ -1,0 +1,63 @@
+"""Warns of pipelines whose order is another than the schedule's, or whose devices do the same work.
+
+In:     a planned pipeline; the request.
+Out:    warnings that name the user's operation, or the batch; "": there is nothing to tell.
+"""
+
+from __future__ import annotations
+
+from autopar._jax import JaxprEqn, Var
+from autopar.inter_op.cut import CutStep
+from autopar.intra_op.sharded import describe
+from autopar.ir.dataflow import ancestors, inputs_of, makers
+from autopar.search.request import Request
+from autopar.streams.assemble import PipelinePlan, steps_in_order
+
+
+def waits_text(planned: PipelinePlan) -> str:
+    """A warning that steps are ordered differently than the schedule says, and why; "": they are not."""
+    num_meshes, cut = len(planned.streams.instructions), planned.cut
+    asked = planned.schedule.order(num_meshes, planned.num_microbatches)
+    if steps_in_order(cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
+        return ""
+    found = []
+    waited = next((eqn for eqn in cut.split.between if cut.after_pass[eqn.outvars[0]] % 2 == 0), None)
+    if waited is not None:
+        found.append(
+            "backward passes depend on a value computed from all microbatches "
+            f"({describe(_joined(cut, waited))}), so all forward passes run first, as under 'gpipe', with all their residuals "
+            "in memory; "
+            f'schedule={planned.schedule.name!r} orders the rest. With microbatch_semantics="per_microbatch" each microbatch '
+            "computes its own value, which changes what the step computes."
+        )
+    if cut.chain.num_rounds > 1:
+        led = next((eqn for eqn in cut.split.between if cut.after_pass[eqn.outvars[0]] % 2), None)
+        where = "" if led is None else f" (from {describe(_joined(cut, led))} on)"
+        found.append(
+            f"a step goes {cut.chain.num_rounds} times forwards and backwards through the stages, since a gradient is taken "
+            f"at a point that depends on another gradient{where}: each of these rounds begins when all microbatches have "
+            "finished the one before."
+        )
+    return " ".join(found)
+
+
+def _joined(cut: CutStep, eqn: JaxprEqn) -> JaxprEqn:
+    """The equation of the loop that makes what an equation between passes waits for; the latter may only copy it."""
+    maker, of_loop = makers(cut.split.between), makers(cut.split.loop.eqns)
+    results = zip(cut.split.results, cut.split.loop.outvars, strict=True)
+    made = {result.var: of_loop[out] for result, out in results if isinstance(out, Var) and out in of_loop}
+    needed = ancestors(inputs_of(eqn), lambda var: inputs_of(maker[var]) if var in maker else ())
+    return next((made[var] for var in needed if var in made), eqn)
+
+
+def undivided_text(request: Request, count: int, data: int) -> str:
+    """A warning that samples of a microbatch do not divide over the data axis; "": they do."""
+    undivided = request.undivided(count, data)
+    if undivided is None:
+        return ""
+    path, size, wanted = undivided
+    return (
+        f"{path} has {size} samples, no multiple of {wanted} ({count} microbatches, each on {data} devices of the axis "
+        f'"data"): the {data} devices cannot share the samples of a microbatch, and mostly do the same work. Use '
+        f"{'fewer microbatches, ' if count > 1 else ''}a larger batch, or more tensor parallelism instead."
+    )
