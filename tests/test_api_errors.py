@@ -98,6 +98,26 @@ def test_microbatches_left_open_divide_over_the_data_axis(recwarn):
     assert not [w for w in recwarn if "samples" in str(w.message)]
 
 
+@pytest.mark.parametrize("size, told", [(16, True), (64, False)])
+def test_chunks_that_do_not_divide(size, told, recwarn):
+    """A loop of the user's own over four chunks of samples."""
+
+    def step(params, x):
+        def chunk(grads, rows):
+            more = jax.grad(lambda params: jnp.mean(jnp.tanh(jnp.tanh(rows @ params["w"]) @ params["v"]) ** 2))(params)
+            return jax.tree.map(jnp.add, grads, more), None
+
+        grads, _ = jax.lax.scan(chunk, jax.tree.map(jnp.zeros_like, params), x.reshape(4, -1, 16))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    planned(DataParallel(zero=3), step, (state(), np.ones((size, 16), np.float32)))
+    texts = [str(w.message) for w in recwarn if "devices do alike" in str(w.message)]
+    assert len(texts) == told
+    assert all(
+        "of each device's time" in text and "at test_api_errors.py" in text and "4 samples" in text for text in texts
+    )
+
+
 def test_the_automatic_plan_takes_any_batch():
     assert planned(mesh(), arguments=(state(), batch(30))).cost.step_seconds > 0
 

@@ -166,7 +166,7 @@ def _axis_mask(
     over_data = factors or lent
     mask = np.array(
         [
-            (s.choice[data] in over_data or _is_idle(s.choice[data]) or (zero > 0 and not factors))
+            (s.choice[data] in over_data or is_idle(s.choice[data]) or (zero > 0 and not factors))
             and s.choice[tensor] not in (*factors, *lent)
             for s in node.strategies
         ]
@@ -206,12 +206,13 @@ def _store(node: Node, axis: str, split: bool, allowed: Allowed, verb: str) -> N
         allowed.only(node, wanted, ("stored", axis, split), f"the method {verb} over axis {axis!r}")
 
 
-def _is_idle(what: str) -> bool:
+def is_idle(what: str) -> bool:
+    """Whether a choice on an axis splits no factor."""
     return what[0] in "+-"
 
 
 def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
-    return all(c in factors or _is_idle(c) for c in choice)
+    return all(c in factors or is_idle(c) for c in choice)
 
 
 def _parameters(graph: Graph) -> dict[Var, None]:

@@ -56,6 +56,7 @@ from autopar.search.progress import Anytime, Report, part_of, silent
 from autopar.search.request import Narrowed, Request
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import Stages, search_pipelines
+from autopar.search.waits import alike_text
 from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 from autopar.tuning import TUNING
 
@@ -253,6 +254,9 @@ class _Search:
         if not self.searched.results:
             raise self.searched.failure or _slower(self.request)
         best = untie_best(self.request.of(self.program), self.searched)
+        text = alike_text(best, self.request.cluster.device) if isinstance(self.request.method, DataParallel) else ""
+        if text:
+            warn(f"{self.request.program.name}: {text}")
         others = [pair for pair in self.tried if pair[0] != self._named(str(best.mesh))]
         return assemble_step(self.program, self.request.roles, self.count, best), others
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from autopar._jax import JaxprEqn, Var
 from autopar.inter_op.cut import CutStep
-from autopar.intra_op.sharded import describe
+from autopar.intra_op.batch import factors_of
+from autopar.intra_op.costs import OperationSeconds
+from autopar.intra_op.hand_plans import is_idle
+from autopar.intra_op.read_off import Sharded
+from autopar.intra_op.sharded import computed, describe
 from autopar.ir.dataflow import ancestors, inputs_of, makers
+from autopar.mesh import Device
 from autopar.search.request import Request
 from autopar.streams.assemble import PipelinePlan, steps_in_order
+from autopar.tuning import TUNING
 
 
 def waits_text(planned: PipelinePlan) -> str:
@@ -39,6 +45,34 @@ def waits_text(planned: PipelinePlan) -> str:
             "finished the one before."
         )
     return " ".join(found)
+
+
+def alike_text(sharded: Sharded, device: Device) -> str:
+    """A warning that devices which may only split samples do much of the work on them alike; "": little of it."""
+    graph = sharded.graph
+    seconds = OperationSeconds(graph, sharded.choices, device)
+    of_each: dict[JaxprEqn, float] = {}
+    for eqn, times in computed(sharded.body):
+        of_each[eqn] = of_each.get(eqn, 0.0) + times * seconds.of(eqn)
+    alike: dict[JaxprEqn, tuple[str, ...]] = {}
+    for eqn in of_each:
+        index = graph.op_node.get(eqn)
+        if index is not None:
+            node = graph.nodes[index]
+            factors, choice = factors_of(eqn, node.rule, graph.batch), node.strategies[sharded.choices[index]].choice
+            if factors and all(map(is_idle, choice)):
+                alike[eqn] = factors
+    share = sum(of_each[eqn] for eqn in alike) / max(sum(of_each.values()), 1e-30)
+    if share <= TUNING.alike_work:
+        return ""
+    largest = max(alike, key=of_each.__getitem__)
+    sizes = graph.nodes[graph.op_node[largest]].rule.sizes
+    rows = " x ".join(str(sizes[factor]) for factor in alike[largest])
+    return (
+        f"{share:.0%} of each device's time is work on samples that all {graph.mesh.num_devices} devices do alike, most of it "
+        f"{describe(largest)}: it has {rows} samples at a time. DataParallel splits only samples; larger chunks, or Auto(), "
+        "which splits other dims too, may be faster."
+    )
 
 
 def _joined(cut: CutStep, eqn: JaxprEqn) -> JaxprEqn:
