@@ -111,7 +111,8 @@ class _Phases:
         self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
-        self.waiting: dict[JaxprEqn, MicrobatchError] = {}
+        self.waiting: dict[JaxprEqn, None] = {}
+        self.error: MicrobatchError | None = None  # of the first of them
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
 
     def run(self, batch: Batch, blocks: int = 1) -> None:
@@ -211,7 +212,7 @@ class _Phases:
             return min(self.position.get(reader, at) for reader in first)
         joined_later = self.of_backward is not None and not any(var in self.of_backward for var in eqn.outvars)
         if matters and has_samples and not joined_later:
-            self.waiting.setdefault(eqn, self.refusal(cause, eqn))
+            self.note_waiting(cause, eqn)
             placement = solution.of(cause.operand)
             if isinstance(placement, Split) and cause.operand is cause.eqn.invars[0] and not is_region(cause.eqn):
                 blocks = blocks_between_cuts(cause.eqn, placement.dim)
@@ -238,6 +239,11 @@ class _Phases:
     def refusal(self, cause: Cause, eqn: JaxprEqn) -> MicrobatchError:
         return refusal(self.jaxpr, self.solution, cause, eqn, self.has_own(cause.operand))
 
+    def note_waiting(self, cause: Cause, eqn: JaxprEqn) -> None:
+        """Note that samples wait; only the first error is told, and each takes a walk through the whole program."""
+        self.error = self.error or self.refusal(cause, eqn)
+        self.waiting[eqn] = None
+
     def is_handed_out(self, eqn: JaxprEqn) -> bool:
         """Whether an equation copies a result to host memory, where the rows of microbatches cannot be reordered."""
         return copies_to_or_from_host(eqn) and not any(var in self.readers for var in eqn.outvars)
@@ -251,9 +257,9 @@ class _Phases:
 
     def check_waiting(self, late_work: bool = False) -> None:
         """Raise if samples wait for joint results; with `late_work`, if too much work is left for all samples at once."""
-        if self.waiting:
+        if self.error is not None:
             uneven = self.solver.uneven
-            raise SamplesWaitError(self.jaxpr, self.solution, self.waiting, self.late, late_work, uneven)
+            raise SamplesWaitError(self.jaxpr, self.solution, self.error, self.waiting, self.late, late_work, uneven)
 
     # Work.
 
@@ -287,7 +293,7 @@ class _Phases:
                         self.late[var] for var in eqn.outvars if var in self.late
                     ]  # a callback may have no result
                     cause = causes[0] if causes else Cause(eqn, inputs_of(eqn)[0])
-                    self.waiting[eqn] = self.refusal(cause, eqn)
+                    self.note_waiting(cause, eqn)
 
 
 class _LoopDemand(Demand):

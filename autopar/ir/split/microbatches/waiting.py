@@ -39,15 +39,17 @@ class SamplesWaitError(Exception):
         self,
         jaxpr: Jaxpr,
         solution: LoopSolution,
-        waiting: Mapping[JaxprEqn, MicrobatchError],
+        error: MicrobatchError,
+        waiting: Collection[JaxprEqn],
         late: Collection[Var],
         is_late_work: bool = False,
         uneven: Collection[Var] = (),
     ):
-        """`waiting`: equations on samples that would run after the loop; `late`: values made there; `uneven`: see `Solver`."""
+        """`error`: of the first of `waiting`, the equations on samples that would run after the loop; `late`: values made
+        there; `uneven`: see `Solver`."""
         super().__init__()
         self.is_late_work = is_late_work
-        self.error, self.solution, maker = next(iter(waiting.values())), solution, makers(jaxpr.eqns)
+        self.error, self.solution, maker = error, solution, makers(jaxpr.eqns)
         sums: dict[Var, None] = {}
         samples: dict[Var, None] = {}
         rows: dict[Var, None] = {}

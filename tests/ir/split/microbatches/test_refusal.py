@@ -11,6 +11,8 @@ import pytest
 from jax import lax
 
 from autopar.errors import BatchError, MicrobatchError
+from autopar.ir.split.microbatches import phases
+from autopar.ir.split.microbatches.refusal import refusal
 from tests.ir.split.cases import (
     BATCH,
     COUNTS,
@@ -163,3 +165,17 @@ def test_no_batch():
     program, _ = traced(case)
     with pytest.raises(BatchError, match="(?s)there is no batch.*num_microbatches=2.*batch_argnums"):
         split_microbatches(program.jaxpr, 2, ())
+
+
+def test_only_the_error_that_is_told_is_written(monkeypatch):
+    """Each takes a walk through the whole program, and every operation that waits would have one."""
+    written = []
+
+    def counted(*arguments):
+        written.append(arguments)
+        return refusal(*arguments)
+
+    monkeypatch.setattr(phases, "refusal", counted)
+    with pytest.raises(MicrobatchError, match="sub"):
+        split_case(Case(sgd(batch_norm_loss)), 2)
+    assert len(written) == 1
