@@ -97,9 +97,11 @@ def recomputed_as_one(params, x):
 
     @jax.checkpoint
     def model(params, x):
-        for k in range(NUM_LAYERS // 2):
-            x = jnp.tanh(x @ params["layers"][2 * k])
-            x = x + jnp.sin(x @ params["layers"][2 * k + 1])
+        for k in range(0, NUM_LAYERS, 4):
+            x = jnp.tanh(x @ params["layers"][k])
+            x = jnp.tanh(x @ params["layers"][k + 1])
+            x = jnp.tanh(x @ params["layers"][k + 2])
+            x = jnp.tanh(x @ params["layers"][k + 3])
         return x
 
     return model(params, x)
@@ -133,9 +135,7 @@ def test_more_stages_than_layers_of_work():
 
 def test_a_piece_of_many_operations():
     (text,) = told(recomputed_as_one)
-    told_of = (
-        r"0% of the work is one piece: \d\d operations, \d\d of them of the backward pass.*most are at test_uneven.py"
-    )
+    told_of = r"\d\d% of the work is one piece: \d\d operations, \d\d of them of the backward pass.* at test_uneven.py"
     assert re.search(told_of, text)
 
 
