@@ -151,10 +151,13 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
     published = [_mfu(run, run.seconds) for run, _ in timed]
     predicted = [_mfu(run, p.seconds) for run, p in timed]
     yield f"rank correlation of MFU {_spearman(published, predicted):.2f}"
-    memory = [p.memory_bytes / 2**30 / run.memory_gib for run, p in rows if run.memory_gib]
+    memory = {run.line: p.memory_bytes / 2**30 / run.memory_gib for run, p in rows if run.memory_gib}
     if memory:
-        near = _share(abs(m - 1) <= 0.1 for m in memory)
-        yield f"memory of {len(memory)} runs: median ratio {statistics.median(memory):.2f}, within 10 % {near:.0%}"
+        apart = ", ".join(f"{ratio:.2f} in line {line}" for line, ratio in memory.items() if abs(ratio - 1) > 0.1)
+        near = _share(abs(ratio - 1) <= 0.1 for ratio in memory.values())
+        further = f", further off: {apart}" if apart else ""
+        median = statistics.median(memory.values())
+        yield f"memory of {len(memory)} runs: median ratio {median:.2f}, within 10 % {near:.0%}{further}"
     verdicts = [(run.seconds is None) == (p.needed_bytes > p.capacity_bytes) for run, p in rows]
     failed = [p.needed_bytes > p.capacity_bytes for run, p in rows if run.seconds is None]
     yield f"verdicts on memory: {_share(verdicts):.0%} of {len(verdicts)} right; of {len(failed)} that ran out, {sum(failed)}"
