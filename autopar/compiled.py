@@ -160,8 +160,9 @@ class CompiledStep:
     def measure(self, *args: Any, steps: int = 5, **kwargs: Any) -> tuple[Any, MeasuredStep]:
         """Run one step, time it, and compare it with the prediction, lane by lane.
 
-        In one process, `steps` whole steps are timed on copies of the donated arguments (so memory must hold the state
-        twice), after one that is not counted; their results are dropped, but callbacks of the step run each time. The
+        In one process, `steps` whole steps are timed one after another, as in training, beginning with copies of the donated
+        arguments (so memory must hold the state twice), after two that are not counted; their results are dropped, but
+        callbacks of the step run each time. The
         results returned are those of one step on the arguments themselves, which are donated as in any call. For a
         pipeline, each program and message of that step is timed by itself, and the timeline is the schedule with these
         times, as `plan.timeline()` is with the predicted ones; for one program, its collectives are timed by themselves.
@@ -194,8 +195,7 @@ class CompiledStep:
         apart, leaves = self._arguments(args, kwargs)
         seconds = None
         if not executable.is_remote:
-            donated = self.plan.attached.roles.donated[: len(leaves)]
-            seconds = whole_steps(self.run, leaves, donated, steps)
+            seconds = whole_steps(self.run, leaves, self.plan.attached.roles, steps)
         with without_mesh():
             results, timeline = self._carry_out(executable.measure, leaves)
             if is_one and seconds is not None:

@@ -113,6 +113,7 @@ def figure_text(figure: Any) -> str:
 
 def main() -> None:
     """Run the parts, print the table."""
+    sys.path.insert(0, str(ROOT))  # autopar need not be installed
     from gpu_parts import PARTS
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

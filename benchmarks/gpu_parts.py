@@ -269,15 +269,20 @@ def _beside_jit(step: Any, types: list[Any], close: float, **how: Any) -> Figure
     """A step once through autopar and once through `jax.jit`; then its time, and its memory.
 
     Raises:
-        AssertionError: They differ by more than `close` of the scale of a leaf.
+        AssertionError: They differ by more than `close` of the scale of a leaf; on GPUs, whose products round float32 operands
+            to 10 bits, by more than that and twice what the leaf differs by when the arguments are rounded so.
     """
     arguments = example(types)
-    expected = jax.jit(step)(*arguments)
+    plain = jax.jit(step)
+    expected = plain(*arguments)
+    rounded = plain(*jax.tree.map(_rounded, arguments)) if jax.default_backend() == "gpu" else expected
+    noise = list(map(_error, jax.tree.leaves(rounded), jax.tree.leaves(expected)))
     compiled = autopar.parallelize(step, batch_argnums=(1,), donate_argnums=(0,), **how).compile(*types)
     state, *rest = compiled(*arguments)
-    errors = [_error(a, b) for a, b in zip(jax.tree.leaves((state, *rest)), jax.tree.leaves(expected), strict=True)]
-    assert max(errors) <= close, f"a leaf differs from plain jax.jit by {max(errors):.1e} of its scale"
-    del expected
+    errors = list(map(_error, jax.tree.leaves((state, *rest)), jax.tree.leaves(expected)))
+    wrong = max(zip(errors, noise, strict=True), key=lambda pair: pair[0] - 2 * pair[1])
+    assert wrong[0] <= close + 2 * wrong[1], f"a leaf differs from plain jax.jit by {wrong[0]:.1e} of its scale"
+    del expected, rounded
     batch, taken = jax.device_put(arguments[1:]), []
     for _ in range(6):
         started = time.perf_counter()
@@ -293,6 +298,13 @@ def _error(got: Any, wanted: Any) -> float:
     """Largest difference as a part of the largest number."""
     got, wanted = (np.asarray(x).astype(np.float64) for x in (got, wanted))
     return float(abs(got - wanted).max() / max(abs(wanted).max(), 1e-6))
+
+
+def _rounded(x: Any) -> Any:
+    """float32 numbers with 10 bits behind the leading one, as GPUs' products read them."""
+    if x.dtype != np.float32:
+        return x
+    return ((np.asarray(x).view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _compiled_memory(compiled: Any) -> Figures:

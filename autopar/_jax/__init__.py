@@ -75,6 +75,7 @@ from autopar._jax.values import (
     as_key,
     buffer_addresses,
     copies_to_or_from_host,
+    empty_in_host_memory,
     in_host_memory,
     is_key,
     key_data,

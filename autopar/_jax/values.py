@@ -15,6 +15,7 @@ from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax.lax import empty2 as _empty2
 from jax._src.random import prng as _prng
 
 from autopar._jax.types import JaxprEqn
@@ -53,6 +54,11 @@ def on_device(aval: Any) -> Any:
 def in_host_memory(aval: Any) -> Any:
     """The same type in host memory."""
     return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def empty_in_host_memory(size: int, dtype: Any) -> jax.Array:
+    """Elements in host memory that nothing has set, to be written by the program; as `lax.scan` makes its stacks."""
+    return jax.lax.broadcast(_empty2(dtype, memory_space=_HOST), (size,))
 
 
 def resized(aval: Any, shape: Sequence[int]) -> Any:

@@ -2,10 +2,10 @@
 
 In:     the plan, the function that runs it, the flat arguments.
 Out:    a `MeasuredStep`.
-Method: whole steps are timed on copies of donated arguments, so that the user's state is advanced by one step only. For one
-        program, collectives are then timed in isolation on the same devices, and the rest of the step is attributed to
-        kernels, a lower bound where collectives overlap with kernels. For a pipeline, every program and message of another
-        step is timed in isolation.
+Method: whole steps are timed one after another, beginning with copies of donated arguments, so that the user's state is
+        advanced by one step only. For one program, collectives are then timed in isolation on the same devices, and the
+        rest of the step is attributed to kernels, a lower bound where collectives overlap with kernels. For a pipeline,
+        every program and message of another step is timed in isolation.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.calibrate.cases import collective
 from autopar.calibrate.timing import turn_times
 from autopar.cost import collective_seconds
 from autopar.cost.steps import CollectiveKind
+from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
 from autopar.report.measured import Lane, MeasuredStep
@@ -35,16 +36,38 @@ COLLECTIVE_SECONDS = 5.0
 """Time limit for each of them."""
 
 
-def whole_steps(run: Callable[[list[Any]], Any], leaves: Sequence[Any], donated: Sequence[bool], steps: int) -> float:
-    """Median seconds of `steps` steps, each on copies of donated arguments, after one warm-up step."""
-    taken = []
-    for _ in range(steps + 1):
-        own = [copied(leaf) if d else leaf for leaf, d in zip(leaves, donated, strict=True)]
-        jax.block_until_ready(own)
-        started = time.perf_counter()
-        jax.block_until_ready(run(own))
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])
+def whole_steps(run: Callable[[list[Any]], Any], leaves: Sequence[Any], roles: Roles, steps: int) -> float:
+    """Seconds of a step in training: the mean of `steps` steps, each on what the last returned, after two that do not count.
+
+    Where a donated argument has no new value among the results: the median of steps on copies of the donated arguments.
+    """
+    donated = [k for k, is_donated in enumerate(roles.donated[: len(leaves)]) if is_donated]
+
+    def own() -> list[Any]:
+        made = list(leaves)
+        for k in donated:
+            made[k] = copied(leaves[k])
+        return jax.block_until_ready(made)
+
+    if not set(donated) <= set(roles.aliases.values()):
+        return statistics.median([_seconds(run, own()) for _ in range(steps + 1)][1:])
+    given, started = own(), 0.0
+    for number in range(steps + 2):
+        if number == 2:
+            jax.block_until_ready(given)
+            started = time.perf_counter()
+        results = jax.tree.leaves(run(given))
+        for result, argument in roles.aliases.items():
+            given[argument] = results[result]
+    jax.block_until_ready(results)
+    return (time.perf_counter() - started) / steps
+
+
+def _seconds(run: Callable[[list[Any]], Any], given: list[Any]) -> float:
+    """Seconds of one step."""
+    started = time.perf_counter()
+    jax.block_until_ready(run(given))
+    return time.perf_counter() - started
 
 
 def one_program(plan: Decision, devices: Sequence[jax.Device], step_seconds: float, steps: int) -> MeasuredStep:

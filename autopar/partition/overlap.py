@@ -24,6 +24,7 @@ from autopar._jax import takes_packed
 from autopar.cost.steps import CollectiveKind
 from autopar.debug import xla_flags
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
+from autopar.intra_op.host_order import copies_host
 from autopar.intra_op.sharded import Body, Collective, Region, collectives_of
 from autopar.mesh import LogicalMesh
 
@@ -39,10 +40,13 @@ _KINDS: Mapping[CollectiveKind, tuple[str, str]] = {
 
 
 def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
-    """XLA's options for a program on GPUs; {} if it does not communicate."""
-    if not any(True for _ in collectives_of(body, mesh)):
+    """XLA's options for a program on GPUs; {} if it neither communicates nor copies to host memory."""
+    copies_rows = any(copies_host(i) for inner in _trips(body) for i in inner.instructions)
+    if not (copies_rows or any(map(copies_host, body.instructions)) or any(True for _ in collectives_of(body, mesh))):
         return {}
     found: dict[str, bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    if copies_rows:
+        found["xla_gpu_enable_pipelined_host_offloading"] = True
     trips = list(_trips(body))
     for kind, (threshold, pipelined) in _KINDS.items():
         per_trip = max((_bytes_of(inner, mesh, kind) for inner in trips), default=0)

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, copies_to_or_from_host, on_host
+from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, on_host
 from autopar.cost.steps import AllGather, AllReduce, Mask, Step
 from autopar.grouping import grouped
+from autopar.intra_op.host_order import copies_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
@@ -28,7 +29,20 @@ from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead
 from autopar.partition.collectives import apply_fused, apply_step, is_along_rows, reduce_at_once, with_rows_major
 from autopar.partition.late import late_delays
-from autopar.partition.order import Delay, after, after_on_host, communicates, first_element, host_delays, needs_order
+from autopar.partition.order import (
+    Delay,
+    after,
+    after_in_buffer,
+    after_on_host,
+    communicates,
+    end_of,
+    first_element,
+    host_buffer,
+    host_delays,
+    in_buffers,
+    needs_order,
+    through_barrier,
+)
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
@@ -56,6 +70,7 @@ def run_body(
         is_program: The body is that of no loop or branch.
     """
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
+    buffers: Copies = {}
     pinned = frozenset(copies if platform in GPU_PLATFORMS else ())
     owned: dict[Copy, None] = {}
     keeps_order = platform == "cpu" and needs_order(body)
@@ -65,18 +80,24 @@ def run_body(
     others = *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)
     waits = *ahead.delays(), *others, *of_hosts
     delays = grouped((delay.position, delay) for delay in waits)
+    fetched_late = in_buffers(body, of_hosts)
     kept = _added_up(body, ahead.made_at) if platform in GPU_PLATFORMS else ()
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
-        undelayed = _delay(copies, delays.get(position, ()), pinned if _is_elementwise(instruction) else ())
-        if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
-            _keep_there(copies, [copy for copy in instruction.reads if ahead.made_at[copy] >= 0])
+        undelayed = _delay(copies, buffers, delays.get(position, ()), pinned if _is_elementwise(instruction) else ())
+        if copies_host(instruction):
+            _keep_there(
+                copies, [copy for copy in instruction.reads if ahead.made_at[copy] >= 0 and copy not in buffers]
+            )
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
         made = _run_instruction(
             instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
         )
         if of_hosts and _gathers_for_update(instruction, ahead):
             made = {copy: with_rows_major(a) for copy, a in made.items()}
+        if copies_host(instruction):
+            buffers.update({copy: host_buffer(array) for copy, array in made.items() if copy in fetched_late})
+        buffers.update({made: buffers[read] for read, made in through_barrier(instruction) if read in buffers})
         copies.update(undelayed)
         copies.update({copy: lax.optimization_barrier(a) if copy in kept else a for copy, a in made.items()})
         still = list(owned_copies(instruction, owned))
@@ -129,20 +150,29 @@ def _all_reduces(instruction: Instruction) -> bool:
     return isinstance(instruction, Move | Fused) and all(isinstance(m.step, AllReduce) for m in instruction.moves)
 
 
-def _delay(copies: Copies, delays: Iterable[Delay], pinned: Container[Copy]) -> Copies:
+def _delay(copies: Copies, buffers: Copies, delays: Iterable[Delay], pinned: Container[Copy]) -> Copies:
     """Apply the delays of one position; return the undelayed copies that later instructions read.
 
-    `pinned`: copies that stay in the layout that they have.
+    `buffers`: in host memory, of copies that this program has put there. `pinned`: copies that stay in the layout that they
+    have.
     """
     undelayed: Copies = {}
     for delay in delays:
         awaited = [copies[copy] for copy in delay.awaited]
         if delay.of_hosts:
-            awaited = [first_element(array) if on_host(jax.typeof(array)) else array for array in awaited]
+            awaited = [
+                end_of(buffers[copy]) if copy in buffers else first_element(array) if on_host(copy[0].aval) else array
+                for copy, array in zip(delay.awaited, awaited, strict=True)
+            ]
         held = {copy: copies[copy] for copy in delay.copies}
         for copy, array in held.items():
-            wait = after_on_host if delay.of_hosts and on_host(copy[0].aval) else after
-            waits = wait(array, *(map(lax.optimization_barrier, awaited) if delay.whole else awaited))
+            earlier = map(lax.optimization_barrier, awaited) if delay.whole else awaited
+            if copy in buffers:
+                waits = after_in_buffer(buffers[copy], array.shape, *earlier)
+            elif delay.of_hosts and on_host(copy[0].aval):
+                waits = after_on_host(array, *earlier)
+            else:
+                waits = after(array, *earlier)
             copies[copy] = with_rows_major(waits) if copy in pinned and waits is not array else waits
         if not delay.lasts:
             undelayed = held | undelayed
@@ -293,7 +323,8 @@ def _run_region(
         case "cond":
             return lax.switch(of_role["test"][0], runs, *consts)
         case "barrier":
-            return lax.optimization_barrier(tuple(operands))
+            kept = iter(lax.optimization_barrier([x for x in operands if not on_host(jax.typeof(x))]))
+            return [x if on_host(jax.typeof(x)) else next(kept) for x in operands]
 
 
 def run_equation(

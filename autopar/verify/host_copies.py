@@ -60,7 +60,7 @@ def _copies_in(module: Module, computation: str, types: Mapping[str, str]) -> Co
             for each in inner:
                 found.update(_times(each, times))
         else:
-            found.update({way: type_bytes(kind) for way, kind in _copied(hlo, types) if math.prod(dims_of(kind)) > 1})
+            found.update({way: type_bytes(kind) for way, kind in _copied(hlo, types) if math.prod(dims_of(kind)) > 2})
     return found
 
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.calibrate.steps import whole_steps
 from autopar.errors import AutoparError
+from autopar.ir.trace.state import Roles
 from autopar.report.measured import Lane, MeasuredStep
 from tests.small_mlp import make_batch, make_params, train_step
 from tests.sweep import QUICK, SLOW
@@ -36,6 +38,23 @@ def test_one_step_is_taken(method):
     compiled(state, batch)
     assert measured.num_steps == 2 and measured.step_seconds > 0
     assert measured.lanes[0] == Lane("step", 1, compiled.plan.cost.step_seconds, measured.step_seconds)
+
+
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_steps_follow_one_another(is_returned):
+    """As in training, each on what the last returned; where that is not among the results, each on a copy. The user's stays."""
+    seen = []
+
+    def run(given):
+        seen.append([float(x) for x in given])
+        given[0].delete()
+        return {"loss": given[0].dtype.type(1), "state": jax.numpy.float32(len(seen))}
+
+    state, batch = jax.numpy.float32(0), jax.numpy.float32(7)
+    roles = Roles({1: 0} if is_returned else {}, (0,), (1,), (True, False), {})
+    assert whole_steps(run, [state, batch], roles, steps=3) > 0
+    assert not state.is_deleted()
+    assert seen == ([[k, 7] for k in range(5)] if is_returned else [[0, 7]] * 4)
 
 
 def test_lanes_of_one_program(tmp_path):

@@ -10,6 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar._jax import all_equations, on_host
+from autopar.partition.order import after_in_buffer, end_of, host_buffer
+from autopar.partition.program import run_body
 from tests.sweep import check_faithful
 
 LAYERS, WIDTH, BATCH = 3, 8, 64
@@ -189,3 +191,37 @@ def test_there_and_back_by_hand():
     compiled = parallel(fn, autopar.ShardParallel()).compile(batch["x"], ws[0])
     assert len(list(kept_on_host(compiled))) == 1
     np.testing.assert_allclose(compiled(batch["x"], ws[0]), jax.jit(fn)(batch["x"], ws[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_fetched_from_a_buffer():
+    """What the program put there is fetched behind another value, and is what it was; no copy on the host is written."""
+
+    @jax.jit
+    def late(x, w):
+        buffer = host_buffer(jax.device_put(x, jax.memory.Space.Host))
+        there = after_in_buffer(buffer, x.shape, jnp.tanh(x @ w))
+        return jax.device_put(there, jax.memory.Space.Device), end_of(buffer)
+
+    x, w = (np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32) for _ in range(2))
+    found, end = late(x, w)
+    np.testing.assert_array_equal(found, x)
+    assert end[0] == x[-1, -1]
+    text = late.lower(x, w).compile().as_text()
+    assert " dynamic-slice(" in text, "XLA cannot know where it begins"
+
+
+def test_a_program_for_gpus_writes_nothing_on_the_host():
+    """What it offloads outside of loops lies in a buffer with one element more."""
+    plan = parallel(train(unrolled(POLICY)), autopar.DataParallel()).plan(*arguments())
+    (task,) = plan.attached.pipeline.stages[0].tasks
+    sizes = dict(plan.mesh.axis_sizes)
+    local = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, plan.mesh), v.aval.dtype) for v, s in task.body.inputs]
+    emitted = jax.make_jaxpr(lambda *a: run_body(task.body, a, sizes, "cuda"), axis_env=list(sizes.items()))(*local)
+    there = [eqn for eqn in emitted.eqns if any(on_host(v.aval) for v in eqn.outvars)]
+    assert sum(eqn.primitive.name == "device_put" for eqn in there) == LAYERS
+    assert not any(eqn.primitive.name == "optimization_barrier" for eqn in there)
+    written = [eqn for eqn in there if eqn.primitive.name == "dynamic_update_slice"]
+    assert len(written) == LAYERS
+    for eqn in written:
+        buffer, value = (v.aval for v in eqn.invars[:2])
+        assert on_host(buffer) and buffer.shape == (value.size + 1,)

@@ -124,6 +124,30 @@ def test_no_communication_no_options():
     assert overlap_options(plan.origin.pipeline.stages[0].sharded.body, plan.mesh) == {}
 
 
+@pytest.mark.parametrize("is_scanned", [True, False])
+def test_copies_of_rows_to_the_host_are_pipelined(is_scanned):
+    """One trip's beside the kernels of the next: XLA does so only if it is told to."""
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def offloading(weights, batch):
+        def loss_of(weights):
+            block = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), policy=policy)
+            x = batch["x"]
+            if is_scanned:
+                return jnp.mean(jax.lax.scan(block, x, weights)[0] ** 2)
+            for k in range(LAYERS):
+                x, _ = block(x, weights[k])
+            return jnp.mean(x**2)
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        return weights - 0.1 * grads, loss
+
+    plan = autopar.parallelize(offloading, cluster=Cluster.of("1 h100")).plan(*types())
+    found = overlap_options(plan.origin.pipeline.stages[0].sharded.body, plan.mesh)
+    assert found["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert found.get("xla_gpu_enable_pipelined_host_offloading", False) is is_scanned
+
+
 def test_only_on_gpus():
     options = {"xla_gpu_a": True}
     assert compile_lowered(Lowered(), options, "gpu") == options
