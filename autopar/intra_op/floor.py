@@ -20,7 +20,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.held import held_values
 from autopar.intra_op.sharded import describe_moment
-from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.dataflow import descendants, inputs_of, needed, read_by, variables
 from autopar.ir.region import is_region, region_of
 from autopar.ir.work import device_bytes
 from autopar.tuning import TUNING
@@ -92,17 +92,10 @@ class _Floors:
     def moment(self, jaxpr: Jaxpr, position: int, size: Mapping[Var, float], stays: Mapping[Var, float]) -> Floor:
         """A bound on what is alive while one equation runs, whatever the order of the others."""
         eqn = jaxpr.eqns[position]
-        before = set(inputs_of(eqn))
-        for earlier in reversed(jaxpr.eqns[:position]):
-            if not before.isdisjoint(earlier.outvars):
-                before.update(inputs_of(earlier))
-        behind = set(eqn.outvars)
-        read_later = set(variables(jaxpr.outvars))
-        for later in jaxpr.eqns[position + 1 :]:
-            if not behind.isdisjoint(inputs_of(later)):
-                behind.update(later.outvars)
-                read_later.update(inputs_of(later))
-        mine = set(inputs_of(eqn))
+        mine, rest = set(inputs_of(eqn)), jaxpr.eqns[position + 1 :]
+        before = read_by([eqn, *needed(jaxpr.eqns[:position], mine, effects=False)])
+        behind = descendants(rest, given=eqn.outvars).keys()
+        read_later = read_by((later for later in rest if not behind.isdisjoint(inputs_of(later))), jaxpr.outvars)
         waiting = [var for var in size if var not in mine and (var in stays or (var in before and var in read_later))]
         return Floor(self.own(eqn) + sum(size[var] for var in waiting), describe_moment(eqn))
 
