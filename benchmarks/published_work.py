@@ -235,7 +235,7 @@ def _read(sharded: Any, mesh: LogicalMesh) -> Work:
             moves[phase] += waiting
             waiting = []
         elif isinstance(instruction, Move | Fused):
-            first = instruction.moves[0] if isinstance(instruction, Fused) else instruction
+            first = instruction.moves[0]
             if first.reader == "result":
                 moves[made_in.get(first.var, phase)] += waiting
                 waiting = []

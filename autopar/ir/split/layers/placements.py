@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar._jax import Jaxpr, JaxprEqn
-from autopar.ir.dataflow import inputs_of, variables
+from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.gradient import feeds_backward
 from autopar.ir.region import is_region, kind_of, region_of, trip_count
 from autopar.ir.split.demand import Demand, Uses
@@ -54,8 +54,10 @@ class LayerPlacements:
         """Decide which values are split; returns the inputs and the outputs that are, each with its dim of layers."""
         for eqn in self.jaxpr.eqns:
             self.follow(eqn)
-        invars = set(self.jaxpr.invars)
-        uses: Uses = {var: {REPLICATED: None} for var in variables(self.jaxpr.outvars) if var not in invars}
+        place = {var: k for k, var in enumerate(self.jaxpr.invars)}
+        # An argument that is its own new value is not read for that; if it also leaves as another result, it is read whole.
+        left = [(k, a) for k, a in enumerate(self.jaxpr.outvars) if isinstance(a, Var)]
+        uses: Uses = {a: {REPLICATED: None} for k, a in left if a not in place or self.aliases.get(k) != place[a]}
         _LayerDemand(self).program(uses)
         return self.split_ends(uses)
 
@@ -100,15 +102,9 @@ class LayerPlacements:
                 continue
             out = replaced_by.get(k)
             if out is None:
-                if not any(a is var for a in outvars):
-                    split_in[k] = dim
+                split_in[k] = dim
             elif outvars[out] is var or self.solution.of(outvars[out]) == Split(dim):
                 split_in[k] = split_out[out] = dim
-        # An input that also leaves as another output stays whole.
-        for k in sorted(split_in):
-            if any(a is invars[k] and out not in split_out for out, a in enumerate(outvars)):
-                del split_in[k]
-                split_out.pop(replaced_by.get(k, -1), None)
         return split_in, split_out
 
 

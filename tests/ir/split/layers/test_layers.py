@@ -288,3 +288,21 @@ def test_what_needs_all_layers_gets_them():
     parts, got = run_in_parts(step, state, batch, 3)
     np.testing.assert_allclose(got, jax.jit(step)(state, batch), rtol=2e-5, atol=2e-6)
     assert [len(p) for p in parts.inputs] == [1, 1]
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_what_also_leaves_as_another_result_stays_whole(is_trained):
+    """Old parameters beside the new ones, or frozen ones that are returned twice."""
+
+    def step(state, batch):
+        def loss_fn(kernels):
+            return jnp.mean(jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch, kernels)[0] ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return loss, state - 0.1 * grads if is_trained else state, {"seen": state}
+
+    state, batch = one_stack()
+    parts, got = run_in_parts(step, state, batch, 3)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(state, batch)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert [len(p) for p in parts.inputs] == [1, 1] and [len(p) for p in parts.outputs] == [1, 1, 1]
