@@ -4,7 +4,7 @@ In:     a flat program, the length of its scans over layers, the number of parts
 Out:    `LayerPlacements`: the solution on that axis, and the inputs and outputs that become parts.
 Method: placements are propagated forwards from the stacks that scans make (`solver.py`): each part of a scan does its own
         trips, and its carries go from one part to the next. An equation that fits no strategy is computed whole, on joined
-        parts; so is a loop whose results are not split. Then demand is propagated backwards.
+        parts. Then demand is propagated backwards.
 """
 
 from __future__ import annotations
@@ -76,11 +76,10 @@ class LayerPlacements:
             results = self.solver.equation(eqn, inside=False)
         except StuckError:
             results = []
-        is_loop = is_region(eqn) and kind_of(eqn) != "barrier"
-        if not results or (is_loop and not any(isinstance(p, Split) for p in results)):
+        if not results:
             solution.forget(eqn)
             return
-        if is_loop:
+        if is_region(eqn) and kind_of(eqn) != "barrier":
             self.regions[eqn] = None
         for var, placement in zip(eqn.outvars, results, strict=True):
             if placement != REPLICATED:

@@ -168,12 +168,17 @@ def sum_over_layers(grads):
     return turned / (1 + total)
 
 
+def only_a_sum(grads):
+    """A loop of which nothing is left but a sum over all layers."""
+    return grads / (1 + jax.lax.fori_loop(0, 3, lambda k, total: total + (grads**2).sum() / (1 + k), 0.0))
+
+
 def over_all_layers(grads):
     """Layers meet in the loop: not done apart."""
     return jax.lax.fori_loop(0, 3, lambda _, x: x / jnp.sqrt((x**2).sum()), grads)
 
 
-LOOPS = [newton_schulz, until_small, heavy_branch, history, sum_over_layers, over_all_layers]
+LOOPS = [newton_schulz, until_small, heavy_branch, history, sum_over_layers, only_a_sum, over_all_layers]
 
 
 @pytest.mark.parametrize("update", LOOPS)
