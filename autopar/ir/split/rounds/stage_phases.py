@@ -26,6 +26,7 @@ from autopar.ir.gradient import (
     is_recomputed,
     made_by_backward,
 )
+from autopar.ir.region import kind_of
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_divides, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.refusal import refused, too_much_at_once
@@ -33,7 +34,7 @@ from autopar.ir.split.microbatches.waiting import SamplesWaitError
 from autopar.ir.split.placement import BY_EACH, Axis, Batch, Split, sample_dims
 from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from autopar.ir.split.rounds.joins import samples_of_backward, with_joins, with_rounds
-from autopar.ir.split.rounds.steps import holds_steps
+from autopar.ir.split.rounds.steps import holds_steps, is_loop_of_steps
 from autopar.ir.split.solution import LoopSolution
 from autopar.tuning import TUNING
 
@@ -68,7 +69,7 @@ def split_at_joins(
             waits = error.__cause__  # a shuffle between two layers waits for rows of other samples
             if _goes_again(jaxpr, batch) or (isinstance(waits, SamplesWaitError) and waits.is_for_rows):
                 return _in_rounds(jaxpr, decide)
-        loop = next(filter(holds_steps, jaxpr.eqns), None)
+        loop = next(filter(_goes_through_steps, jaxpr.eqns), None)
         raise (error if loop is None else _in_a_loop(count, loop)) from None
 
 
@@ -97,6 +98,11 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
             jaxpr, joins = better, [*(joins or ()), *more]
         except MicrobatchError as error:
             raise (error if first is None else first.error) from first
+
+
+def _goes_through_steps(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds training steps; a scan that only adds up gradients does not."""
+    return is_loop_of_steps(eqn) or (holds_steps(eqn) and kind_of(eqn) != "scan")
 
 
 def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:

@@ -226,3 +226,26 @@ def test_too_much_at_once_is_told():
     program, batch = trace_case(Case(sgd(loss)))
     with pytest.raises(MicrobatchError, match="more than 20% of the work"):
         split_at_joins(program.jaxpr, 2, batch)
+
+
+def test_a_scan_that_adds_up_gradients_is_no_loop_of_steps():
+    """Samples wait for others before it: the error names these, and not the scan."""
+
+    def step(state, batch):
+        params = state["params"]
+        x = batch["x"] @ params["w1"]
+        pairs = jnp.tanh((x - x.mean(0)) @ x.T)
+        weights = jax.nn.softmax(pairs, axis=0).sum(1)
+
+        def chunk(grads, rows):
+            x, weight = rows
+            more = jax.grad(lambda params: (weight * (jnp.tanh(x @ params["w1"]) ** 2).sum(-1)).mean())(params)
+            return jax.tree.map(jnp.add, grads, more), None
+
+        rows = jax.tree.map(lambda a: a.reshape(4, -1, *a.shape[1:]), (batch["x"], weights))
+        grads, _ = jax.lax.scan(chunk, jax.tree.map(jnp.zeros_like, params), rows)
+        return state | {"params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}, weights.sum()
+
+    program, batch = trace_case(Case(step))
+    with pytest.raises(MicrobatchError, match="samples of the whole batch"):
+        split_at_joins(program.jaxpr, 2, batch)
