@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 from autopar._jax import Jaxpr, JaxprEqn, NameStack, Var, all_equations
 from autopar.ir.dataflow import descendants, inputs_of
+from autopar.ir.region import bodies_of, equations_within
 from autopar.ir.source import source_line
 
 _RECOMPUTED = "rematted_computation"
@@ -32,6 +33,16 @@ def is_backward(eqn: JaxprEqn) -> bool:
     pass, "jvp(transpose(jvp()))"; its backward pass is "transpose(jvp(...))".
     """
     return _outermost(eqn.source_info.name_stack) == "transpose"
+
+
+def holds_backward(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the backward pass, or is a loop or branch that takes gradients in a body."""
+    return is_backward(eqn) or any(map(takes_gradients, bodies_of(eqn)))
+
+
+def takes_gradients(body: Jaxpr) -> bool:
+    """Whether a body has equations of a backward pass."""
+    return any(is_backward(inner) for inner, _ in equations_within(body))
 
 
 def is_ahead(eqn: JaxprEqn) -> bool:

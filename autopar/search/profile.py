@@ -15,9 +15,8 @@ from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import Body, Compute, Instruction, Region, computed
-from autopar.ir.gradient import is_backward
+from autopar.ir.gradient import holds_backward, is_backward
 from autopar.ir.program import Program
-from autopar.ir.region import bodies_of
 from autopar.mesh import Cluster, Device
 from autopar.plan.profile import Crossing, CrossingKind, Memory, Profile, Work
 from autopar.plan.words import type_text
@@ -70,16 +69,11 @@ def _phases(body: Body) -> dict[JaxprEqn, EventKind]:
                 for inner in i.bodies if isinstance(i, Region) else ():
                     note(inner.instructions, own)
 
-    behind = [k for k, i in enumerate(body.instructions) if isinstance(i, Compute | Region) and _holds_backward(i.eqn)]
+    behind = [k for k, i in enumerate(body.instructions) if isinstance(i, Compute | Region) and holds_backward(i.eqn)]
     end = behind[-1] + 1 if behind else len(body.instructions)
     note(body.instructions[:end], "F")
     note(body.instructions[end:], "U")
     return found
-
-
-def _holds_backward(eqn: JaxprEqn) -> bool:
-    """Whether an equation belongs to the backward pass, or contains such equations."""
-    return is_backward(eqn) or any(_holds_backward(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _parts_of_program(

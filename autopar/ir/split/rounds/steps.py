@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.dataflow import descendants, inputs_of, readers_of
 from autopar.ir.dims import Dims
-from autopar.ir.gradient import is_backward
-from autopar.ir.region import Region, bodies_of, equations_within, is_region, kind_of, region_of
+from autopar.ir.gradient import holds_backward, is_backward, takes_gradients
+from autopar.ir.region import Region, is_region, kind_of, region_of
 from autopar.ir.rules import rule_for
 
 
@@ -25,11 +25,6 @@ def holds_steps(eqn: JaxprEqn) -> bool:
     if kind_of(eqn) not in ("scan", "while", "cond") or is_backward(eqn):
         return False
     return any(map(takes_gradients, region_of(eqn).bodies))
-
-
-def takes_gradients(body: Jaxpr) -> bool:
-    """Whether a body has equations of a backward pass."""
-    return any(is_backward(inner) for inner, _ in equations_within(body))
 
 
 def is_loop_of_steps(eqn: JaxprEqn) -> bool:
@@ -43,17 +38,13 @@ def _goes_on_with_gradients(scan: Region) -> bool:
     (body,), carried = scan.bodies, list(scan.of_role("carry"))
     moved: dict[Var, None] = {}
     while True:  # a carry may depend on gradients through another carry
-        behind = descendants(body.eqns, _is_of_gradient, moved)
+        behind = descendants(body.eqns, holds_backward, moved)
         more = [b.inputs[0] for b in carried if b.outputs[0] in behind]
         if len(more) == len(moved):
             break
         moved = dict.fromkeys(filter(None, more))
     led = descendants(body.eqns, given=moved)
-    return any(_is_of_gradient(eqn) and any(a in led for a in inputs_of(eqn)) for eqn in body.eqns)
-
-
-def _is_of_gradient(eqn: JaxprEqn) -> bool:
-    return is_backward(eqn) or any(map(takes_gradients, bodies_of(eqn)))
+    return any(holds_backward(eqn) and any(a in led for a in inputs_of(eqn)) for eqn in body.eqns)
 
 
 def dims_of_samples(jaxpr: Jaxpr, values: Iterable[Var]) -> dict[Var, Dims]:

@@ -17,10 +17,11 @@ from typing import TypeAlias
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import descendants, inputs_of
+from autopar.ir.gradient import takes_gradients
 from autopar.ir.region import Region, region_of
 from autopar.ir.split.microbatches.refusal import refused
 from autopar.ir.split.placement import Batch
-from autopar.ir.split.rounds.steps import dims_of_samples, holds_steps, takes_gradients
+from autopar.ir.split.rounds.steps import dims_of_samples, holds_steps
 from autopar.ir.work import num_bytes
 
 SplitTurn: TypeAlias = Callable[[Jaxpr, Batch], Jaxpr]
