@@ -75,10 +75,15 @@ class Tuning:
     proved_seconds: float = 5.0
     """Seconds. If the best answer was found two axes at a time, a lower bound is computed if that takes no longer, whatever it
     may win: without a bound its gap is unknown."""
+    misjudged: float = 3e-3
+    """Part of the step. If the best plan takes longer or less than its price by more, its mesh is planned once more as if it
+    were the only one: priced otherwise, it may have a better plan."""
     unaided_part: float = 0.01
-    """Part of the step that planning the best mesh once more, as if it were the only one, is expected to win; 0 to 2 % seen."""
+    """Part of the step that this is expected to win; 0 to 2 % seen."""
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""
+    named_seconds: float = 13.0
+    """Seconds: the same on several hosts where memory is ample; then it is done whatever it may win."""
     settled_seconds: float = 7.0
     """Seconds. Such an answer is refined over all axes (`settle` in `intra_op/shard.py`) as often as that takes no longer,
     roughly, and at least once."""

@@ -10,6 +10,7 @@ Method: the best plan so far bounds the next mesh, which is abandoned early if i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Searched:
         failure: Why a mesh has no plan: of the failures the one that needs least memory, or the last.
         pruned: Meshes that were abandoned, since no plan on them beats the best.
         unaided: The first plan, if the search on its mesh began without what other plans had shown.
+        untied: The plan of the best mesh as if it were the only one, its ties undone.
     """
 
     results: list[Sharded]
@@ -47,6 +49,7 @@ class Searched:
     failure: AutoparError | None = None
     pruned: list[LogicalMesh] = field(default_factory=list)
     unaided: Sharded | None = None
+    untied: Sharded | None = None
 
     @property
     def best(self) -> Sharded:
@@ -120,20 +123,34 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
     return [*joined[:1], *alike[:1]] if joined else []
 
 
-def search_unaided(request: Request, searched: Searched) -> None:
-    """Shard the step once more on the best mesh, as if it were the only one, if that may win: extends `searched`.
+def search_unaided(request: Request, searched: Searched, report: Report) -> None:
+    """Plan the step once more on the best mesh, as if it were the only one, if that may win: extends `searched`.
 
-    A search that begins with what plans on other meshes have shown may end elsewhere than one that begins with nothing.
+    A search that begins with what plans on other meshes have shown may end elsewhere than one that begins with nothing. On
+    several hosts this is done as thoroughly as if the user named the mesh, unless memory binds, where prices of bytes make it
+    many times as long.
     """
-    best = searched.best
+    best, hosts = searched.best, request.cluster.hosts
+    known = request.narrowed.seconds if request.narrowed else math.inf
     misjudged = abs(1 - best.solution.objective / best.step_seconds)
-    if best is searched.unaided or misjudged <= TUNING.exposure_same:
+    if (
+        best is searched.unaided
+        or misjudged <= TUNING.misjudged
+        or (1 - TUNING.untied_near) * best.step_seconds > known
+    ):
         return
     takes, worth = planning_seconds(best.problem), TUNING.unaided_part * best.step_seconds
-    if takes <= TUNING.unaided_seconds and request.options.repays(worth, takes):
-        alone = Searched([], [])
-        search_meshes(request, [best.mesh], silent, alone)
-        searched.results += alone.results
+    repaid = takes <= TUNING.unaided_seconds and request.options.repays(worth, takes)
+    is_short = any(sharded.problem.rows for sharded in searched.results)
+    thorough = hosts > 1 and not is_short and takes <= TUNING.named_seconds
+    if not (repaid or thorough):
+        return
+    report(f"planning {request.program.name} on mesh {best.mesh} alone", None, best.step_seconds)
+    asked, alone = dataclasses.replace(request, thorough=thorough), Searched([], [])
+    search_meshes(asked, [best.mesh], silent, alone)
+    if alone.results:
+        searched.untied = untie_best(asked, alone)
+        searched.results.append(searched.untied)
 
 
 def untie_best(request: Request, searched: Searched) -> Sharded:
@@ -155,6 +172,8 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
         return around
 
     def untied(sharded: Sharded) -> Sharded:
+        if sharded is searched.untied:
+            return sharded
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
         at_once = sharded is best and takes <= TUNING.untied_seconds
         if not at_once and not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
@@ -173,7 +192,7 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
     near = (1 + TUNING.untied_near) * best.step_seconds
     small = len(best.graph.nodes) <= TUNING.untied_each
     others = [s for s in searched.results if s is not best and len(s.mesh.shape) < 3 and s.step_seconds <= near]
-    found: list[Sharded] = []
+    found = [] if searched.untied is None else [searched.untied]
     # Three axes last: their answers still need a bound, unless they are beaten by then.
     for sharded in sorted([best, *(others if small else ())], key=lambda sharded: len(sharded.mesh.shape)):
         beaten = any(known.step_seconds <= sharded.step_seconds for known in found)

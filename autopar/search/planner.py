@@ -102,7 +102,7 @@ def _with_padding(request: Request, report: Anytime) -> Planned:
     """Plan the step, also with padded dims if that may pay; returns the faster plan."""
     planned: StepPlan | None = None
     tried: Tried = []
-    shown = request.narrowed
+    shown = request.narrowed or Narrowed()
     failure: InfeasibleError | None = None
     splits_other_dims = not isinstance(request.method, DataParallel | Follow)
     lengths = lengths_that_do_not_divide(request) if splits_other_dims else {}
@@ -238,11 +238,19 @@ class _Search:
         self.tried += self.stages.tried
 
     def unaided(self) -> None:
-        """Plan the best mesh as a method would that names it."""
-        if self.report.reason or self.stages.best is not None or not self.searched.results:
+        """Plan the best mesh as a method would that names it, unless a pipeline is faster by more than that wins."""
+        staged, searched = self.stages.best, self.searched
+        seconds = math.inf if staged is None else staged.seconds_for(self.request.options.goal)
+        if (
+            self.report.reason
+            or not searched.results
+            or seconds < (1 - TUNING.untied_near) * searched.best.step_seconds
+        ):
             return
         with self._a_pass("best mesh"):
-            search_unaided(self.request.of(self.program), self.searched)
+            search_unaided(self.request.of(self.program), searched, self._silently)
+        if searched.best.step_seconds < seconds:
+            self.stages.best = None
 
     def best(self) -> tuple[StepPlan, Tried]:
         """The fastest plan of all, and what else was tried.
@@ -265,11 +273,11 @@ class _Search:
         """What is worth searching again for a rewritten step: the best meshes, and one that three axes begin from."""
         results, best = self.searched.results, self.stages.best
         if not results or best is not None:
-            return Narrowed((), self.stages.near)
+            return Narrowed((), self.stages.near, self._least)
         coarse = [s for s in results if len(s.mesh.shape) <= 2]
         begin = [min(coarse, key=lambda sharded: sharded.step_seconds).mesh] if coarse else []
         meshes = tuple(dict.fromkeys([*best_meshes(self.meshes, self.searched), *begin]))
-        return Narrowed(meshes, self.stages.near)
+        return Narrowed(meshes, self.stages.near, self._least)
 
     def _narrowed(self, meshes: list[LogicalMesh]) -> list[LogicalMesh]:
         """Of these meshes those that the request is narrowed to, if there are any."""

@@ -26,10 +26,12 @@ class Narrowed:
     Attributes:
         meshes: The meshes with the fastest plans; (): all that the method allows.
         stages: Whether a pipeline was the fastest plan, or came near it.
+        seconds: Of the fastest plan's step.
     """
 
     meshes: tuple[LogicalMesh, ...] = ()
     stages: bool = True
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,7 @@ class Request:
         method: The user's method.
         beat: Seconds of the best step known without this rewriting: slower plans are of no use.
         narrowed: What to search of it, if the step without this rewriting has shown that; None: all that the method allows.
+        thorough: Whether all work repays, as where the user names a mesh.
     """
 
     program: Program
@@ -51,11 +54,13 @@ class Request:
     method: Method
     beat: float = math.inf
     narrowed: Narrowed | None = None
+    thorough: bool = False
 
     @functools.cached_property
     def options(self) -> Options:
         """The method's options."""
-        return self.method.options()
+        options = self.method.options()
+        return dataclasses.replace(options, repaying_steps=math.inf) if self.thorough else options
 
     @property
     def budget_bytes(self) -> float:

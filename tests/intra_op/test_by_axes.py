@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from autopar import Auto, Cluster, LogicalMesh
+from autopar import Auto, Cluster, DataParallel, LogicalMesh, ShardParallel
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.by_axes import behaviours, descend, joined_axes, lift
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.problem import Problem
+from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.shard import shard
 from autopar.intra_op.solve import solve
 from autopar.ir.trace.state import find_roles
@@ -20,7 +20,10 @@ from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.options import Options
 from autopar.search import meshes
-from autopar.search.request import Request
+from autopar.search.one_mesh import shard_on
+from autopar.search.planner import make_plan
+from autopar.search.progress import silent
+from autopar.search.request import Narrowed, Request
 from autopar.tuning import TUNING
 from tests import planned_mlp
 from tests.tuned import tune
@@ -145,6 +148,34 @@ def misjudged(monkeypatch):
     found = sharded((2, 2, 2), begin=[sharded((2, 4))])
     half = dataclasses.replace(found.solution, objective=found.own_priced_seconds / 2, bound=0.0)
     return dataclasses.replace(found, solution=half)
+
+
+@pytest.mark.parametrize(
+    "text, rows, known, again",
+    [
+        ("2x4 v100", 0, math.inf, True),
+        ("1x8 v100", 0, math.inf, False),
+        ("2x4 v100", 1, math.inf, False),
+        ("2x4 v100", 0, 1e-9, False),
+    ],
+)
+def test_the_best_mesh_of_several_hosts_is_planned_as_where_it_is_named(text, rows, known, again):
+    """However little that may win, if its price misjudges it; but not where memory binds, which would take many times as
+    long, or where a plan is known that is faster by far."""
+    cluster, roles = Cluster.of(text), find_roles(PROGRAM, (1,))
+    request = Request(PROGRAM, roles, cluster, Auto(steps=1e-6), narrowed=Narrowed(seconds=known))
+    found = shard_on(dataclasses.replace(request, method=DataParallel()), logical_mesh(cluster, (2, 2, 2)))
+    half = dataclasses.replace(found.solution, objective=found.step_seconds / 2)
+    problem = dataclasses.replace(found.problem, rows=[MemoryRow("here", {}, 1.0)] * rows)
+    searched = meshes.Searched([dataclasses.replace(found, solution=half, problem=problem)], [])
+    meshes.search_unaided(request, searched, silent)
+    named = make_plan(PROGRAM, roles, cluster, ShardParallel(mesh_shape=(2, 2, 2))).cost
+    assert named.step_seconds < 0.99 * found.step_seconds
+    assert (searched.untied is not None) == again and len(searched.results) == 1 + again
+    if again:
+        best = meshes.untie_best(request, searched)
+        assert best is searched.untied and best.step_seconds == named.step_seconds
+        assert best.gap == pytest.approx(named.optimality_gap)
 
 
 @pytest.mark.parametrize(("steps", "turns"), [(1, 1), (10**9, TUNING.around_turns)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -41,3 +42,23 @@ def test_only_the_best_meshes_are_searched_again(cluster, monkeypatch):
         assert [mesh for mesh in searched if len(mesh.shape) == len(best.shape)] == [best]
         passes.append("stages" in dict(report.search().pass_seconds))
     assert passes == [False, cluster.hosts > 1]
+
+
+@pytest.mark.parametrize("over, kept", [(1.005, False), (0.999, True), (0.9, True)])
+def test_a_pipeline_is_held_against_the_best_mesh_as_where_it_is_named(over, kept, monkeypatch):
+    """Which is planned if that may make it the faster one. Here it makes it a hundredth faster; `over` the best before."""
+    cluster, asked = autopar.Cluster(2, 4, SLOW, QUICK), []
+    search = planner._Search(Request(STEP, find_roles(STEP, (1,)), cluster, autopar.Auto()), Anytime(silent, None))
+    search.on_meshes()
+    before = search.searched.best
+    search.stages.best = SimpleNamespace(seconds_for=lambda goal: over * before.step_seconds)
+
+    def search_unaided(request, searched, report):
+        asked.append(request)
+        faster = 1.0 if kept else 0.99
+        searched.results.append(SimpleNamespace(step_seconds=faster * before.step_seconds, mesh=before.mesh))
+
+    monkeypatch.setattr(planner, "search_unaided", search_unaided)
+    search.unaided()
+    assert (search.stages.best is not None) == kept
+    assert len(asked) == (over > 0.9)
