@@ -113,9 +113,8 @@ def test_chunks_that_do_not_divide(size, told, recwarn):
     planned(DataParallel(zero=3), step, (state(), np.ones((size, 16), np.float32)))
     texts = [str(w.message) for w in recwarn if "devices do alike" in str(w.message)]
     assert len(texts) == told
-    assert all(
-        "of each device's time" in text and "at test_api_errors.py" in text and "4 samples" in text for text in texts
-    )
+    wanted = "of each device's time", "at test_api_errors.py", "4 parts along the samples"
+    assert all(part in text for text in texts for part in wanted)
 
 
 def test_the_automatic_plan_takes_any_batch():

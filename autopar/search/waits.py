@@ -70,8 +70,8 @@ def alike_text(sharded: Sharded, device: Device) -> str:
     rows = " x ".join(str(sizes[factor]) for factor in alike[largest])
     return (
         f"{share:.0%} of each device's time is work on samples that all {graph.mesh.num_devices} devices do alike, most of it "
-        f"{describe(largest)}: it has {rows} samples at a time. DataParallel splits only samples; larger chunks, or Auto(), "
-        "which splits other dims too, may be faster."
+        f"{describe(largest)}: it has {rows} parts along the samples. DataParallel splits only samples; larger chunks, or "
+        "Auto(), which splits other dims too, may be faster."
     )
 
 
