@@ -41,7 +41,8 @@ class Traffic:
         counts: Per operand, then per result, how often its bytes on one device are moved.
         touched: Per operand and result, the index of the one whose bytes count for it; mostly its own.
         launches: Kernels that it launches.
-        on_samples: Whether any operand or result has batch dims, or none are known; else it works on parameters.
+        on_samples: Whether any operand or result has batch dims, or none are known, as of one sample; else it works on
+            parameters.
         turned: The operands that are stored in another order of dims than they are read in.
     """
 
@@ -122,6 +123,8 @@ class _Finder:
     def __init__(self, graph: Graph):
         self.ops = [node for node in graph.nodes if node.kind == "op"]
         self.batch = graph.batch
+        # A dim of length one has no factor, and is not followed: then no value but the inputs is known to be of samples.
+        self.knows_samples = any(var.aval.shape[d] > 1 for var, dims in graph.batch.of.items() for d in dims)
         self.root: dict[Var, Var] = {}
         self.turned: set[Var] = set()
         self.floating: set[Var] = set()
@@ -261,7 +264,7 @@ class _Finder:
             if any(counts) and kernel not in launched:
                 launched.add(kernel)
                 launches = 1.0
-            on_samples = not self.batch.of or any(map(self.batch.dims, (*eqn.invars, *eqn.outvars)))
+            on_samples = not self.knows_samples or any(map(self.batch.dims, (*eqn.invars, *eqn.outvars)))
             turned = tuple(k for k, atom in enumerate(eqn.invars) if counts[k] and self.is_read_turned(node, atom))
             traffic = Traffic(tuple(counts), tuple(touched), launches, on_samples, turned)
             found[node.index] = same.setdefault(traffic, traffic)

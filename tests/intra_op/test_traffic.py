@@ -199,3 +199,11 @@ def test_updates_work_on_parameters():
         if any(traffic.counts)
     }
     assert (kernels["tanh"].on, kernels["sub"].on) == ("samples", "parameters")
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_work_on_samples_is_told_from_work_on_parameters_also_where_there_is_one_sample(samples):
+    x = jax.ShapeDtypeStruct((samples, ROWS, WIDTH), jnp.float32)
+    graph = build_graph(trace_step(lambda x, w: jnp.tanh(x @ w) * 2, [x, W]).jaxpr, MESH, {}, batch={0: frozenset({0})})
+    traffic = find_traffic(graph)
+    assert {traffic[node.index].on_samples for node in graph.nodes if node.kind == "op"} == {True}
