@@ -173,12 +173,26 @@ def only_a_sum(grads):
     return grads / (1 + jax.lax.fori_loop(0, 3, lambda k, total: total + (grads**2).sum() / (1 + k), 0.0))
 
 
+def layer_by_layer(grads):
+    """A scan of little work in which each layer waits for the one before: it goes from part to part, too."""
+    return jax.lax.scan(lambda most, g: (jnp.maximum(most, g[0]), most), grads[0, 0], grads)[1][:, None]
+
+
 def over_all_layers(grads):
     """Layers meet in the loop: not done apart."""
     return jax.lax.fori_loop(0, 3, lambda _, x: x / jnp.sqrt((x**2).sum()), grads)
 
 
-LOOPS = [newton_schulz, until_small, heavy_branch, history, sum_over_layers, only_a_sum, over_all_layers]
+LOOPS = [
+    newton_schulz,
+    until_small,
+    heavy_branch,
+    history,
+    sum_over_layers,
+    only_a_sum,
+    layer_by_layer,
+    over_all_layers,
+]
 
 
 @pytest.mark.parametrize("update", LOOPS)
