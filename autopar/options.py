@@ -53,8 +53,8 @@ class Settings:
         memory: `"predicted"`: the plan fits by the planner's own estimate; `"compiler"`: by XLA's, which compiles it for
             these devices, or for described ones (`autopar[verify]`). Planning is repeated until both agree.
         offload: `"auto"`: where memory binds and it is faster by 1 % or more, activations are kept in the hosts' memory from
-            the forward to the backward pass; where nothing else fits, the optimizer's state too, between updates; `"never"`:
-            nothing is.
+            the forward to the backward pass; where nothing else fits, the optimizer's state too, between updates, and
+            parameters if that is not enough; `"never"`: nothing is.
     """
 
     memory_budget_bytes: float | None = None

@@ -57,6 +57,9 @@ class Tuning:
     offloaded_reach: int = 4
     """Products. A value that is computed from results of more than so many before is offloaded itself, instead of recomputed
     from these, which would be on the device from then on. Layers have two and more."""
+    fetched_reach: int = 4
+    """Arrays. A copy of an array in host memory is used again if no more than so many others have been read since: the weights
+    of the last layers, which the backward pass begins with."""
 
     # Decisions on one mesh
 

@@ -32,9 +32,9 @@ from autopar.inter_op.residuals import Kept, can_run_again, choose_residuals
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import descendants, inputs_of, makers, read_by, readers_of, reading
 from autopar.ir.gradient import feeds_backward, made_by_backward
-from autopar.ir.region import Binding, kind_of, region_of, rows_in, rows_out
+from autopar.ir.region import Binding, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.rewrite.state_on_host import copy_to
+from autopar.ir.rewrite.host_reads import copy_to, read_from_host, send_rows
 from autopar.ir.work import device_bytes
 from autopar.tuning import TUNING
 
@@ -156,44 +156,17 @@ class _Writer:
             for var in fetches.get(eqn, ()):
                 self.eqns.append(copy_to(self.there[var], self.back[var], jax.memory.Space.Device, eqn))
             self._recompute(inputs_of(eqn), eqn)
-            self.eqns.append(reading(self._reading_rows(eqn), self.names))
+            rows, _ = read_from_host([eqn], {var: self.there[var] for var in inputs_of(eqn) if var in self.stacks})
+            self.eqns += [reading(each, self.names) for each in rows]
         return remove_dead_code(make_jaxpr(self.program.invars, self.program.outvars, self.eqns))
 
     def _forward(self, eqn: JaxprEqn) -> None:
         """The equation, and copies of what it makes; those of a stack are made in its trips."""
-        rows = {b.result: b for b in _rows_made(eqn) if b.result in self.stacks}
-        if rows:
-            scan = region_of(eqn)
-            copies, bindings = Equations(), [b for b in scan.bindings if b.result not in rows]
-            for stack, b in rows.items():
-                row = new_var(in_host_memory(b.value.aval))
-                copies.append(copy_to(b.value, row, jax.memory.Space.Host, makers(scan.bodies[0].eqns).get(b.value)))
-                bindings.append(rows_out(row, self.there[stack]))
-            eqn = scan.rebuild(bindings, [[*scan.bodies[0].eqns, *copies]])
-        self.eqns.append(eqn)
+        rows = {b.result: self.there[b.result] for b in _rows_made(eqn) if b.result in self.stacks}
+        self.eqns.append(send_rows(eqn, rows) if rows else eqn)
         for var in eqn.outvars:
             if var in self.back:
                 self.eqns.append(copy_to(var, self.there[var], jax.memory.Space.Host, eqn))
-
-    def _reading_rows(self, eqn: JaxprEqn) -> JaxprEqn:
-        """A backward scan that reads its stacks in host memory, row by row."""
-        if kind_of(eqn) != "scan" or self.stacks.isdisjoint(inputs_of(eqn)):
-            return eqn
-        scan = region_of(eqn)
-        bindings, fetched = [], {}
-        for b in scan.bindings:
-            if b.role == "xs" and b.operand in self.stacks:
-                row = new_var(in_host_memory(b.var.aval))
-                fetched[b.var] = row
-                b = rows_in(self.there[b.operand], row)  # type: ignore[index]
-            bindings.append(b)
-        body = Equations()
-        for inner in scan.bodies[0].eqns:
-            for var in [v for v in dict.fromkeys(inputs_of(inner)) if v in fetched]:
-                body.append(copy_to(fetched.pop(var), var, jax.memory.Space.Device, inner))
-            body.append(inner)
-        body += [copy_to(row, var, jax.memory.Space.Device) for var, row in fetched.items()]
-        return scan.rebuild(bindings, [body])
 
     def _recompute(self, wanted: Sequence[Var], near: JaxprEqn) -> None:
         """Recompute values, once, from what has been copied back, in the backward pass."""

@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Sequence
 
 from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
+from autopar.intra_op.host_order import fetched_late
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, copies_awaited, move_bytes
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
@@ -80,7 +81,7 @@ def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Ins
         together[place][-1].append(position)
         filled[place] += num_bytes
     groups = [group for buckets in together.values() for group in buckets if len(group) > 1]
-    return _in_order(instructions, needs, groups) if groups else tuple(instructions)
+    return fetched_late(_in_order(instructions, needs, groups)) if groups else tuple(instructions)
 
 
 def _key(instruction: Instruction, mesh: LogicalMesh, small: float) -> object:

@@ -11,7 +11,7 @@ Method: a scheduler that hides latency would begin copies from the host with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from autopar._jax import copies_to_or_from_host, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region
@@ -38,6 +38,26 @@ def copies_host(instruction: Instruction) -> bool:
     return isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn)
 
 
+def fetched_late(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The instructions, with each copy from the host where the array before is last read, or a loop ends, before its reader.
+
+    Its reader may have been moved back, to wait for a collective.
+    """
+    fetches = {i.makes[0]: k for k, i in enumerate(instructions) if copies_host(i) and not on_host(i.makes[0][0].aval)}
+    begins, fetched = list(range(len(instructions))), set[Copy]()
+    last = -1
+    for position, instruction in enumerate(instructions if fetches else ()):
+        read = [copy for copy in instruction.reads if copy in fetches]
+        for copy in read:
+            if copy not in fetched:
+                fetched.add(copy)
+                begins[fetches[copy]] = max(fetches[copy], last)
+        if read or isinstance(instruction, Region):
+            last = position + isinstance(instruction, Region)
+    order = sorted(range(len(instructions)), key=lambda k: (begins[k], begins[k] == k, k))
+    return tuple(instructions[k] for k in order)
+
+
 def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
     """Instruction -> the values in host memory that it waits for until they are there; argument as in `host_waits`.
 
@@ -46,7 +66,7 @@ def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
     """
     if not any(map(copies_host, body.instructions)):
         return {}
-    results, kernel = body.results, -1
+    results, arrays, kernel = body.results, _arrays(body), -1
     made_at, before, kernels = dict[Copy, int](), list[int](), list[int]()
     groups: dict[int, list[tuple[int, int, Copy]]] = {}  # last kernel before -> maker, its copy to the host, the result
     for position, instruction in enumerate(body.instructions):
@@ -55,7 +75,7 @@ def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
             (there,), maker = instruction.makes, made_at.get(instruction.reads[0], -1)
             if maker >= 0 and (is_program or there not in results):
                 groups.setdefault(before[maker], []).append((maker, position, there))
-        elif _is_kernel(instruction, results):
+        elif _is_kernel(instruction, arrays):
             kernel = position
             kernels.append(position)
         made_at.update(dict.fromkeys(instruction.makes, position))
@@ -80,7 +100,7 @@ def _kernels_before(
     body: Body, num_bytes: Callable[[Copy], int], is_program: bool
 ) -> Iterator[tuple[int, tuple[Copy, ...]]]:
     """Copies from the host, and the kernels' results that each waits for."""
-    results, given = body.results, set() if is_program else set(body.inputs)
+    arrays, given = _arrays(body), set() if is_program else set(body.inputs)
     fetched: set[Copy] = set()  # and what is computed from it
     kernels: list[tuple[Copy, bool]] = []
     for position, instruction in enumerate(body.instructions):
@@ -92,14 +112,22 @@ def _kernels_before(
                 large = [entry for entry in kernels if num_bytes(entry[0]) >= least]
                 ends = large[-1:], [entry for entry in large if entry[1]][-1:]
                 yield position, tuple(dict.fromkeys(copy for end in ends for copy, _ in end))
-        elif _is_kernel(instruction, results):
+        elif _is_kernel(instruction, arrays):
             here = [copy for copy in instruction.makes if not on_host(copy[0].aval)]
             kernels += [(max(here, key=num_bytes), is_late)] if here else []
         fetched.update(instruction.makes if is_late else ())
 
 
-def _is_kernel(instruction: Instruction, results: Mapping[Copy, None]) -> bool:
-    """Whether an instruction is certainly run where it stands: it is not fused, or makes results of the body."""
+def _arrays(body: Body) -> set[Copy]:
+    """The results of a body, and what it copies to the host."""
+    return {
+        *body.results,
+        *(i.reads[0] for i in body.instructions if copies_host(i) and not on_host(i.reads[0][0].aval)),
+    }
+
+
+def _is_kernel(instruction: Instruction, arrays: Container[Copy]) -> bool:
+    """Whether an instruction is certainly run where it stands: it is not fused, or makes some of these arrays."""
     if isinstance(instruction, Region):
         return kind_of(instruction.eqn) != "barrier"
     if not isinstance(instruction, Compute) or copies_host(instruction):
@@ -107,7 +135,7 @@ def _is_kernel(instruction: Instruction, results: Mapping[Copy, None]) -> bool:
     return (
         not is_fused(instruction)
         or bool(instruction.strategy.reductions)
-        or any(copy in results for copy in instruction.makes)
+        or any(copy in arrays for copy in instruction.makes)
     )
 
 

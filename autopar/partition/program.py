@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import assert_never
 
 import jax
@@ -45,7 +46,7 @@ from autopar.partition.order import (
 )
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
-from autopar.partition.stacks import scan_into_late_stacks
+from autopar.partition.stacks import overwritten, scan_into_late_stacks, scan_over_old_rows
 from autopar.partition.unsent import unsent_delays
 from autopar.tuning import TUNING
 
@@ -90,8 +91,9 @@ def run_body(
                 copies, [copy for copy in instruction.reads if ahead.made_at[copy] >= 0 and copy not in buffers]
             )
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
+        spent = [copy for copy in instruction.reads if is_program and ahead.readers[copy][-1] == position]
         made = _run_instruction(
-            instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first
+            instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first, spent
         )
         if of_hosts and _gathers_for_update(instruction, ahead):
             made = {copy: with_rows_major(a) for copy, a in made.items()}
@@ -187,10 +189,12 @@ def _run_instruction(
     earlier: jax.Array | None,
     owned: Container[Copy],
     first: Sequence[tuple[jax.Array, int]],
+    spent: Container[Copy],
 ) -> Copies:
     """Run an instruction and return the copies that it makes.
 
-    Its operands wait for `earlier`, those of a loop also for `first`; `owned`: the owned sums (`owned.py`).
+    Its operands wait for `earlier`, those of a loop also for `first`; `owned`: the owned sums (`owned.py`); `spent`: copies
+    that nothing reads later.
     """
     match instruction:
         case Move() | Fused():
@@ -216,7 +220,7 @@ def _run_instruction(
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
             arrays = _begin_after(instruction, arrays, first)
-            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform)
+            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform, spent)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case Gate():
             return {}  # `run_body` has delayed its copies
@@ -281,14 +285,12 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
     return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
 
 
-def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct | None]:
-    """Local types of a region's results; None: in host memory."""
-    made = zip(region.eqn.outvars, region.results, strict=True)
-    return [None if on_host(var.aval) else _local_type(var, sharding, axis_sizes) for var, sharding in made]
-
-
 def _run_region(
-    region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], platform: str
+    region: Region,
+    operands: Sequence[jax.Array],
+    axis_sizes: Mapping[str, int],
+    platform: str,
+    spent: Container[Copy],
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
     runs = [
@@ -296,8 +298,10 @@ def _run_region(
         for body in region.bodies
     ]
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
-    for b, array in zip(parts.of_operands(parts.bindings), operands, strict=True):
+    free: list[bool] = []  # of `xs`
+    for b, array, sharding in zip(parts.of_operands(parts.bindings), operands, region.operands, strict=True):
         of_role[b.role].append(array)
+        free += [(b.operand, sharding) in spent] if b.role == "xs" else []
     consts, carries = of_role["const"], tuple(of_role["carry"])
     match parts.kind:
         case "scan":
@@ -307,11 +311,17 @@ def _run_region(
                 return made[: len(carried)], made[len(carried) :]
 
             how = {name: params[name] for name in ("length", "reverse", "unroll")}
+            made = list(zip(region.eqn.outvars, region.results, strict=True))[len(carries) :]
+            types = [_local_type(*copy, axis_sizes) for copy in made]
+            there = [on_host(var.aval) for var, _ in made]
+            xs, scan = tuple(of_role["xs"]), lax.scan
+            over = overwritten(types, there, xs, free)
             if platform == "cpu":
-                types = _local_types(region, axis_sizes)[len(carries) :]
-                last, stacks = scan_into_late_stacks(step, carries, tuple(of_role["xs"]), types, **how)
-            else:
-                last, stacks = lax.scan(step, carries, tuple(of_role["xs"]), **how)
+                late = [
+                    None if t else kind for k, (kind, t) in enumerate(zip(types, there, strict=True)) if k not in over
+                ]
+                scan = partial(scan_into_late_stacks, types=late)
+            last, stacks = scan_over_old_rows(scan, step, carries, xs, over, **how)
             return [*last, *stacks]
         case "while":
             num_tests = sum(b.inputs[0] is not None for b in parts.consts)

@@ -1,11 +1,11 @@
-"""Offloads activations and the optimizer's state to host memory, where memory demands it and the step is faster.
+"""Offloads activations and state to host memory, where memory demands it and the step is faster.
 
 In:     a step and its roles; a function that plans steps.
 Out:    the fastest plan, and what it has in host memory; the step with that in host memory.
 Method: rewrites of the program (`inter_op/offloaded_residuals.py`, `ir/rewrite/state_on_host.py`), which is planned like any
         other: values in host memory take no device memory, and copies have a price. Where memory binds, the plan with
         activations offloaded is compared with what else fits: recomputation, microbatches, other shardings. The optimizer's
-        state is offloaded only where nothing else fits.
+        state is offloaded only where nothing else fits, and parameters only where that does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from autopar.inter_op.offloaded_residuals import find_residuals, residuals_on_ho
 from autopar.intra_op.problem import planning_seconds
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
-from autopar.ir.rewrite.state_on_host import only_for_update, state_on_host
+from autopar.ir.rewrite.state_on_host import read_for, state_on_host
+from autopar.ir.split.layers.update import update_by_layer
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
 from autopar.mesh import Device
@@ -68,7 +69,7 @@ NOTHING = Offloaded()
 
 def within_memory(plan: Callable[[Request], Planned], request: Request) -> tuple[Planned, Offloaded]:
     """Plan a step with `plan`; where memory binds, also with activations in host memory, and if nothing else fits, with its
-    optimizer's state there: the fastest plan wins.
+    state there: the fastest plan wins.
 
     Raises:
         InfeasibleError: Nothing fits either way.
@@ -135,20 +136,23 @@ class _Ways:
                 return
 
     def where_nothing_fits(self) -> None:
-        """Offload activations, or the optimizer's state, or both."""
+        """Offload activations, or the optimizer's state, or both; then all state, and parameters are part of it."""
         failure, method = self.failures[0], self.request.method
-        state = optimizer_state(self.request.program, self.request.roles)
+        program, roles = self.request.program, self.request.roles
+        optimizer, state = (offloadable_state(program, roles, parameters=too) for too in (False, True))
         if not hasattr(failure, "budget_bytes"):
             raise failure
         if method.offload == "never":
-            if not state and not find_residuals(self.request.program.jaxpr).values:
+            if not state and not find_residuals(program.jaxpr).values:
                 raise failure
-            also = 'offload="auto" has activations and the optimizer\'s state wait in the memory of the hosts.'
+            also = 'offload="auto" has activations and state wait in the memory of the hosts.'
             raise _again(failure, failure.given, f"{failure.do} Or {also}") from failure
         self.activations()
-        if state:
-            self.attempt(Offloaded(state))
-        if state and self.best is None:
+        if optimizer:
+            self.attempt(Offloaded(optimizer))
+            if self.best is None:
+                self.activations(optimizer)
+        if self.best is None and state != optimizer and not self.attempt(Offloaded(state)):
             self.activations(state)
 
     def found(self) -> tuple[Planned, Offloaded]:
@@ -192,7 +196,7 @@ def check_hosts(plan: Decision, device: Device) -> None:
     needed, available = plan.cost.host_bytes, device.host_memory_bytes
     if needed <= available:
         return
-    own = [*["the optimizer's state"] * bool(plan.offloaded), *["activations"] * bool(plan.offloaded_activations)]
+    own = [*["state"] * bool(plan.offloaded), *["activations"] * bool(plan.offloaded_activations)]
     what = " with ".join(own) or "what the step copies there"
     raise InfeasibleError(
         "the hosts' memory is too small.",
@@ -204,16 +208,17 @@ def check_hosts(plan: Decision, device: Device) -> None:
     )
 
 
-def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:
-    """Paths of state that only the update reads: moments, but no parameters.
+def offloadable_state(program: Program, roles: Roles, parameters: bool) -> tuple[str, ...]:
+    """Paths of state that only the update of a step with gradients reads, such as moments; with `parameters` of all its state.
 
     State that is small beside the largest stays: the latency of its copies would outweigh the bytes saved.
     """
-    late, of_state = only_for_update(program.jaxpr), set(roles.aliases.values())
+    read, of_state = read_for(program.jaxpr), set(roles.aliases.values())
     sizes = {
         k: num_bytes(var)
         for k, var in enumerate(program.jaxpr.invars)
-        if k in of_state and late[k] and jnp.issubdtype(var.aval.dtype, jnp.inexact) and not on_host(var.aval)
+        if k in of_state and (read[k] == "update" or (parameters and read[k] == "gradients"))
+        if jnp.issubdtype(var.aval.dtype, jnp.inexact) and not on_host(var.aval)
     }
     least = TUNING.offloaded_least * max(sizes.values(), default=0)
     return tuple(program.in_paths[k] for k, size in sizes.items() if size >= least and size)
@@ -225,6 +230,8 @@ def offloaded_program(program: Program, roles: Roles, what: Offloaded) -> Progra
         return program
     inputs = [k for k, path in enumerate(program.in_paths) if path in what.arguments]
     jaxpr = residuals_on_host(program.jaxpr, what.activations)
-    jaxpr = state_on_host(jaxpr, inputs, roles.aliases) if inputs else jaxpr
+    if inputs:
+        jaxpr = update_by_layer(jaxpr, [result for result, k in roles.aliases.items() if k in inputs])
+        jaxpr = state_on_host(jaxpr, inputs, roles.aliases)
     check_after("offload", check_program, jaxpr)
     return dataclasses.replace(program, jaxpr=jaxpr)

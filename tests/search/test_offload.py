@@ -16,7 +16,7 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh.catalog import MODELS
-from autopar.search.offload import optimizer_state
+from autopar.search.offload import offloadable_state
 from tests.sweep import check_faithful
 
 WIDTH, BATCH, LAYERS = 16, 16, 2
@@ -185,9 +185,7 @@ def test_the_memory_of_hosts_has_an_end(offloaded):
 
     needed = planned(np.inf).cost.host_bytes
     assert planned(needed).cost.host_bytes == needed
-    with pytest.raises(
-        InfeasibleError, match="(?s)hosts' memory is too small.*the optimizer's state is more"
-    ) as caught:
+    with pytest.raises(InfeasibleError, match="(?s)hosts' memory is too small.*state is more") as caught:
         planned(needed - 1)
     assert (caught.value.needed_bytes, caught.value.budget_bytes) == (needed, needed - 1)
 
@@ -200,9 +198,9 @@ def test_hosts_of_the_catalog():
 def test_nothing_else_is_moved():
     """Parameters are read by the forward pass; a step without gradients has no optimizer."""
     program = trace_step(train(loss_of), arguments())
-    assert optimizer_state(program, find_roles(program)) == ("state/1/layer0", "state/1/layer1")
+    assert offloadable_state(program, find_roles(program), parameters=False) == ("state/1/layer0", "state/1/layer1")
     program = trace_step(lambda cache, x: (cache + x.sum(), x @ cache), (jnp.eye(8), jnp.ones((4, 8))))
-    assert optimizer_state(program, find_roles(program)) == ()
+    assert offloadable_state(program, find_roles(program), parameters=False) == ()
 
 
 def test_what_is_no_way_to_offload():

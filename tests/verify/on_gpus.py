@@ -12,6 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 if sys.argv[1]:
     sys.path.append(sys.argv[1])
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,27 @@ def with_state(policy):
     }
 
 
+def parameters_there(scanned, budget):
+    """What XLA says of a GPT that fits with its parameters on the hosts only; `budget`: in bytes of all parameters."""
+    import gpt
+
+    sizes = {"layers": 6, "width": 1280, "heads": 10, "vocabulary": 4096, "tokens": 256, "batch": 64}
+    step, state, batch = gpt.make_step(gpt.Config(**sizes, scanned=scanned, dtype=jnp.bfloat16))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // 3  # beside them are two moments of each
+
+    method = DataParallel(zero=0, memory_budget_bytes=budget * size)
+    plan = autopar.parallelize(step, cluster=Cluster.of("8 h100"), method=method).plan(state, batch)
+    checked = plan.verify()
+    (program,) = checked.programs
+    return {
+        "size": size,
+        "predicted": max(checked.predicted_bytes),
+        "compiled": max(checked.compiled_bytes),
+        "planned": program.planned,
+        "emitted": program.emitted,
+    }
+
+
 def copies_of(program):
     """Bytes that a compiled program copies to and from the host's memory."""
     return executed_copies(read_module(program.as_text()))
@@ -234,7 +256,6 @@ def rows_that_travel():
 
 def zero3_and_fsdp(target):
     """XLA's bytes of 16 scanned layers on one device, by hand and as planned."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     import fsdp
 
     config = fsdp.Llama(16, 256, 1024, heads=8, vocabulary=1024, tokens=128, batch=8, dtype=jnp.float32)
@@ -269,6 +290,7 @@ def main():
     found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)
     found["chosen"] = {"scanned": chosen(train_step), "unrolled": chosen(unrolled)}
     found["with state"] = {"state": with_state(policies.nothing_saveable), "both": with_state(offloads)}
+    found["parameters"] = {"scanned": parameters_there(True, 1.85), "unrolled": parameters_there(False, 2.6)}
     found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4
     print(json.dumps(found))
 

@@ -89,6 +89,15 @@ def test_state_on_the_hosts_is_copied_parameter_by_parameter(found, what):
     assert made["compiled"] < 1.03 * made["predicted"] + 2**22
 
 
+@pytest.mark.parametrize("form", ["scanned", "unrolled"])
+def test_parameters_on_the_hosts_are_copied_layer_by_layer(found, form):
+    """Forwards, for most of them backwards too, and for the update."""
+    made = found["parameters"][form]
+    assert made["planned"] == made["emitted"] and made["emitted"]["to host"] > 2.99 * made["size"]
+    assert 3.5 * made["size"] < made["emitted"]["from host"] <= 5.01 * made["size"]
+    assert 0.9 * made["predicted"] < made["compiled"] < 1.03 * made["predicted"] + 2**22
+
+
 def test_a_stage_leaves_there_what_its_backward_pass_reads(found):
     assert found["left"] == [found["entering"] // 2] * 2
     assert found["planned_left"] == 2 * found["left"][0]  # two microbatches are in flight on the first

@@ -1,17 +1,18 @@
-"""Offloads state to host memory: it is copied to the device for the update, and its new value back.
+"""Offloads state to host memory: it is copied to the device where it is read, and its new value back.
 
 In:     a flat program; which of its inputs are in host memory, and the results that are their new values.
 Out:    the same program, in which these inputs and results have host memory space. Each input is copied to the device
-        before its first reader, and its new value back after the equation that computes it.
-Method: equations that gradients depend on keep their order; the rest are ordered parameter by parameter, so that the state
-        of few parameters is on the device at once. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
-        ATC 2021.
+        before its readers (`host_reads.py`), and its new value back after the equation that computes it.
+Method: equations that gradients depend on keep their order. Among them the rest are ordered parameter by parameter, each
+        updated once its gradient is there and the backward pass has read it, so that the state and the gradients of few
+        parameters are on the device at once. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", ATC
+        2021.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import jax
 
@@ -26,18 +27,24 @@ from autopar._jax import (
     new_var,
     on_host,
 )
-from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, makers, variables, with_makers
+from autopar.ir.dataflow import inputs_of, makers, read_by, readers_of, variables, with_makers
 from autopar.ir.gradient import feeds_backward
+from autopar.ir.region import kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.rewrite.host_reads import copy_to, read_from_host, send_rows
+
+ReadFor: TypeAlias = Literal["gradients", "update", ""]
+"""What an input is read for: what gradients depend on, perhaps besides the update; the update alone; nothing."""
 
 
-def only_for_update(jaxpr: Jaxpr) -> list[bool]:
-    """For each input, whether it is read, but by nothing that gradients depend on; False for all without a gradient."""
+def read_for(jaxpr: Jaxpr) -> list[ReadFor]:
+    """For each input, what it is read for; `""` for all if the program takes no gradient."""
     head = feeds_backward(jaxpr)
-    early = {a for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits for a in inputs_of(eqn)}
-    late = {a for eqn, waits in zip(jaxpr.eqns, head, strict=True) if not waits for a in inputs_of(eqn)}
-    return [any(head) and var in late and var not in early for var in jaxpr.invars]
+    early = read_by(eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits)
+    late = read_by(eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if not waits)
+    if not any(head):
+        return [""] * len(jaxpr.invars)
+    return ["gradients" if var in early else "update" if var in late else "" for var in jaxpr.invars]
 
 
 def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int]) -> Jaxpr:
@@ -45,24 +52,38 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
 
     `inputs`: which of its inputs are offloaded. `aliases`: result -> input whose new value it is.
     """
-    host_var = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
-    leaving = {k: jaxpr.outvars[k] for k, at in aliases.items() if jaxpr.invars[at] in host_var}
-    eqns = _by_parameter(jaxpr, [a for k, a in enumerate(jaxpr.outvars) if k not in leaving])
+    there = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
+    renewed = {k: jaxpr.invars[at] for k, at in aliases.items() if jaxpr.invars[at] in there}
+    eqns = _by_parameter(jaxpr, renewed)
+    others = [a for k, a in enumerate(jaxpr.outvars) if k not in renewed]
+    eqns, names = read_from_host(
+        eqns, there, [*others, *(jaxpr.outvars[k] for k in renewed if jaxpr.outvars[k] not in there)]
+    )
     sent: dict[Atom, Var] = {}
-    for atom in leaving.values():
+    for k in renewed:
+        atom = jaxpr.outvars[k]
         if not on_host(atom.aval):
-            sent.setdefault(atom, host_var[atom] if atom in host_var else new_var(in_host_memory(atom.aval)))
-    made, fetched = makers(eqns), set[Var]()
-    written = [copy_to(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in host_var]
+            sent.setdefault(atom, there[atom] if atom in there else new_var(in_host_memory(atom.aval)))
+    outvars = [
+        sent.get(a, a) if k in renewed else names.get(a, a)  # type: ignore[arg-type]
+        for k, a in enumerate(jaxpr.outvars)
+    ]
+    written = _sending(eqns, {a: v for a, v in sent.items() if a not in there}, [names.get(a, a) for a in others])
+    return make_jaxpr([there.get(var, var) for var in jaxpr.invars], outvars, written)
+
+
+def _sending(eqns: Sequence[JaxprEqn], sent: Mapping[Atom, Var], results: Sequence[Atom]) -> list[JaxprEqn]:
+    """The equations, with copies of values to host memory as they are made; of stacks that nothing else reads, row by row."""
+    made, readers, kept = makers(eqns), readers_of(eqns), set(variables(results))
+    written = [copy_to(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made]
     for eqn in eqns:
-        for var in inputs_of(eqn):
-            if var in host_var and var not in fetched:
-                fetched.add(var)
-                written.append(copy_to(host_var[var], var, jax.memory.Space.Device, eqn))
-        written.append(eqn)
-        written += [copy_to(var, sent[var], jax.memory.Space.Host, eqn) for var in eqn.outvars if var in sent]
-    outvars = [sent.get(atom, atom) if k in leaving else atom for k, atom in enumerate(jaxpr.outvars)]
-    return make_jaxpr([host_var.get(var, var) for var in jaxpr.invars], outvars, written)
+        rows = {}
+        if kind_of(eqn) == "scan":
+            stacks = [b.result for b in region_of(eqn).ys if b.result in sent]
+            rows = {v: sent[v] for v in stacks if v not in readers and v not in kept}
+        written.append(send_rows(eqn, rows) if rows else eqn)
+        written += [copy_to(v, sent[v], jax.memory.Space.Host, eqn) for v in eqn.outvars if v in sent and v not in rows]
+    return written
 
 
 def return_to_host(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
@@ -79,21 +100,32 @@ def return_to_host(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
     return state_on_host(made, [aliases[k] for k in there], aliases)
 
 
-def copy_to(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:
-    """A copy of `atom` to a memory space, with the source location of `near`."""
-    source = None if near is None else near.source_info
-    return Equations().define(made, lambda x: jax.device_put(x, space), [atom], source)
+def _by_parameter(jaxpr: Jaxpr, renewed: Mapping[int, Var]) -> list[JaxprEqn]:
+    """The equations that gradients depend on, and the others in the order in which the results need them, each result among
+    the former as early as can be: of new state, not before the backward pass has read the old.
 
-
-def _by_parameter(jaxpr: Jaxpr, results: Iterable[Atom]) -> list[JaxprEqn]:
-    """The equations that gradients depend on, then the others in the order in which the results need them."""
+    `renewed`: result -> the input whose new value it is.
+    """
     head = feeds_backward(jaxpr)
     tail = [eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if not waits]
     if not any(head) or any(eqn.effects for eqn in tail):
         return list(jaxpr.eqns)
+    first = [eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits]
+    known = {var: k for k, eqn in enumerate(first, 1) for var in eqn.outvars}  # value -> how many are run before it is
+    last = {var: k for k, eqn in enumerate(first, 1) for var in inputs_of(eqn)}  # value -> how many read it
+    for eqn in tail:
+        known.update(dict.fromkeys(eqn.outvars, max((known.get(a, 0) for a in inputs_of(eqn)), default=0)))
     position = {eqn: k for k, eqn in enumerate(tail)}
     maker = makers(tail)
+    wanted = [
+        (max(known.get(atom, 0), last.get(renewed[k], 0) if k in renewed else 0), k)
+        for k, atom in enumerate(jaxpr.outvars)
+        if atom in maker
+    ]
     done: dict[JaxprEqn, None] = {}
-    for atom in variables(itertools.chain(results, jaxpr.outvars)):
-        done |= dict.fromkeys(with_makers((), [atom], maker, position, done))
-    return [*(eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits), *done]
+    groups = dict[int, list[JaxprEqn]]()
+    for at, k in sorted(wanted):
+        made = with_makers((), variables([jaxpr.outvars[k]]), maker, position, done)
+        done |= dict.fromkeys(made)
+        groups.setdefault(at, []).extend(made)
+    return [*groups.get(0, ()), *(e for k, eqn in enumerate(first, 1) for e in (eqn, *groups.get(k, ())))]

@@ -22,18 +22,30 @@ from collections.abc import Callable, Collection, Sequence
 
 import jax.numpy as jnp
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, copies_to_or_from_host
+from autopar._jax import Jaxpr, JaxprEqn, Var, on_host
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of, readers_of, variables
 from autopar.ir.gradient import feeds_backward, is_backward, made_by_backward
 from autopar.ir.region import is_region
+from autopar.ir.rewrite.views import copies_of_arguments
 from autopar.ir.split.blocks import blocks_between_cuts
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.microbatches.hoist import Hoist
 from autopar.ir.split.microbatches.local_statistics import SampleSums
 from autopar.ir.split.microbatches.refusal import refusal
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
-from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Batch, Partial, Placement, Split, sample_dims
+from autopar.ir.split.placement import (
+    BY_EACH,
+    OWN,
+    REPLICATED,
+    SUM,
+    Axis,
+    Batch,
+    Partial,
+    Placement,
+    Split,
+    sample_dims,
+)
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
 from autopar.ir.work import Work, num_bytes
@@ -55,7 +67,8 @@ def find_phases(
         count: Number of microbatches, at least 2; it divides the batch.
         batch: The inputs that hold samples.
         per_microbatch: Use local statistics where samples wait for a sum over the batch.
-        apart: Accumulate the terms of a gradient (of a tied weight) one by one, and add them after the loop.
+        apart: For stages: accumulate the terms of a gradient (of a tied weight) one by one, and add them after the loop; and
+            copy in the loop what gradients read in host memory.
         joins: Copies of joint results of all forward passes, which the backward passes read (`rounds/joins.py`); equations
             between these passes may wait for all samples. None: the loop has no such place.
         whole: Loops that have microbatches of their own, and read all samples (`rounds/turns.py`).
@@ -64,11 +77,11 @@ def find_phases(
         SamplesWaitError: Samples wait for joint results; names them, so that the caller can have them computed before.
         MicrobatchError: Too much work would be done on the whole batch at once.
     """
-    policy = _Phases(jaxpr, count, per_microbatch, joins, whole)
+    policy = _Phases(jaxpr, count, per_microbatch, joins, whole, apart)
     try:
         policy.run(batch)
     except (SamplesWaitError, MicrobatchError):
-        policy = _in_blocks(policy, lambda: _Phases(jaxpr, count, per_microbatch, joins, whole), batch)
+        policy = _in_blocks(policy, lambda: _Phases(jaxpr, count, per_microbatch, joins, whole, apart), batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.placement_of}
     _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
@@ -100,6 +113,7 @@ class _Phases:
         per_microbatch: bool,
         joins: Collection[JaxprEqn] | None,
         whole: Collection[JaxprEqn],
+        apart: bool,
     ):
         self.jaxpr, self.per_microbatch, self.joins, self.whole = jaxpr, per_microbatch, joins or (), whole
         self.of_backward = None if joins is None else made_by_backward(jaxpr)
@@ -113,6 +127,8 @@ class _Phases:
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
         self.waiting: dict[JaxprEqn, None] = {}
         self.error: MicrobatchError | None = None  # of the first of them
+        self.copies = copies_of_arguments(jaxpr) if apart else {}
+        self.copied = {var for eqn in self.copies for var in eqn.outvars}
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
 
     def run(self, batch: Batch, blocks: int = 1) -> None:
@@ -143,7 +159,12 @@ class _Phases:
             return self.take_samples(at, late)
         if late:
             return self.end_loop(at, matters, self.late[late[0]])
-        if all(solution.of(a) == REPLICATED for a in eqn.invars):
+        if matters and eqn in self.copies:
+            solution.phase[eqn] = "loop"  # and before it: the update may read the same copy
+            solution.early[eqn] = None
+            solution.placement_of.update(dict.fromkeys(eqn.outvars, BY_EACH))
+            return at + 1
+        if all(solution.of(a) == REPLICATED or a in self.copied for a in eqn.invars):
             solution.phase[eqn] = "before"
             self.hoist.follow(eqn)
             if any(a in self.between for a in inputs_of(eqn)):
@@ -245,8 +266,8 @@ class _Phases:
         self.waiting[eqn] = None
 
     def is_handed_out(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation copies a result to host memory, where the rows of microbatches cannot be reordered."""
-        return copies_to_or_from_host(eqn) and not any(var in self.readers for var in eqn.outvars)
+        """Whether an equation makes a result in host memory, where the rows of microbatches cannot be reordered or added up."""
+        return any(on_host(var.aval) and var not in self.readers for var in eqn.outvars)
 
     def asks_own(self, eqn: JaxprEqn) -> bool:
         """Whether an equation makes a flag or an integer of local statistics: it must be computed from their mean."""
