@@ -88,6 +88,7 @@ class _Reads:
         here: Value -> names of it, and of its views, on the device; those read last come last.
         items: What is written so far: equations, copies.
         begins: The item before which the next copy begins: the last that reads a copy; or it comes behind the last loop.
+            None: there is neither, and it begins where it is read.
     """
 
     def __init__(self, there: Mapping[Var, Var], results: set[Var], reach: int):
@@ -96,7 +97,7 @@ class _Reads:
         self.views: dict[Var, JaxprEqn] = {}
         self.here: dict[Var, dict[Var, Var]] = {}
         self.items: list[JaxprEqn | _Fetch] = []
-        self.begins = 0
+        self.begins: int | None = None
         self.rules = EqualRules()
 
     def equation(self, eqn: JaxprEqn) -> None:
@@ -125,7 +126,8 @@ class _Reads:
         """The name of a value on the device; what is to be computed for `near` is added to `before`."""
         value = self.value_of[var]
         if value not in self.here:
-            fetch = _Fetch(value, new_var(value.aval), near, self.begins)
+            begins = len(self.items) if self.begins is None else self.begins
+            fetch = _Fetch(value, new_var(value.aval), near, begins)
             self.items.append(fetch)
             self.here[value] = {value: fetch.name}
         names = self.here[value] = self.here.pop(value)  # it is read last now
