@@ -8,14 +8,15 @@ import pytest
 
 import autopar
 from autopar.errors import InfeasibleError
+from autopar.options import Offload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from llama import LLAMA_70B, LLAMA_405B, Llama, make_step  # noqa: E402
 
 
-def planned(config: Llama, cluster: str, budget: float | None = None) -> autopar.Plan:
+def planned(config: Llama, cluster: str, budget: float | None = None, offload: Offload = "auto") -> autopar.Plan:
     step, *types = make_step(config)
-    method = autopar.DataParallel(zero=3, memory_budget_bytes=budget)
+    method = autopar.DataParallel(zero=3, memory_budget_bytes=budget, offload=offload)
     return autopar.parallelize(step, cluster=autopar.Cluster.of(cluster), method=method, batch_argnums=(1,)).plan(
         *types
     )
@@ -37,9 +38,9 @@ def test_a_layer_is_gathered_at_a_time(config, cluster):
 
 
 def test_what_is_refused_is_refused_by_a_proof():
-    """A budget is called too small only where state, and a layer, do not fit."""
+    """Where nothing may be offloaded, a budget is called too small only where state, and a layer, do not fit."""
     peak = max(planned(LLAMA_70B, "8x8 h100").cost.peak_bytes)
     assert max(planned(LLAMA_70B, "8x8 h100", peak).cost.peak_bytes) <= peak
     with pytest.raises(InfeasibleError) as refused:
-        planned(LLAMA_70B, "8x8 h100", 12e9)
+        planned(LLAMA_70B, "8x8 h100", 12e9, offload="never")
     assert 12e9 < refused.value.needed_bytes <= peak
