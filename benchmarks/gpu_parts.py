@@ -118,7 +118,8 @@ MODELS: dict[str, Callable[[bool], Made]] = {
 
 
 def seconds_of(model: str, small: bool, folder: Path) -> Figures:
-    """Predicted and measured step, and memory, of a model on all devices; planned with the calibration if there is one.
+    """Predicted and measured step, and memory, of a model on all devices; planned with the calibration if there is one, and
+    predicted by the datasheet, too.
 
     Raises:
         AssertionError: The loss of a first step is not that of plain `jax.jit` on one device.
@@ -134,9 +135,11 @@ def seconds_of(model: str, small: bool, folder: Path) -> Figures:
     plain, expected = _plain_seconds(jax.jit(step, donate_argnums=0), arguments, 3 if small else 10)
     assert abs(float(loss) - expected) <= 2e-2 * abs(expected), f"the loss is {float(loss)}, plain jax.jit's {expected}"
     cost = compiled.plan.cost
+    by_datasheet = autopar.parallelize(step, cluster=autopar.Cluster.local(), batch_argnums=(1,), donate_argnums=(0,))
     found = {
         "plan": str(compiled.plan.mesh) if compiled.plan.schedule == "none" else f"{len(compiled.plan.stages)} stages",
         "predicted ms": cost.step_seconds * 1e3,
+        "by the datasheet ms": by_datasheet.plan(*types).cost.step_seconds * 1e3,
         "measured ms": measured.step_seconds * 1e3,
         "predicted over measured": cost.step_seconds / measured.step_seconds,
         "over jax.jit": measured.step_seconds / plain,

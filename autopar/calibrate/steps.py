@@ -120,7 +120,7 @@ def pipeline(
 ) -> MeasuredStep:
     """The measured lanes of a pipeline, from the measured timeline of its programs and messages.
 
-    `step_seconds`: median of `steps` whole steps, if the timeline is of programs in isolation; None: it is that of a real
+    `step_seconds`: that of `steps` whole steps, if the timeline is of programs in isolation; None: it is that of a real
     step, in which meshes run concurrently.
     """
     is_alone = step_seconds is not None

@@ -81,7 +81,7 @@ def run_body(
     others = *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)
     waits = *ahead.delays(), *others, *of_hosts
     delays = grouped((delay.position, delay) for delay in waits)
-    fetched_late = in_buffers(body, of_hosts)
+    in_buffer = in_buffers(body, of_hosts)
     kept = _added_up(body, ahead.made_at) if platform in GPU_PLATFORMS else ()
     for position, instruction in enumerate(body.instructions):
         is_ordered = keeps_order and communicates(instruction)
@@ -98,8 +98,8 @@ def run_body(
         if of_hosts and _gathers_for_update(instruction, ahead):
             made = {copy: with_rows_major(a) for copy, a in made.items()}
         if copies_host(instruction):
-            buffers.update({copy: host_buffer(array) for copy, array in made.items() if copy in fetched_late})
-        buffers.update({made: buffers[read] for read, made in through_barrier(instruction) if read in buffers})
+            buffers.update({copy: host_buffer(array) for copy, array in made.items() if copy in in_buffer})
+        buffers.update({copy: buffers[read] for read, copy in through_barrier(instruction) if read in buffers})
         copies.update(undelayed)
         copies.update({copy: lax.optimization_barrier(a) if copy in kept else a for copy, a in made.items()})
         still = list(owned_copies(instruction, owned))

@@ -61,7 +61,8 @@ class MeasuredStep(ShownTimeline):
 
     Attributes:
         name: The name of the step.
-        step_seconds: Median time of the steps that were timed, from the call until all results were computed.
+        step_seconds: Mean time of steps that ran one after another until all results were computed; where a step does not
+            return its state, median time of steps on copies of it.
         num_steps: Number of these steps.
         lanes: The step and its parts, each predicted and measured.
         note: How the parts were measured.
@@ -83,7 +84,7 @@ class MeasuredStep(ShownTimeline):
     @property
     def title(self) -> str:
         """What was measured, as one line."""
-        steps = f", median of {count_text(self.num_steps, 'step')}" if self.num_steps > 1 else ""
+        steps = f" over {count_text(self.num_steps, 'step')}" if self.num_steps > 1 else ""
         return f"A step of `{self.name}`: {seconds_text(self.step_seconds)} measured{steps}"
 
     def _table(self) -> Table:

@@ -1,6 +1,6 @@
-"""Warns of pipelines whose order is another than the schedule's, or whose devices do the same work.
+"""Warns of pipelines that run in another order than the schedule's, and of devices that do the same work.
 
-In:     a planned pipeline; the request.
+In:     a planned pipeline, or a sharded step; the request.
 Out:    warnings that name the user's operation, or the batch; "": there is nothing to tell.
 """
 

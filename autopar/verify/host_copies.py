@@ -42,7 +42,10 @@ def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
 
 
 def executed_copies(module: Module) -> Counter[str]:
-    """Bytes that a compiled program copies; loops whose trip count XLA does not know count as 0."""
+    """Bytes that a compiled program copies; loops whose trip count XLA does not know count as 0.
+
+    One or two elements are no copy of the plan: waits on values in host memory read so much of them (`partition/order.py`).
+    """
     types = {hlo.name: hlo.type for lines in module.computations.values() for hlo in lines}
     return _copies_in(module, module.entry, types)
 
