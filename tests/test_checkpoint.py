@@ -409,6 +409,14 @@ def test_a_part_can_be_read(tmp_path, plans):
     assert_same(checkpoint.restore(tmp_path, like, partial=True), like)
 
 
+def test_a_part_of_a_tuple_can_be_read(tmp_path):
+    """Also the first of a list in it; orbax by itself compares how many children a tuple has."""
+    state = (np.arange(3.0), [np.ones(2), 5], np.arange(4))
+    checkpoint.save(tmp_path, state, 0).wait()
+    like = (np.zeros(3), [np.zeros(2)])
+    assert_same(checkpoint.restore(tmp_path, like, partial=True), (state[0], [state[1][0]]))
+
+
 def test_a_number_and_a_scalar_array_stand_for_each_other(tmp_path):
     """A step count is a Python number before the first step and an array after it."""
     checkpoint.save(tmp_path, {"n": jnp.int32(3), "m": 4}, 0).wait()

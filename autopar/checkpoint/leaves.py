@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from autopar._jax import is_key, key_data, key_impl_name
 from autopar.errors import CheckpointError
@@ -59,7 +60,7 @@ def paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
     found: list[tuple[tuple[str, ...], Any]] = []
     names: dict[str, tuple[str, ...]] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        path = path_of(keys)
         other = names.setdefault(".".join(path), path)
         if other is not path:
             raise CheckpointError(
@@ -72,6 +73,11 @@ def paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
         if not is_function(leaf):
             found.append((path, leaf))
     return found
+
+
+def path_of(keys: KeyPath) -> tuple[str, ...]:
+    """The path of a leaf as a checkpoint has it: the names of its keys."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def spelled(path: tuple[str, ...]) -> str:

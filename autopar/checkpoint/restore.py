@@ -9,7 +9,6 @@ Method: the checkpoint is verified file by file, its leaves are compared with th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,6 @@ from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, place_by_li
 from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError, listed, warn
 from autopar.frameworks import without_arrays
-from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.stacks import Stack
 from autopar.step import ParallelStep
 
@@ -95,16 +93,11 @@ def read_state(
     ]
     theirs = {w.position: (w.place, w.path) for w in wanted if isinstance(w.place, OnWorkers) and w.is_plain}
     remote = read_apart(theirs, folder)
-    request: list[Any] = [None] * len(leaves)
-    for w in wanted:
-        request[w.position] = None if w.position in remote else _request(w.saved, w.place)
-    asked_for = _without_empty_nodes(plain_containers(like).unflatten(request))
-    _check_sequences_whole(asked_for, (), _saved_lengths(manifest.leaves))
-    read = [k for k, wish in enumerate(request) if wish is not None]
-    found = dict(zip(read, jax.tree.leaves(storage.read(folder, asked_for)), strict=True))
+    here = [w for w in wanted if w.position not in remote and w.saved.size]
+    found = storage.read(folder, {w.path: _request(w.saved, w.place) for w in here})
     for w in wanted:
         k = w.position
-        value = remote[k] if k in remote else _placed(_value(found.get(k), w.saved), w.saved, w.asked, w.place)
+        value = remote[k] if k in remote else _placed(_value(found.get(w.path), w.saved), w.saved, w.asked, w.place)
         leaves[k] = _weak_as(leaves[k], value)
     return tree.unflatten(leaves)
 
@@ -123,46 +116,6 @@ class _Wanted:
     def is_plain(self) -> bool:
         """Whether workers can read it: an array that needs no conversion."""
         return self.saved == self.asked and self.saved.kind == "array" and self.saved.size > 0
-
-
-def _without_empty_nodes(tree: Any) -> Any:
-    """The tree with None for nodes without arrays, such as a module's empty statistics, as orbax has written them."""
-
-    def is_empty(value: Any) -> bool:
-        return not isinstance(value, dict | list | tuple) and not jax.tree.leaves(value)
-
-    return jax.tree.map(lambda value: None if is_empty(value) else value, tree, is_leaf=is_empty)
-
-
-def _saved_lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
-    """The number of saved children of each node that may be a sequence."""
-    lengths: dict[tuple[str, ...], int] = {}
-    for path in saved:
-        for at, name in enumerate(path):
-            if name.isdecimal():
-                lengths[path[:at]] = max(lengths.get(path[:at], 0), int(name) + 1)
-    return lengths
-
-
-def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tuple[str, ...], int]) -> None:
-    """Check that tuples and lists are wanted whole: orbax can read a part of a dict, but not of a sequence.
-
-    `lengths`: the number of saved children of each node that may be a sequence. `path`: of this node.
-
-    Raises `CheckpointError`: only some children of a sequence are wanted.
-    """
-    if isinstance(tree, list | tuple) and tree and len(tree) < lengths.get(path, 0):
-        raise CheckpointError(
-            "of a tuple or list a part cannot be read by itself.",
-            given=f"`like` with {len(tree)} of the {lengths[path]} children of {'/'.join(path) or 'the saved state'}",
-            wrong="they have no names, so orbax compares how many there are.",
-            do='save a dict, {"params": params, "optimizer": opt_state}, and ask for {"params": ...}; '
-            "or ask for the whole with types (jax.eval_shape) and drop the rest.",
-            path="/".join(path),
-        )
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    for name, child in children:
-        _check_sequences_whole(child, (*path, str(name)), lengths)
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:
@@ -223,9 +176,7 @@ def _compare(wanted: dict[tuple[str, ...], LeafType], manifest: Manifest, partia
 
 
 def _request(kind: LeafType, place: Place) -> Any:
-    """The request to orbax for a leaf; None: it is not read."""
-    if kind.size == 0:
-        return None
+    """The request to orbax for a leaf."""
     if kind.kind in ("bool", "int", "float"):
         return NUMBERS[kind.kind]
     dtype = {"key": "uint32", "complex": "complex128"}.get(kind.kind, kind.dtype)

@@ -8,7 +8,7 @@ Method: orbax's own pytree format. Arrays are marked as NumPy arrays, since orba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from autopar.checkpoint.apart import CHUNK_BYTES, write_apart
+from autopar.checkpoint.leaves import path_of
 from autopar.errors import CheckpointError
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.driver.saves import Taken
@@ -49,27 +50,31 @@ def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:
     return finish
 
 
-def read(folder: Path, tree: Any) -> Any:
-    """Read a pytree, or a part of it, that `start_writing` has written.
+def read(folder: Path, wanted: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    """Read some of the arrays and numbers that `start_writing` has written, by path.
 
-    `tree`: for each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number its
+    `wanted`: for each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number its
     class.
     """
-    if not jax.tree.leaves(tree):
-        return tree
+    if not wanted:
+        return {}
     ocp = _orbax()
 
     def option(leaf: Any) -> Any:
+        if leaf is ocp.PLACEHOLDER:
+            return ocp.RestoreArgs()
         if isinstance(leaf, type):
             return ocp.RestoreArgs(restore_type=leaf)
         if leaf.sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=leaf.sharding, global_shape=leaf.shape)
 
-    options = jax.tree.map(option, tree)
     with ocp.Checkpointer(_handler(ocp, {})) as checkpointer:
-        arguments = ocp.args.PyTreeRestore(tree, restore_args=options, partial_restore=True)
-        return checkpointer.restore(folder, args=arguments)
+        saved = checkpointer.metadata(folder).item_metadata.tree
+        tree = jax.tree_util.tree_map_with_path(lambda keys, _: wanted.get(path_of(keys), ocp.PLACEHOLDER), saved)
+        arguments = ocp.args.PyTreeRestore(tree, restore_args=jax.tree.map(option, tree))
+        found = jax.tree_util.tree_flatten_with_path(checkpointer.restore(folder, args=arguments))[0]
+    return {path_of(keys): leaf for keys, leaf in found if leaf is not ocp.PLACEHOLDER}
 
 
 def _handler(ocp: Any, digests: dict[str, Digest]) -> Any:
