@@ -196,15 +196,16 @@ def check_number(
     `owner`: the function or class that has the parameter `name`, as the user writes it (`fit`); "": none. `kind`, `facts`:
     the class and facts of the error.
     """
-    is_number = isinstance(value, Integral if is_whole else Real)
-    if is_number and (value > 0 if least is None else value >= least) and value <= most:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_of_kind = is_number and (isinstance(value, Integral) or not is_whole)
+    if is_of_kind and (value > 0 if least is None else value >= least) and value <= most:
         return
     bounds = "more than 0" if least is None else f"{least:g} or more"
     bounds += f", at most {most:g}" if most < math.inf else ""
     raise kind(
         f"`{name}` must be a {'whole ' * is_whole}number, {bounds}.",
         given=f"{owner}({name}={value!r})" if owner else f"{name}={value!r}",
-        wrong="it is not." if isinstance(value, Real) else f"it is of type {type(value).__name__}.",
+        wrong="it is not." if is_number else f"it is of type {type(value).__name__}.",
         do=do,
         **facts,
     )

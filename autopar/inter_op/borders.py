@@ -3,13 +3,14 @@
 In:     a chain (`chain.py`).
 Out:    the first segment of each stage (`balanced_borders`) or layer (`layer_borders`); `least_largest`, the work of the
         largest stage where none could be smaller.
-Method: one dynamic program (`_cheapest`) over the ends of runs of segments. What a run costs differs, and whether the sum
+Method: one dynamic program (`cheapest`) over the ends of runs of segments. What a run costs differs, and whether the sum
         counts or the largest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def _balance(chain: Chain, places: Sequence[int], end: int, speed: np.ndarray, s
         work = (total[last] - total[:last]) / speed[:, None]
         return _uneven(work, cap, cap)
 
-    found = _cheapest(_begin(chain)[[*places]], cost, len(speed))[1]
+    found = cheapest(_begin(chain)[[*places]], cost, len(speed))[1]
     return tuple(places[k] for k in found)
 
 
@@ -82,7 +83,7 @@ def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...
         found[: max((mark for mark in chain.marks if mark < end), default=0)] = np.inf  # no layer extends over a mark
         return found
 
-    return tuple(_cheapest(_begin(chain) + TUNING.odd_border, cost)[1])
+    return tuple(cheapest(_begin(chain) + TUNING.odd_border, cost)[1])
 
 
 def least_largest(total: np.ndarray, num_stages: int, speed: Sequence[float] | np.ndarray = ()) -> float:
@@ -92,15 +93,16 @@ def least_largest(total: np.ndarray, num_stages: int, speed: Sequence[float] | n
     `speed`: of each stage, which divides its work; (): 1.
     """
     speeds = np.array(speed if len(speed) else [1.0] * num_stages)[:, None]
-    return _cheapest(np.zeros(len(total) - 1), lambda end: (total[end] - total[:end]) / speeds, num_stages, np.maximum)[
-        0
-    ]
+    begin = np.zeros(len(total) - 1)
+    return float(cheapest(begin, lambda end: (total[end] - total[:end]) / speeds, num_stages, np.maximum)[0])
 
 
-def _cheapest(
+def cheapest(
     begin: np.ndarray, cost: Callable[[int], np.ndarray], num_runs: int | None = None, join: np.ufunc = np.add
-) -> tuple[float, list[int]]:
+) -> tuple[Any, list[int]]:
     """The least cost of dividing a row of places into runs, and the first place of each run.
+
+    Ties go to runs that begin early. Costs may be complex: NumPy compares their real parts, then the imaginary ones.
 
     Args:
         begin: Cost of beginning a run at each place.
@@ -108,7 +110,7 @@ def _cheapest(
         num_runs: Number of runs; None: any, and they cost the same whatever their number.
         join: From the costs of the runs before and of the last one to that of all.
     """
-    best = np.full(((num_runs or 0) + 1, len(begin) + 1), np.inf)
+    best = np.full(((num_runs or 0) + 1, len(begin) + 1), np.inf, begin.dtype)
     best[0, 0] = 0.0
     before, after = (best, best) if num_runs is None else (best[:-1], best[1:])
     came = np.zeros(after.shape, int)
@@ -119,7 +121,7 @@ def _cheapest(
     while end > 0:
         end, run = int(came[run, end]), max(0, run - 1)
         firsts.append(end)
-    return float(best[-1, -1]), firsts[::-1]
+    return best[-1, -1], firsts[::-1]
 
 
 def _uneven(work: np.ndarray, cap: float, most: float | np.ndarray) -> np.ndarray:

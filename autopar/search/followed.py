@@ -12,8 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
+
 from autopar._jax import Var
 from autopar.errors import BatchError, MicrobatchError, PipelineError
+from autopar.inter_op.borders import cheapest
 from autopar.inter_op.cut import CutStep, cut_step
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
@@ -109,33 +112,12 @@ def _homes(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, 
 
 def aligned_borders(cut: CutStep, homes: Homes, num_stages: int) -> tuple[int, ...]:
     """First segment of each stage: the fewest bytes of state read by another stage, then the fewest that cross."""
-    chain = cut.chain
     away = _bytes_away(cut, homes, num_stages)
-    worst = (float("inf"), float("inf"))
-    best = [[worst] * num_stages for _ in range(chain.num_segments)]
-    begins = [[False] * num_stages for _ in range(chain.num_segments)]
-    best[0][0] = float(away[0][0]), 0.0
-    for segment in range(1, chain.num_segments):
-        for stage in range(num_stages):
-            stay = best[segment - 1][stage]
-            cross = worst
-            if stage:
-                before = best[segment - 1][stage - 1]
-                cross = before[0], before[1] + float(chain.cut_bytes[segment])
-            begins[segment][stage] = cross < stay
-            first = min(cross, stay)
-            best[segment][stage] = first[0] + away[segment][stage], first[1]
-    borders, stage = [], num_stages - 1
-    for segment in range(chain.num_segments - 1, 0, -1):
-        if begins[segment][stage]:
-            borders.append(segment)
-            stage -= 1
-    assert stage == 0, "fewer segments than stages"
-    return (0, *reversed(borders))
+    return tuple(cheapest(1j * cut.chain.cut_bytes[:-1], lambda end: away[:, [end]] - away[:, :end], num_stages)[1])
 
 
-def _bytes_away(cut: CutStep, homes: Homes, num_stages: int) -> list[list[int]]:
-    """`[segment][stage]`: bytes of the state that the segment reads and that is on other stages."""
+def _bytes_away(cut: CutStep, homes: Homes, num_stages: int) -> np.ndarray:
+    """`[stage, end]`: bytes of the state that the segments before `end` read and that is on other stages."""
     split, chain = cut.split, cut.chain
     made_by = {var: eqn for eqn in split.before for var in eqn.outvars}
     read: list[dict[Var, None]] = [{} for _ in range(chain.num_segments)]
@@ -143,6 +125,5 @@ def _bytes_away(cut: CutStep, homes: Homes, num_stages: int) -> list[list[int]]:
         outside = split.read_outside([eqn]) if segment >= 0 else ()
         behind = ancestors(outside, lambda var: inputs_of(made_by[var]) if var in made_by else ())
         read[segment].update((var, None) for var in behind if var in homes and var not in made_by)
-    return [
-        [sum(num_bytes(var) for var in own if homes[var][0] != stage) for stage in range(num_stages)] for own in read
-    ]
+    away = [[sum(num_bytes(v) for v in own if homes[v][0] != stage) for own in read] for stage in range(num_stages)]
+    return np.pad(np.cumsum(away, axis=1), ((0, 0), (1, 0)))

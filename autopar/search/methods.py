@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, check_number
 from autopar.mesh import LogicalMesh
 from autopar.options import Goal, Options, Recompute, Settings
 from autopar.plan.decision import Decision
@@ -115,13 +115,8 @@ class Auto(_StageSettings):
         return dataclasses.replace(super().options(), repaying_steps=self.steps)
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int | float) or not self.steps > 0:
-            raise AutoparError(
-                "unknown number of steps.",
-                given=f"steps={self.steps!r}",
-                wrong="it is no positive number.",
-                do="pass about how many steps are to be trained, such as 100_000, or math.inf.",
-            )
+        told = "pass about how many steps are to be trained, such as 100_000, or math.inf."
+        check_number("Auto", "steps", self.steps, do=told)
         super().__post_init__()
         if isinstance(self.recompute, tuple):
             raise AutoparError(
@@ -288,15 +283,9 @@ def _check_zero(method: str, zero: object) -> None:
 
 
 def _check_count(method: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise AutoparError(
-            f"`{name}` must be a whole number, at least 1.",
-            given=f"{method}({name}={value!r})",
-            wrong="there is no such number of parts.",
-            do="pass 1 for the whole batch at once, or a number that divides the batch size."
-            if name == "num_microbatches"
-            else "pass an int that is more than 0.",
-        )
+    parts = "pass 1 for the whole batch at once, or a number that divides the batch size."
+    do = parts if name == "num_microbatches" else "pass an int that is more than 0."
+    check_number(method, name, value, least=1, is_whole=True, do=do)
 
 
 Method = Auto | Inference | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
