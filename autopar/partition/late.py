@@ -6,12 +6,13 @@ Method: a latency-hiding scheduler fills the time of a collective with whatever 
         elementwise recomputation of all layers (attention probabilities from exponentials, activations from their inputs,
         transposed operands of products), whose results would all be alive until they are read. Here each piece of it waits
         for the last heavy operation (not elementwise) that its reader's other operands depend on; if that is a collective,
-        for the one before, so that both may overlap.
+        for the one before, so that both may overlap. In a loop's body, where that may be of the trip before, it waits for the
+        largest carry: compilers peel the first trip off, and would begin it before what the loop waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar._jax import Literal, copies_to_or_from_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move
@@ -20,24 +21,29 @@ from autopar.partition.order import Delay
 from autopar.tuning import TUNING
 
 
-def late_delays(body: Body, num_bytes: Callable[[Copy], int]) -> list[Delay]:
-    """Delay elementwise work, at most one operand of an instruction; `num_bytes`: bytes of a copy on one device."""
-    return list({delay.position: delay for delay in _Walk(body, num_bytes).delays()}.values())
+def late_delays(body: Body, num_bytes: Callable[[Copy], int], carries: Sequence[Copy] = ()) -> list[Delay]:
+    """Delay elementwise work, at most one operand of an instruction; `num_bytes`: bytes of a copy on one device.
+
+    `carries`: of the loop that the body is of.
+    """
+    return list({delay.position: delay for delay in _Walk(body, num_bytes, carries).delays()}.values())
 
 
 class _Walk:
-    """A walk through a body; `depth`: the position of the last heavy instruction that a copy depends on."""
+    """A walk through a body; `depth`: the position of the last heavy instruction that a copy depends on; -1: none but those
+    of the loop's trip before; -2: none."""
 
-    def __init__(self, body: Body, num_bytes: Callable[[Copy], int]):
+    def __init__(self, body: Body, num_bytes: Callable[[Copy], int], carries: Sequence[Copy]):
         self.body, self.num_bytes = body, num_bytes
-        self.depth: dict[Copy, int] = dict.fromkeys(body.inputs, -1)
+        self.carry = max(carries, key=num_bytes, default=None)
+        self.depth: dict[Copy, int] = dict.fromkeys(body.inputs, -2) | dict.fromkeys(carries, -1)
         self.maker: dict[Copy, int] = {}
         self.deepest: list[int] = []  # per instruction, the greatest depth of its operands
 
     def delays(self) -> Iterator[Delay]:
         for place, instruction in enumerate(self.body.instructions):
             read = instruction.reads
-            deepest = max((self.depth[copy] for copy in read), default=-1)
+            deepest = max((self.depth[copy] for copy in read), default=-2)
             self.deepest.append(deepest)
             is_light = _is_light(instruction)
             if isinstance(instruction, Compute) and not is_light:
@@ -49,7 +55,7 @@ class _Walk:
                 self.depth[copy], self.maker[copy] = deepest if is_light else place, place
 
     def _work_before(self, place: int) -> int:
-        """The nearest instruction at or before a position, along dependences, that sends nothing; -1: there is none."""
+        """The nearest instruction at or before a position, along dependences, that sends nothing; negative as a depth."""
         while place >= 0 and _sends(self.body.instructions[place]):
             place = self.deepest[place]
         return place
@@ -57,7 +63,7 @@ class _Walk:
     def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[Delay]:
         """The delay of the first elementwise instruction that leads to a copy; for an input, of a `reader` that transposes
         it."""
-        awaited = self.body.instructions[before].makes[0]
+        awaited = self.body.instructions[before].makes[0] if before >= 0 else self.carry
         place, seen = self.maker.get(copy, -1), {copy}
         line = [place] if place > before else []
         for at in line:

@@ -59,6 +59,7 @@ def run_body(
     axis_sizes: Mapping[str, int],
     platform: str = "",
     is_program: bool = True,
+    carries: Sequence[Copy] = (),
 ) -> list[jax.Array]:
     """Run a sharded program on one device's shards of the arguments; call it inside `shard_map`.
 
@@ -69,6 +70,7 @@ def run_body(
         platform: Platform of the devices, for workarounds: CPUs may reorder collectives (`order.py`), GPUs transpose stacks
             (`collectives.py`).
         is_program: The body is that of no loop or branch.
+        carries: Of the inputs, those that a loop's trip has from the one before.
     """
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
     buffers: Copies = {}
@@ -78,7 +80,7 @@ def run_body(
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
     of_hosts = host_delays(body, ahead.num_bytes, is_program) if platform in GPU_PLATFORMS else []
-    others = *late_delays(body, ahead.num_bytes), *unsent_delays(body, ahead.num_bytes)
+    others = *late_delays(body, ahead.num_bytes, carries), *unsent_delays(body, ahead.num_bytes)
     waits = *ahead.delays(), *others, *of_hosts
     delays = grouped((delay.position, delay) for delay in waits)
     in_buffer = in_buffers(body, of_hosts)
@@ -293,9 +295,15 @@ def _run_region(
     spent: Container[Copy],
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
+    carried = [
+        [c for b, c in zip(parts.entering(k, parts.bindings), body.inputs, strict=True) if b.role == "carry"]
+        for k, body in enumerate(region.bodies)
+    ]
     runs = [
-        lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, platform, is_program=False))
-        for body in region.bodies
+        lambda *arrays, body=body, carries=carries: tuple(
+            run_body(body, arrays, axis_sizes, platform, is_program=False, carries=carries)
+        )
+        for body, carries in zip(region.bodies, carried, strict=True)
     ]
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
     free: list[bool] = []  # of `xs`

@@ -30,10 +30,15 @@ def turns_what_was_kept(kept, x):
     return jnp.einsum("qhd,khd->hqk", made, kept["heads"])
 
 
-def planned(step):
-    shapes = {"scores": (WIDTH, ROWS), "w": (WIDTH, WIDTH), "heads": (ROWS, 8, WIDTH // 8)}
-    kept = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    x = {name: jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32) for name in ("this", "other")}
+def types(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+KEPT = {"scores": types(WIDTH, ROWS), "w": types(WIDTH, WIDTH), "heads": types(ROWS, 8, WIDTH // 8)}
+READ = {name: types(ROWS, WIDTH) for name in ("this", "other")}
+
+
+def planned(step, kept=KEPT, x=READ):
     method = autopar.DataParallel(zero=0)
     made = autopar.parallelize(step, cluster=autopar.Cluster.of("2 h100"), method=method, batch_argnums=(1,))
     (stage,) = made.plan(kept, x).attached.pipeline.stages
@@ -44,6 +49,15 @@ def emitted(body, mesh, platform=""):
     types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
     sizes = dict(mesh.axis_sizes)
     return jax.make_jaxpr(lambda *a: run_body(body, a, sizes, platform), axis_env=list(sizes.items()))(*types).jaxpr
+
+
+def needed_for(jaxpr, position):
+    """The values that an equation is computed from."""
+    needed = set(jaxpr.eqns[position].invars)
+    for eqn in reversed(jaxpr.eqns[:position]):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(a for a in eqn.invars if not hasattr(a, "val"))
+    return needed
 
 
 @pytest.mark.parametrize(
@@ -65,11 +79,23 @@ def test_waits_for_the_product_before_its_reader(step, waiting):
 def test_what_is_emitted_waits():
     jaxpr = emitted(*planned(reads_what_was_kept))
     names = [eqn.primitive.name for eqn in jaxpr.eqns]
-    needed = set(jaxpr.eqns[names.index("exp")].invars)
-    for eqn in reversed(jaxpr.eqns[: names.index("exp")]):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(a for a in eqn.invars if not hasattr(a, "val"))
+    needed = needed_for(jaxpr, names.index("exp"))
     assert not needed.isdisjoint(jaxpr.eqns[names.index("dot_general")].outvars)
+
+
+def test_in_a_loop_what_was_kept_waits_for_the_trip_before():
+    """Compilers peel the first trip off, and would make its exponentials at once."""
+
+    def step(kept, x):
+        first = (x["this"] @ kept["w"]) @ x["other"].T
+        return jax.lax.scan(lambda carry, row: (jnp.exp(row) @ carry, None), first, kept["scores"])
+
+    kept = {"scores": types(3, ROWS, ROWS), "w": types(WIDTH, WIDTH)}
+    (scan,) = (eqn for eqn in emitted(*planned(step, kept)).eqns if eqn.primitive.name == "scan")
+    inside = scan.params["jaxpr"].jaxpr
+    carry = inside.invars[scan.params["num_consts"]]
+    (exponential,) = (k for k, eqn in enumerate(inside.eqns) if eqn.primitive.name == "exp")
+    assert carry in needed_for(inside, exponential)
 
 
 def test_later_readers_do_not_wait():
