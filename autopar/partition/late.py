@@ -35,7 +35,7 @@ class _Walk:
 
     def __init__(self, body: Body, num_bytes: Callable[[Copy], int], carries: Sequence[Copy]):
         self.body, self.num_bytes = body, num_bytes
-        self.carry = max(carries, key=num_bytes, default=None)
+        self.carries = sorted(carries, key=num_bytes)
         self.depth: dict[Copy, int] = dict.fromkeys(body.inputs, -2) | dict.fromkeys(carries, -1)
         self.maker: dict[Copy, int] = {}
         self.deepest: list[int] = []  # per instruction, the greatest depth of its operands
@@ -63,7 +63,7 @@ class _Walk:
     def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[Delay]:
         """The delay of the first elementwise instruction that leads to a copy; for an input, of a `reader` that transposes
         it."""
-        awaited = self.body.instructions[before].makes[0] if before >= 0 else self.carry
+        awaited = self.body.instructions[before].makes[0] if before >= 0 else self.carries[-1]
         place, seen = self.maker.get(copy, -1), {copy}
         line = [place] if place > before else []
         for at in line:
