@@ -140,10 +140,11 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
         by_source[row[0].source].append(abs(error_of(row)))
     yield f"each source counting once: median error {statistics.mean(map(statistics.median, by_source.values())):.1%}"
     yield (
-        "fitted numbers: per family of devices 2 (the rate of the first fused attention, and which of the datasheet's rates "
-        "products have that tensor cores cannot load; of TPUs 1, that of fused attention on units of 256 by 256); for all "
-        "together 3 (the part of the best product's rate that training holds, passes of frameworks without a compiler, "
-        "launches of nanotron); of memory 2 (what PyTorch's allocator keeps back, with and without recomputation)"
+        "fitted numbers: per family of devices 2 (the rates of the first fused attention, and of products that tensor cores "
+        "cannot load; of TPUs 1, that of fused attention on units of 256 by 256); for all together 4 (the part of the best "
+        "product's rate that training holds, passes of frameworks without a compiler, launches of nanotron, and how much "
+        "slower hosts were that were improved afterwards); of memory 2 (what PyTorch's allocator keeps back, with and "
+        "without recomputation)"
     )
     out = f"{left_out_error(timed):.1%}"
     yield f"the part of the best product's rate fitted to all sources but the one it is judged by: median error {out}"

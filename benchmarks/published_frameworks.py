@@ -26,6 +26,9 @@ SLOW_HOST, SLOW_LAUNCHES = "nanotron", 5.0
 PROFILED = 1.12
 """Of a launch where a run says that PyTorch's profiler was on: of nanotron's steps that wait for the host, one before it began
 took 41.6 s, those after it had recorded 46.8 (nanotron/old_bench, dp-2_tp-2_pp-2_mbz-1)."""
+UNTUNED = 1.05
+"""Of kernels where a run says that its hosts were improved afterwards: on Jean Zay it was PCI-Express and NUMA, which made runs
+"1-5 %" faster (BigScience, chronicles-prequel, 02-25); plans that ran before and afterwards became 4 to 6 % faster."""
 OVERLAPPED = 0.75
 """Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
 has nothing to hide behind (Transformer Engine's user buffers)."""
@@ -46,17 +49,18 @@ FSDP_BYTES = 14
 """Moved by PyTorch's FSDP for each gathered parameter and microbatch. Of its first version, gradients of views into the flat
 parameter are put together, divided, and made 32 bits wide (`_flat_param.py`, `_post_backward_hook`); of its second, what is
 gathered is copied into parameters twice, and gradients, 32 bits wide, into one array (`_fsdp_collectives.py`)."""
-OMNI_PATH, OMNI_PATH_CARD = 0.405, 12.5e9
-"""Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host, and that rate: 5.06 GB/s, as
-the users of Jean Zay measured it. It is all that a ring has between hosts, of however many devices of each: with four, both
-channels went through one of the four cards (BigScience, experiments/bandwidth, n4_a100_all_reduce_bench)."""
+OMNI_PATH, OMNI_PATH_CARD = 0.28, 12.5e9
+"""Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host, and that rate: 6.8 to
+7.3 GB/s through two cards of each of 16 hosts of Jean Zay, as its users measured; among four hosts 5.06 through one. It is all
+that a ring has between hosts, of however many devices of each: with four, both channels went through one of the four cards
+(BigScience, experiments/bandwidth, n16_32gb_all_reduce_bench, n4_a100_all_reduce_bench)."""
 ALIGNMENT_BYTES = 16
 """What rows of a product's operands begin at a multiple of, or else it is not multiplied by tensor cores at full rate (NVIDIA,
 "Matrix multiplication background user's guide": tensor core requirements). XLA pads operands, frameworks do not."""
-UNALIGNED = {"Ampere": 1.0, "Hopper": 2.0}
+UNALIGNED = {"Ampere": 0.7, "Hopper": 2.0}
 """Rate of such products over that of the device's ordinary cores in float32, where they are multiplied then: on Ampere and
-before in 32 bits, with the libraries of its time, later two numbers of 16 bits at once. Of the rates that datasheets state,
-those that published runs show (heads of 150 and of 450 on A100, a vocabulary of 50,257 on H100)."""
+before in 32 bits, with the libraries of its time, later two numbers of 16 bits at once. Fitted to heads of 150 and of 450 on
+A100, and to a vocabulary of 50,257 on H100."""
 SEPARATE = ("torchtitan", "MaxText", "Alpa")
 """Frameworks whose layers multiply by queries', keys' and values' weights one after the other."""
 BLOCKING_SECONDS = 1.5e-5

@@ -61,10 +61,6 @@ def machine_of(run: Run) -> Machine:
             replace(intra, bytes_per_second=model.device.host_bytes_per_second, switch_bytes_per_second=0.0),
             key=lambda link: link.bytes_per_second,
         )
-    links = re.search(r"NVLink (\d+) links", run.network)
-    if links:
-        share = int(links[1]) * 25e9 / model.intra_peak
-        intra = replace(intra, bytes_per_second=intra.bytes_per_second * share)
     per_host = model.devices_per_host if "NVL72" in run.network else run.per_host or model.devices_per_host
     # A job has equal parts of its hosts, or of their domains: 64 devices of each rack of 72, where those make 256.
     per_host = max(part for part in range(1, per_host + 1) if run.devices % part == 0)

@@ -69,6 +69,7 @@ class Run:
             forward pass, as it says.
         ranks_only: Whether the source says that its times are good for ranking and not for more.
         is_profiled: Whether it says that a profiler recorded the run.
+        improved_later: Whether it says that something about its hosts was improved afterwards.
         size: Of a head; 0: its part of the width.
         causal: Whether tokens see only those before them.
         decoder: Tokens of a decoder beside an encoder of `tokens`, each `layers` deep; 0: there is none.
@@ -118,6 +119,7 @@ class Run:
     hides_gradients: bool
     ranks_only: bool
     is_profiled: bool
+    improved_later: bool
     schedule: str
     seconds: float | None
     memory_gib: float | None
@@ -303,6 +305,7 @@ def _run(row: Cells, line: int) -> Run:
         hides_gradients=is_kept or says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
         ranks_only=says(row, "not for absolute", "quality"),
         is_profiled=says(row, "profiler", "quality"),
+        improved_later=says(row, r"and later: [^;]*\bimproved", "notes"),
         schedule=text_of(row, "schedule"),
         seconds=None,
         memory_gib=gib_of(row, "mem_gib"),

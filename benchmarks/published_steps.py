@@ -92,7 +92,8 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     adding = kernel_seconds(MemoryPass(gradient_bytes(run) * (params + experts)), device)
     fullest = max((most, 0.0, 0.0), (layers[-1], end, end_tensor), key=lambda s: s[0] * (work + tensor) + s[1] + s[2])
     busy, sending = fullest[0] * work + fullest[1] + adding, fullest[0] * tensor + fullest[2]
-    bubble = waiting_part(run) * (run.pipeline - 1) / run.chunks * (most * (work + tensor) + adding)
+    others = sum(layers) * (work + tensor) + end + end_tensor + run.pipeline * adding - busy - sending
+    bubble = waiting_part(run) / run.chunks * others
     once, with_each = data_seconds(run, machine, params, most, forward, work + tensor)
     update = kernel_seconds(MemoryPass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
     if experts:

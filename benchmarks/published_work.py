@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from published_frameworks import (
+    UNTUNED,
     eager_seconds,
     expert_launches,
     joins_products,
@@ -63,7 +64,9 @@ class Work:
     def busy(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
         """Seconds of its kernels, in a compiled program or one by one."""
         of_kernel = kernel_seconds if run.compiled else eager_seconds
-        return sum(sum(of_kernel(kernel, device) for kernel in self.kernels[phase]) for phase in phases)
+        return (UNTUNED if run.improved_later else 1) * sum(
+            sum(of_kernel(kernel, device) for kernel in self.kernels[phase]) for phase in phases
+        )
 
     def compute(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
         """The same with what launching them takes."""

@@ -2,6 +2,7 @@
 about."""
 
 import math
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from published_frameworks import (  # noqa: E402
     with_launches,
 )
 from published_layers import weights  # noqa: E402
+from published_machines import model_of  # noqa: E402
 from published_order import (  # noqa: E402
     contradicted,
     group_taus,
@@ -120,6 +122,7 @@ def llama(**fields) -> Run:
         hides_gradients=False,
         ranks_only=False,
         is_profiled=False,
+        improved_later=False,
         schedule="",
         seconds=None,
         memory_gib=None,
@@ -154,10 +157,23 @@ def test_a_larger_microbatch_is_faster_where_it_was(runs):
 
 def test_order_of_plans(runs):
     rows = [(run, predict(run)) for run in runs if run.model == "GPT 181B" and run.batch == 2048 and run.heads == 64]
-    ((_, _, count, value),) = group_taus(rows, comparable=False)
-    assert count == 16 and value > 0.75
     before, after = group_taus(rows)
-    assert before[2:] == (7, pytest.approx(15 / 21)) and after[2] == 11 and after[3] > 0.55
+    assert before[2] == 7 and before[3] > 0.8 and after[2] == 11 and after[3] > 0.65
+    ratios = [predicted.seconds / run.seconds for run, predicted in rows if run.seconds and run.devices > 8]
+    assert statistics.median(abs(ratio - 1) for ratio in ratios) < 0.03
+
+
+def test_hosts_that_were_improved_afterwards(runs):
+    """Jean Zay's users ran some plans once more when PCI-Express and NUMA had been set right."""
+    plans = [run for run in runs if run.model == "GPT 181B" and (run.tensor, run.microbatch, run.batch) == (8, 4, 2048)]
+    before, after = (
+        [r for r in plans if r.pipeline == 6 and r.heads == 64 and r.improved_later == was] for was in (True, False)
+    )
+    published, predicted = (
+        statistics.median(of(r) for r in before) / statistics.median(of(r) for r in after)
+        for of in (lambda r: r.seconds, lambda r: predict(r).seconds)
+    )
+    assert 1.03 < predicted < published < 1.07
 
 
 def test_order_of_plans_of_a_vocabulary_that_is_not_padded(runs):
@@ -195,15 +211,31 @@ def test_rows_that_begin_anywhere_are_multiplied_without_tensor_cores():
 
 
 def test_omni_path_is_as_fast_as_its_users_measured(runs):
-    """5.06 GB/s of a card's 12.5, and four cards for eight devices."""
+    """3.5 GB/s of a card's 12.5 among many hosts, and four cards for eight devices."""
     run = next(run for run in runs if "Omni-Path" in run.network)
     machine = machine_of(run)
-    assert machine.inter.bytes_per_second == pytest.approx(5.06e9 * 4 / 8, rel=0.01)
+    assert machine.inter.bytes_per_second == pytest.approx(3.5e9 * 4 / 8, rel=0.01)
     bloom = replace(run, pipeline=12, devices=384)
     plans = (replace(bloom, tensor=tensor, data=32 // tensor, shards=32 // tensor) for tensor in (8, 4, 2))
     eight, four, two = (data_seconds(plan, machine, 1e9, 6, 1.0, 2.0)[0] for plan in plans)
     # Two rings of a host, of four of its devices each, leave two of its cards idle; eight rings share them.
     assert four == pytest.approx(eight / 2, rel=0.1) and two == pytest.approx(four, rel=0.1)
+
+
+def test_links_to_one_neighbour_are_not_all_that_a_device_has(runs):
+    """Jean Zay's users count 4 NVLinks; every A100 on a board with others has twelve."""
+    run = next(run for run in runs if "NVLink 4 links" in run.network)
+    assert machine_of(run).intra == model_of(run).intra
+
+
+def test_pipelines_wait_for_every_other_stage_as_long_as_it_is(runs):
+    """A first microbatch passes all stages: of 13 layers three stages have four, the last one has one."""
+    bloom = next(run for run in runs if run.model == "GPT 181B" and run.pipeline == 12)
+    small = replace(
+        bloom, pipeline=4, layers=13, data=1, devices=32, shards=1, batch=8 * bloom.microbatch, vocabulary=128
+    )
+    uneven, even = predict(small), predict(replace(small, layers=16))
+    assert uneven.bubble == pytest.approx(even.bubble * 9 / 12, rel=0.02)
 
 
 def test_kernels_that_are_waited_for_add_their_launches(runs):
@@ -234,7 +266,7 @@ def test_products_of_one_operand_are_one_where_the_framework_has_it_so():
 def test_first_and_last_stage_add_up_what_they_share(runs):
     bloom = next(run for run in runs if run.model == "GPT 181B" and run.pipeline == 12)
     whole = tied_seconds(bloom, machine_of(bloom))
-    assert whole == pytest.approx(2 * bloom.vocabulary * bloom.width / bloom.tensor / (5.06e9 / 2), rel=0.05)
+    assert whole == pytest.approx(2 * bloom.vocabulary * bloom.width / bloom.tensor / (3.5e9 / 2), rel=0.05)
     assert tied_seconds(replace(bloom, pipeline=1), machine_of(bloom)) == 0
     assert tied_seconds(replace(bloom, gated=True), machine_of(bloom)) == 0
 
