@@ -2,7 +2,7 @@
 
 In:     `conv_general_dilated`.
 Out:    as a product, batch b, input channels i (summed), output channels o; the spatial dims are whole unless their
-        windows are plain reshapes (`window.py`): `bisu,oikl->botv {sum i, whole ...}`.
+        windows are plain reshapes (`windows.py`): `bisu,oikl->botv {sum i, whole ...}`.
 Method: groups are a factor g that leads both channel dims: `b(gi)..,(go)i..->b(go)..`. Where g is split, each device
         holds whole groups, and the local convolution has as many fewer. The gradient by the kernel of a grouped
         convolution counts groups along the batch (`batch_group_count`): `(gb)i..,(go)i..->b(go)..`.
@@ -21,7 +21,7 @@ from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
 from autopar.ir.rules.terms import factors_of, lengths_of, new_term, rule_of
-from autopar.ir.rules.window import Window, WindowFactors
+from autopar.ir.rules.windows import Window, WindowFactors
 
 _GROUP = "g0"
 

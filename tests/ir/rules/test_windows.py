@@ -14,7 +14,7 @@ from jax import lax
 
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.rule import factor_names
-from autopar.ir.rules.window import Window
+from autopar.ir.rules.windows import Window
 from tests.ir.rules.harness import FEW, MESH_SHAPES, check_function, flat_eqns, gradient_of
 
 OWN = {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}

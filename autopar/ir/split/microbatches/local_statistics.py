@@ -13,7 +13,6 @@ from functools import cached_property
 from autopar._jax import Jaxpr, Var
 from autopar.grouping import grouped
 from autopar.ir.dataflow import ancestors, makers, variables
-from autopar.ir.region import kind_of
 from autopar.ir.signature import ValueNumbers
 from autopar.ir.split.placement import SUM
 from autopar.ir.split.solution import Solution
@@ -35,8 +34,6 @@ class SampleSums:
         def terms(value: Var) -> list[Var] | None:
             """The partial sums in which it is linear; None: it is such a sum itself."""
             eqn = self._made_by.get(value)
-            if eqn is not None and kind_of(eqn) == "barrier":
-                return variables([eqn.invars[eqn.outvars.index(value)]])
             strategy = None if eqn is None else solution.strategy_of.get(eqn)
             if eqn is None or strategy is None or strategy.factor is not None:
                 return None

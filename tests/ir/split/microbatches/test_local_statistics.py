@@ -77,6 +77,13 @@ def dice_loss(params: Tree, batch: Tree) -> jax.Array:
     return 1 - 2 * (p * y).sum() / (p.sum() + y.sum())
 
 
+def barred_root_loss(params: Tree, batch: Tree) -> jax.Array:
+    """As `root_loss`, but a barrier hands the mean on, and the loss with it."""
+    value = squares(params, batch)
+    mean, _ = lax.optimization_barrier((value.mean(), value.sum()))
+    return jnp.sqrt(mean)
+
+
 def largest_loss(params: Tree, batch: Tree) -> jax.Array:
     return squares(params, batch).max()
 
@@ -101,6 +108,7 @@ PER_MICROBATCH = {
     "BatchNorm early": Case(sgd(early_norm_loss)),
     "BatchNorm with running statistics": Case(batch_norm_step, extra=running_statistics),
     "root of the mean": Case(sgd(root_loss)),
+    "root of the mean behind a barrier": Case(sgd(barred_root_loss)),
 }
 
 

@@ -264,6 +264,27 @@ def test_layers_that_mix_their_orders():
         split_case(Case(sgd(loss), expert_params, batch=sequences), 2)
 
 
+def test_sorted_rows_of_all_layers_in_half_precision():
+    """Each layer's rows, in its own order, are kept for a second loop; they are cast between the loops."""
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        def layer(x, layer):
+            order, pick = sorted_by(x, layer)
+            rows = products(layer, x[order], jnp.bincount(pick, length=EXPERTS).astype(jnp.int32))
+            return x + rows[jnp.argsort(order)], (rows, order)
+
+        def put_back(total, made):
+            rows, order = made
+            return total + rows[jnp.argsort(order)].astype(jnp.float32), None
+
+        x, (rows, orders) = lax.scan(layer, batch["x"].reshape(-1, WIDTH), params)
+        return jnp.mean(lax.scan(put_back, x, (rows.astype(jnp.bfloat16), orders))[0] ** 2)
+
+    case = Case(sgd(loss), expert_params, batch=sequences)
+    program, split = split_case(case, 2)
+    assert_same(run_split(case, program, split), full_batch(case))
+
+
 def test_the_mean_of_sorted_samples():
     """Samples in the order of their lengths, as for packing: each microbatch has its own order, and the same mean."""
 
