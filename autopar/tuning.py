@@ -103,6 +103,11 @@ class Tuning:
     """Part of its latency that a small collective is charged where others like it are ready too: about ten are fused into one,
     until a lowered program shows how many are."""
 
+    bucket_step: int = 4
+    """How many times smaller messages get where nothing fits the memory budget and they take part in that."""
+    bucket_part: float = 0.02
+    """Part of the bytes alive: values of a message that are less at the fullest moment take no part in it."""
+
     # The integer program
 
     fold_elements: int = 40_000_000

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph
+from autopar.intra_op.lower import lower
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import read_off
 from autopar.intra_op.restrict import Allowed
@@ -24,6 +25,7 @@ def plan_of_choices(request: Request, program: Program, graph: Graph, choices: S
     class_of = list(range(len(graph.nodes)))
     problem = build_problem(graph, device, class_of)
     solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
-    sharded = read_off(graph, choices, class_of, problem, solution, Allowed(), device, roles.donated)
+    how = problem, solution, Allowed(), device, roles.donated, lower(graph, choices)
+    sharded = read_off(graph, choices, class_of, *how)
     planned = assemble_step(program, roles, count_of(request.method), sharded)
     return describe_plan(request, planned, 0.0)

@@ -15,6 +15,7 @@ from autopar._jax import Jaxpr
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage, stage_graph
 from autopar.inter_op.stage_tasks import Slot, Task, read_as_given
+from autopar.intra_op.lower import lower
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.ir.signature import canonical_key
 from autopar.mesh import Device
@@ -46,9 +47,8 @@ def lowered(stage: StagePlan, device: Device) -> StagePlan:
     graph = stage_graph(program, old.mesh, tables=old.graph.tables)
     assert len(graph.nodes) == len(old.choices), "the stages are not equal"
     # The problem refers to nodes and choices by number, so it is the same for both.
-    sharded: Sharded = read_off(
-        graph, old.choices, old.class_of, old.problem, old.solution, old.allowed, device, program.donated
-    )
+    how = old.problem, old.solution, old.allowed, device, program.donated
+    sharded: Sharded = read_off(graph, old.choices, old.class_of, *how, lower(graph, old.choices, old.body.bucket))
     return lower_stage(program, device, sharded)
 
 

@@ -319,7 +319,8 @@ class _Lowering:
         entering = [self.entering(b) for b in inputs]
         body_outputs = outputs[: len(task.jaxpr.outvars)]
         leaving = [self.entering(b) for b in body_outputs]
-        body = lower_task(task.jaxpr, self.graph, self.choices, entering, leaving, task.gates)
+        how = task.gates, self.sharded.body.bucket
+        body = lower_task(task.jaxpr, self.graph, self.choices, entering, leaving, *how)
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))

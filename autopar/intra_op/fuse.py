@@ -16,7 +16,18 @@ from collections.abc import Sequence
 
 from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
 from autopar.intra_op.host_order import fetched_late
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, copies_awaited, move_bytes
+from autopar.intra_op.sharded import (
+    BUCKET_BYTES,
+    Body,
+    Compute,
+    Copy,
+    Fused,
+    Instruction,
+    Move,
+    Region,
+    copies_awaited,
+    move_bytes,
+)
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
@@ -24,8 +35,6 @@ SMALL_BYTES = 4 << 20
 """Collectives up to this size may be fused on any mesh."""
 _COPIES = 4
 """Memory accesses per byte for packing and unpacking."""
-BUCKET_BYTES = 64 << 20
-"""Largest fused collective; it bounds the memory held by values that wait for others."""
 
 
 def small_bytes(mesh: LogicalMesh) -> float:
@@ -51,18 +60,18 @@ def sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
-def fuse_collectives(body: Body, mesh: LogicalMesh) -> Body:
-    """Fuse independent small moves, also in the bodies of loops and branches."""
+def fuse_collectives(body: Body, mesh: LogicalMesh, bucket: int = BUCKET_BYTES) -> Body:
+    """Fuse independent small moves, up to `bucket` bytes in one, also in the bodies of loops and branches."""
     inside = [
-        dataclasses.replace(i, bodies=tuple(fuse_collectives(inner, mesh) for inner in i.bodies))
+        dataclasses.replace(i, bodies=tuple(fuse_collectives(inner, mesh, bucket) for inner in i.bodies))
         if isinstance(i, Region)
         else i
         for i in body.instructions
     ]
-    return dataclasses.replace(body, instructions=_packed(inside, mesh))
+    return dataclasses.replace(body, instructions=_packed(inside, mesh, bucket), bucket=bucket)
 
 
-def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Instruction, ...]:
+def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh, bucket: int) -> tuple[Instruction, ...]:
     small = small_bytes(mesh)
     keys = [_key(instruction, mesh, small) for instruction in instructions]
     if len(keys) - keys.count(None) < 2:
@@ -75,7 +84,7 @@ def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Ins
         if key is None or not isinstance(instruction, Move):
             continue
         place, num_bytes = (key, heights[position]), move_bytes(instruction, mesh)
-        if place not in together or filled[place] + num_bytes > BUCKET_BYTES:
+        if place not in together or filled[place] + num_bytes > bucket:
             together.setdefault(place, []).append([])
             filled[place] = 0
         together[place][-1].append(position)

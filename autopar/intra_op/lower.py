@@ -24,7 +24,7 @@ from autopar.intra_op.check import check_body
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.narrow import narrow_dtype
-from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
+from autopar.intra_op.sharded import BUCKET_BYTES, Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.unread import drop_unread
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
@@ -32,11 +32,12 @@ from autopar.ir.region import Role, is_region, region_of
 from autopar.mesh import Sharding
 
 
-def lower(graph: Graph, choices: Sequence[int]) -> Body:
-    """Lower a graph's program under one choice per node."""
+def lower(graph: Graph, choices: Sequence[int], bucket: int = BUCKET_BYTES) -> Body:
+    """Lower a graph's program under one choice per node; `bucket`: the most bytes that are sent as one message."""
     chosen = [graph.nodes[node].shardings[choices[node]] for node in (*graph.inputs, *graph.outputs)]
     inputs, outputs = chosen[: len(graph.inputs)], chosen[len(graph.inputs) :]
-    return run_passes(LOWER, Lowered(graph.jaxpr, graph, choices, inputs, outputs), check_lowered).body
+    given = Lowered(graph.jaxpr, graph, choices, inputs, outputs, bucket=bucket)
+    return run_passes(LOWER, given, check_lowered).body
 
 
 def lower_task(
@@ -46,6 +47,7 @@ def lower_task(
     inputs: Sequence[Sharding],
     outputs: Sequence[Sharding],
     gates: Mapping[JaxprEqn, Sequence[Var]] | None = None,
+    bucket: int = BUCKET_BYTES,
 ) -> Body:
     """Lower a task: some equations of a graph's program.
 
@@ -56,8 +58,9 @@ def lower_task(
         inputs: The sharding of each invar.
         outputs: The sharding of each outvar.
         gates: Equation -> (awaited, *delayed): from there on, readers of the delayed values wait for the awaited one.
+        bucket: As in `lower`.
     """
-    given = Lowered(jaxpr, graph, choices, inputs, outputs, gates or {}, is_task=True)
+    given = Lowered(jaxpr, graph, choices, inputs, outputs, gates or {}, is_task=True, bucket=bucket)
     return run_passes(LOWER, given, check_lowered).body
 
 
@@ -72,6 +75,7 @@ class Lowered:
     outputs: Sequence[Sharding]
     gates: Mapping[JaxprEqn, Sequence[Var]] = field(default_factory=dict)
     is_task: bool = False
+    bucket: int = BUCKET_BYTES
     body: Body = Body((), (), ())
 
 
@@ -97,7 +101,7 @@ LOWER: tuple[Pass[Lowered], ...] = (
     Pass(
         "fuse",
         "small collectives of one kind that are ready together are sent as one",
-        lambda given: dataclasses.replace(given, body=fuse_collectives(given.body, given.graph.mesh)),
+        lambda given: dataclasses.replace(given, body=fuse_collectives(given.body, given.graph.mesh, given.bucket)),
     ),
 )
 """The passes that lower a step, or a task of a stage."""

@@ -1,8 +1,8 @@
-"""Turns choices into a sharded program with its predicted time and memory.
+"""Predicts time and memory of a sharded program.
 
-In:     a program's decision graph, a choice per node, the solution that these come from.
+In:     a program's decision graph, a choice per node, the solution that these come from, the program lowered under them.
 Out:    `Sharded`.
-Method: lower (`lower.py`), list the collectives, simulate the program (`lanes.py`), compute its memory (`liveness.py`).
+Method: list the collectives, simulate the program (`lanes.py`), compute its memory (`liveness.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from autopar.intra_op.held import held_values
 from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Liveness, measure_liveness
-from autopar.intra_op.lower import lower
 from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
@@ -156,12 +155,11 @@ def read_off(
     allowed: Allowed,
     device: Device,
     donated: Sequence[bool],
-    body: Body | None = None,
+    body: Body,
     exposure: Exposure | None = None,
     liveness: Liveness | None = None,
 ) -> Sharded:
-    """Lower choices, and predict time and memory; `body` and `liveness` are reused if given."""
-    body = lower(graph, choices) if body is None else body
+    """Predict time and memory of choices that are lowered to `body`; `liveness` is reused if given."""
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
     lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device)

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.errors import ConstraintError, warn
 from autopar.intra_op.graph import Graph, Node
+from autopar.intra_op.problem import Problem
 from autopar.ir.region import equations_within
 from autopar.ir.source import source_line
 from autopar.mesh import LogicalMesh, Sharding
@@ -168,3 +169,15 @@ def matches_spec(sharding: Sharding, wanted: Sharding, free: Sequence[bool]) -> 
 
 
 Restrict = Callable[[Graph, Allowed], None]
+
+
+def narrowed_problem(problem: Problem, graph: Graph, class_of: Sequence[int], restrict: Restrict) -> Problem | None:
+    """The problem under further restrictions; None: they leave a node without a choice."""
+    further = Allowed()
+    restrict(graph, further)
+    costs = list(problem.costs)
+    for index, mask in further.masks.items():
+        costs[class_of[index]] = np.where(mask, costs[class_of[index]], np.inf)
+    if any(not np.isfinite(cost).any() for cost in costs):
+        return None
+    return Problem(costs, problem.edges)

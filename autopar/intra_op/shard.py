@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.intra_op.buckets import smaller_bucket
 from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.by_axes import descend_from
 from autopar.intra_op.exposure import Exposure, show
@@ -25,9 +26,9 @@ from autopar.intra_op.memory import rows_of
 from autopar.intra_op.memory_constrained import BytePrices, is_far_over, solve_constrained
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
-from autopar.intra_op.restrict import Allowed, Restrict
+from autopar.intra_op.restrict import Restrict, narrowed_problem
 from autopar.intra_op.setting import SHARD, Setting, check_setting
-from autopar.intra_op.sharded import Body
+from autopar.intra_op.sharded import BUCKET_BYTES, Body
 from autopar.intra_op.solve import Solve, pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.tying import of_classes
@@ -102,6 +103,10 @@ def shard(
     wider = instance.prices.problem(expected) if known else problem
     for other in known if best is not None or not is_far_over(problem) else ():
         best = _with_known(instance, best, other, wider, expected, tried)
+    while best is None and instance.send_less(problem):
+        solution = instance.solve(problem)
+        if solution.choices:
+            best, _ = _follow_clock(instance, instance.read_off(problem, solution, exposure), [solution.choices])
     if best is None:
         instance.budget_search.explain(problem)
     return best
@@ -114,6 +119,7 @@ class _Instance:
         class_of: Class of each node in the problems.
         prices: Seconds of all choices.
         budget_search: What is known of its memory.
+        bucket: The most bytes that are sent as one message.
     """
 
     def __init__(
@@ -131,6 +137,7 @@ class _Instance:
         self.class_of, self.prices = setting.class_of, setting.priced
         budget = options.budget_bytes(self.device.memory_bytes)
         self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
+        self.bucket = BUCKET_BYTES
         # Shared by all problems: if the first one uses it up, the others get almost none.
         self.limit = TimeLimit(options.solver_seconds, options.repaying_steps)
         # Caches of one entry: a body is as large as the program.
@@ -190,8 +197,16 @@ class _Instance:
 
     def _body_of(self, choices: tuple[int, ...]) -> Body:
         if choices not in self._lowered:
-            self._lowered = {choices: lower(self.graph, choices)}
+            self._lowered = {choices: lower(self.graph, choices, self.bucket)}
         return self._lowered[choices]
+
+    def send_less(self, problem: Problem) -> bool:
+        """Make messages smaller from here on if they are part of why nothing fits; rows read off with larger ones go."""
+        last = () if self.budget_search.is_hopeless() else next(iter(self._moments.values()), ())
+        smaller = smaller_bucket(last[0], self.graph.mesh) if last else None
+        if smaller is not None:
+            self.bucket, self._lowered, self._moments, problem.rows[:] = smaller, {}, {}, []
+        return smaller is not None
 
     def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
         nodes, graph = self.nodes(choices), self.graph
@@ -349,7 +364,7 @@ def _with_known(
         exposure: The exposure after all answers.
         tried: Choices that were read off; extended.
     """
-    narrowed = _narrowed(wider, instance.graph, instance.class_of, known)
+    narrowed = narrowed_problem(wider, instance.graph, instance.class_of, known)
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
     with instance.limit.thorough():  # as thorough as if the user asked for this plan by name
@@ -375,15 +390,3 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "pruned" and answer.objective <= least
-
-
-def _narrowed(problem: Problem, graph: Graph, class_of: Sequence[int], restrict: Restrict) -> Problem | None:
-    """The problem under further restrictions; None: they leave a node without a choice."""
-    further = Allowed()
-    restrict(graph, further)
-    costs = list(problem.costs)
-    for index, mask in further.masks.items():
-        costs[class_of[index]] = np.where(mask, costs[class_of[index]], np.inf)
-    if any(not np.isfinite(cost).any() for cost in costs):
-        return None
-    return Problem(costs, problem.edges)

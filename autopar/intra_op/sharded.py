@@ -29,6 +29,9 @@ from autopar.mesh import LogicalMesh, Sharding
 
 Copy = tuple[Var, Sharding]
 
+BUCKET_BYTES = 64 << 20
+"""Largest message of several values, where memory does not ask for smaller ones (`buckets.py`)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
@@ -150,11 +153,13 @@ class Body:
         inputs: Its input variables and their shardings.
         instructions: The instructions, in order of execution.
         outputs: Its results and their shardings.
+        bucket: The most bytes that it sends as one message of several values.
     """
 
     inputs: tuple[Copy, ...]
     instructions: tuple[Instruction, ...]
     outputs: tuple[tuple[Var | Literal, Sharding], ...]
+    bucket: int = BUCKET_BYTES
 
     @property
     def results(self) -> dict[Copy, None]:

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from autopar.intra_op.costs import build_problem
+from autopar.intra_op.lower import lower
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.solve import pass_messages, solve
@@ -54,9 +55,9 @@ def untie(
     kept = dataclasses.replace(sharded, problem=problem, class_of=tuple(alone), solution=same)
     if not answer.choices or answer.objective >= before * (1 - 1e-6):
         return kept
-    better = read_off(
-        graph, answer.choices, alone, problem, answer, sharded.allowed, device, donated, exposure=sharded.exposure
-    )
+    body = lower(graph, answer.choices, sharded.body.bucket)
+    how = sharded.allowed, device, donated, body, sharded.exposure
+    better = read_off(graph, answer.choices, alone, problem, answer, *how)
     return better if fits(better) and better.step_seconds <= sharded.step_seconds else kept
 
 

@@ -23,7 +23,7 @@ import jax
 from autopar._jax import takes_packed
 from autopar.cost.steps import CollectiveKind
 from autopar.debug import xla_flags
-from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
+from autopar.intra_op.fuse import small_bytes
 from autopar.intra_op.host_order import copies_host
 from autopar.intra_op.sharded import Body, Collective, Region, collectives_of
 from autopar.mesh import LogicalMesh
@@ -52,10 +52,11 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
         per_trip = max((_bytes_of(inner, mesh, kind) for inner in trips), default=0)
         if per_trip:
             found[pipelined] = True
-        if 0 < per_trip <= BUCKET_BYTES:
+        if 0 < per_trip <= body.bucket:
             found[threshold] = per_trip
         elif sent := [c for c in collectives_of(body, mesh) if c.kind == kind]:
-            found[threshold] = max(int(small_bytes(mesh)) * _made_bytes(c, mesh) // max(c.bytes, 1) for c in sent)
+            small = int(min(small_bytes(mesh), body.bucket))
+            found[threshold] = max(small * _made_bytes(c, mesh) // max(c.bytes, 1) for c in sent)
     if any(name.endswith("threshold_bytes") for name in found):
         # Combine gathers along different dims, too: weights are gathered along whatever dim they are split along.
         found["xla_gpu_enable_all_gather_combine_by_dim"] = False

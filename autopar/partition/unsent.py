@@ -6,7 +6,7 @@ Method: only the update reads the sum of a gradient over devices. A scheduler th
         the program, so it meets all these sums first and puts them at the end, one after another, where few kernels are left
         to overlap with. Until then the unreduced gradients, and what they are computed from, stay in memory.
         So the work that leads to a later gradient waits for the earlier sums, except the last ones of together half of
-        `BUCKET_BYTES`, which may still run beside it. It also waits for other sums that free memory and lead to none of these,
+        a bucket, which may still run beside it. It also waits for other sums that free memory and lead to none of these,
         such as gradients of a norm's scale. The wait is put on an elementwise operation, which fuses it: of those before a
         gradient, the last of those that lead furthest. A loop that communicates waits for all: nothing is sent beside it.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.cost.steps import AllReduce, ReduceScatter
-from autopar.intra_op.fuse import BUCKET_BYTES
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
 from autopar.intra_op.traffic import takes_waits
 from autopar.partition.order import Delay, communicates
@@ -31,7 +30,8 @@ Bytes = Callable[[Copy], int]
 def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
     """Delay loops, and work that leads to later gradients; `num_bytes`: bytes of a copy on one device."""
     # Sums that lead to others, as of a layer's output, are waited for anyway.
-    reduced = {at: size for at, i in enumerate(body.instructions) if (size := _sum_bytes(i, num_bytes))}
+    small = min(LATE_BYTES, body.bucket / 2)
+    reduced = {at: size for at, i in enumerate(body.instructions) if (size := _sum_bytes(i, num_bytes)) >= small}
     furthest = _furthest(body, reduced)
     sums = {at: size for at, size in reduced.items() if furthest[at] == at}
     loops = {at for at, i in enumerate(body.instructions) if isinstance(i, Region) and i.reads and communicates(i)}
@@ -39,7 +39,7 @@ def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
     found: list[Delay] = []
     sent: list[int] = []  # sums that nothing waits for yet, in order
     for place in sorted({*sums, *loops}):
-        least = 0 if place in loops else BUCKET_BYTES / 2
+        least = 0 if place in loops else body.bucket / 2
         done = next((k for k in reversed(range(len(sent))) if sum(sums[at] for at in sent[k + 1 :]) >= least), None)
         if done is not None:
             begin = sent[done] + 1
@@ -57,13 +57,12 @@ def unsent_delays(body: Body, num_bytes: Bytes) -> list[Delay]:
 
 
 def _sum_bytes(instruction: Instruction, num_bytes: Bytes) -> int:
-    """Return the bytes that a large reduce-scatter or all-reduce reads; 0 for all other instructions."""
+    """Return the bytes that a reduce-scatter or all-reduce reads; 0 for all other instructions."""
     if not isinstance(instruction, Move | Fused) or not isinstance(
         instruction.moves[0].step, AllReduce | ReduceScatter
     ):
         return 0
-    size = sum(map(num_bytes, instruction.reads))
-    return size if size >= LATE_BYTES else 0
+    return sum(map(num_bytes, instruction.reads))
 
 
 def _is_sum(instruction: Instruction, num_bytes: Bytes) -> bool:

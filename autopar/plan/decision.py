@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autopar.intra_op.sharded import Collective
+from autopar.intra_op.sharded import BUCKET_BYTES, Collective
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.markup import facts
@@ -224,6 +224,7 @@ class Stage:
         choices: The choice of each node of the stage's planning problem, in graph order.
         operations: The first and the last operation of its forward pass, for people.
         recomputed: What its backward pass recomputes.
+        bucket_bytes: The most bytes that it sends as one message of several values.
     """
 
     submesh: Submesh
@@ -232,6 +233,7 @@ class Stage:
     choices: tuple[int, ...] = field(default=(), repr=False)
     operations: tuple[str, str] = ("", "")
     recomputed: Recomputed = Recomputed()
+    bucket_bytes: int = BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

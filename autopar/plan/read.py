@@ -18,7 +18,7 @@ import jax
 from autopar.entry import LARGEST, Entry, reader_of
 from autopar.errors import AutoparError
 from autopar.grouping import grouped
-from autopar.intra_op.sharded import Collective
+from autopar.intra_op.sharded import BUCKET_BYTES, Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import MicrobatchSemantics
 from autopar.plan.decision import Cost, Decision, Recomputed, Search, Stage, Submesh, Value
@@ -151,6 +151,7 @@ def _stage(entry: Entry) -> Stage:
         entry["choices"].items(Entry.count),
         (first, last),
         _recomputed(entry["recomputed"]),
+        entry["bucket_bytes"].count(1) if "bucket_bytes" in entry.value else BUCKET_BYTES,
     )
 
 

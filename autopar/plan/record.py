@@ -70,7 +70,7 @@ def _stage_record(stage: Stage) -> dict[str, Any]:
         "first_device": stage.submesh.first,
         **_fields(stage.logical_mesh, "shape axis_names"),
         "links": [_link_record(link) for link in stage.logical_mesh.links],
-        **_fields(stage, "layers choices operations recomputed"),
+        **_fields(stage, "layers choices operations recomputed bucket_bytes"),
     }
 
 

@@ -138,7 +138,7 @@ class Study:
         )
 
     def _lowered(self, choices: Sequence[int]) -> Body:
-        return lower(self.graph, [choices[c] for c in self.class_of])
+        return lower(self.graph, [choices[c] for c in self.class_of], self.sharded.body.bucket)
 
     def forbidden_by(self, number: int) -> str:
         """What restricts this decision: the user's constraints or the method; "": nothing."""

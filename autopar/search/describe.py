@@ -71,7 +71,8 @@ def _stages(planned: StepPlan, cluster: Cluster) -> Iterator[Stage]:
             operations = (describe(eqns[0]), describe(eqns[-1])) if eqns else ("", "")
             recomputed = recomputed_by(planned, number, cluster.device)
         submesh = Submesh(stage.mesh.num_devices, first)
-        yield Stage(submesh, stage.mesh, tuple(layers), stage.sharded.choices, operations, recomputed)
+        made = stage.sharded
+        yield Stage(submesh, stage.mesh, tuple(layers), made.choices, operations, recomputed, made.body.bucket)
 
 
 def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cost:

@@ -81,7 +81,7 @@ def _one_program(request: Request, plan: Plan) -> StepPlan:
             restrict_plan(request.of(step), mesh, graph, allowed)
 
     stage = fused_program(step, roles)
-    sharded = given_choices(stage, mesh, request.cluster, plan.stages[0].choices, plan.cost, restrict)
+    sharded = given_choices(stage, request.cluster, plan.stages[0], plan.cost, restrict)
     return assemble_step(step, roles, plan.num_microbatches, sharded)
 
 
@@ -99,7 +99,7 @@ def _pipeline(request: Request, plan: Plan) -> StepPlan:
     stages = []
     for number, stage in enumerate(plan.stages):
         made = stage_program(tasks, number)
-        sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
+        sharded = given_choices(made, cluster, stage, plan.cost)
         stages.append(lower_stage(made, cluster.device, sharded))
     return assemble(tasks, stages, cluster, find_schedule(named))
 

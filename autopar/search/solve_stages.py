@@ -21,6 +21,7 @@ from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import BackwardSplit, Tasks, make_tasks
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, Tables
+from autopar.intra_op.lower import lower
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -28,7 +29,7 @@ from autopar.intra_op.tying import of_classes, tie_nodes
 from autopar.ir.signature import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
-from autopar.plan.decision import Cost
+from autopar.plan.decision import Cost, Stage
 from autopar.search.pins import RestrictStage
 from autopar.tuning import TUNING
 
@@ -170,19 +171,18 @@ def _is_near(stage: StagePlan, endless: StagePlan, gap: float) -> bool:
 
 def given_choices(
     program: StageProgram,
-    mesh: LogicalMesh,
     cluster: Cluster,
-    choices: Sequence[int],
+    stage: Stage,
     cost: Cost,
     restrict: Restrict | None = None,
 ) -> Sharded:
-    """Lower a stage's joint program under given choices, one per node of its graph.
+    """Lower a stage's joint program under the choices of a saved stage, one per node of its graph.
 
     `cost`: the step's cost when the choices were found. `restrict`: the restrictions then.
 
     Raises `AssertionError`: they are not choices of this program.
     """
-    graph = stage_graph(program, mesh)
+    graph, choices = stage_graph(program, stage.logical_mesh), stage.choices
     fitting = len(graph.nodes) == len(choices) and all(
         k < node.num_choices for k, node in zip(choices, graph.nodes, strict=True)
     )
@@ -197,7 +197,8 @@ def given_choices(
     problem = build_problem(graph, cluster.device, class_of, allowed.masks)
     seconds = problem.cost(chosen)
     solution = Solution(chosen, seconds, seconds * (1 - cost.optimality_gap), cost.solver_status, "file")
-    return read_off(graph, choices, class_of, problem, solution, allowed, cluster.device, program.donated)
+    how = problem, solution, allowed, cluster.device, program.donated, lower(graph, choices, stage.bucket_bytes)
+    return read_off(graph, choices, class_of, *how)
 
 
 def stage_seconds(stage: StagePlan) -> float:

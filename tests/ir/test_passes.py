@@ -67,7 +67,7 @@ def test_also_of_a_pipeline(name, monkeypatch):
         step.plan(*ARGS)
 
 
-def without_the_first_instruction(body, mesh):
+def without_the_first_instruction(body, mesh, bucket):
     return dataclasses.replace(body, instructions=body.instructions[1:])
 
 

@@ -1,5 +1,7 @@
 """A backward pass waits for gradients that are on their way, so that they are not all sent behind its end."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +82,7 @@ def test_the_last_messages_go_on_beside_the_backward_pass(backward):
     for delay in unsent_delays(body, num_bytes):
         last = max(made_at[copy] for copy in delay.awaited if is_sent(body.instructions[made_at[copy]]))
         going = [i for at, i in enumerate(body.instructions) if at > last and is_sent(i)]
-        assert sum(num_bytes((i.var, i.source)) for i in going) >= unsent.BUCKET_BYTES / 2
+        assert sum(num_bytes((i.var, i.source)) for i in going) >= body.bucket / 2
 
 
 def test_sums_that_are_not_sent_apart_are_waited_for_too(backward):
@@ -127,13 +129,12 @@ def test_nothing_waits_for_small_messages(backward):
 
 
 def test_what_waits_is_the_same(monkeypatch):
-    monkeypatch.setattr(unsent, "BUCKET_BYTES", 1 << 13)
     monkeypatch.setattr(unsent, "LATE_BYTES", 1 << 13)
     monkeypatch.setattr("autopar.intra_op.fuse.small_bytes", lambda mesh: 1 << 10)
     found = []
 
-    def finding(*given):
-        found.append(unsent_delays(*given))
+    def finding(body, num_bytes):
+        found.append(unsent_delays(dataclasses.replace(body, bucket=1 << 13), num_bytes))
         return found[-1]
 
     monkeypatch.setattr("autopar.partition.program.unsent_delays", finding)
