@@ -36,7 +36,7 @@ class Hlo:
         name: Its name.
         type: Type of its result: `f32[8,128]{1,0}`, or several in parentheses.
         opcode: Its opcode: `fusion`, `all-gather-start`.
-        operands: Names of its operands; of a constant, its value.
+        operands: Names of its operands; of a constant its value, of a parameter its number.
         attributes: The rest of its line.
     """
 
@@ -153,7 +153,7 @@ def _read_line(line: str) -> Hlo | None:
     begin = rest.index("(")
     end = begin + _closing(rest[begin:])
     operands = tuple(re.findall(r"%([^\s,()]+)", rest[begin:end]))
-    if rest[:begin] == "constant":
+    if rest[:begin] in ("constant", "parameter"):
         operands = tuple(re.findall(r"^\((-?\d+)\)$", rest[begin:end]))
     return Hlo(name[1], kind, rest[:begin], operands, rest[end:])
 

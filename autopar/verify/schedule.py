@@ -5,8 +5,9 @@ Out:    `Followed`: every collective with its executions, and seconds of kernels
 Method: two clocks, of kernels and of the network. A kernel advances the first, a collective the second; waiting for a
         collective advances the first to its end, and one that runs beside kernels slows them down as in the plan, which
         counts as waiting, too (`intra_op/lanes.py`). A loop is simulated once, and counts by its trips. Kernels take the longer
-        of their products at the device's rate and their bytes at its memory's. XLA compiles here without tuning kernels, so
-        this shows what overlaps with a collective, and not how long a step takes.
+        of their products at the device's rate and their bytes at its memory's: of an array of which they only read or replace
+        a part, those of the part. XLA compiles here without tuning kernels, so this shows what overlaps with a collective,
+        and not how long a step takes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ _FREE = {
     "partition-id",
     "replica-id",
 }
+_PARTS = ("slice", "dynamic-slice", "gather")
+"""These read as much of their first operand as they return."""
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""These replace a part of their first operand in place; which operand holds the new part."""
 _BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
 """Custom calls around an asynchronous collective of XLA for TPUs; the fusions between the two carry out parts of it."""
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8"}
@@ -143,9 +148,34 @@ class _Follower:
         if hlo.opcode == "custom-call":
             self.seen.kernels[f"{hlo.target} {_array_text(hlo.type)}".rstrip()] += times
         operands = [self.type_of.get(name, "") for name in hlo.operands]
-        seconds = kernel_seconds(hlo, operands, self.device)
+        seconds = kernel_seconds(hlo, operands, self._moved_bytes(hlo), self.device)
         self.seen.compute_seconds += times * seconds
         return seconds
+
+    def _moved_bytes(self, hlo: Hlo) -> int:
+        """Bytes that a kernel reads and writes."""
+        lines: tuple[Hlo, ...] = (hlo,)
+        given = hlo.operands
+        if hlo.opcode == "fusion" and hlo.called:
+            lines = self.module.computations[hlo.called[0]]
+            parameters = {int(line.operands[0]): line.name for line in lines if line.opcode == "parameter"}
+            given = tuple(parameters[k] for k in range(len(parameters)))
+        made = {line.name: line for line in lines}
+        read = {name: 0 for line in lines for name in (line.name, *line.operands)}  # bytes of each value that are read
+        for line in reversed(lines):
+            for position, name in enumerate(line.operands):
+                part = read[line.name] if line.opcode == "bitcast" else _part_bytes(line, position)
+                read[name] += self._bytes_of(name) if part is None else part
+
+        def written(line: Hlo) -> int:
+            if line.opcode in ("tuple", "bitcast"):
+                return sum(written(made[name]) for name in line.operands if name in made)
+            return self._bytes_of(line.operands[_UPDATES[line.opcode]]) if line.opcode in _UPDATES else line.num_bytes
+
+        return written(lines[-1]) + sum(min(read[name], self._bytes_of(name)) for name in given)
+
+    def _bytes_of(self, name: str) -> int:
+        return type_bytes(self.type_of.get(name, ""))
 
     def _collective_in(self, hlo: Hlo) -> Hlo | None:
         """The collective that an instruction is or contains; asynchronous ones are wrapped, or fused with a slice."""
@@ -198,6 +228,13 @@ class _Follower:
         return collective_seconds(kind, self._bytes(hlo), self._axes(hlo), self.mesh)
 
 
+def _part_bytes(reader: Hlo, position: int) -> int | None:
+    """What an instruction reads of its operand at a position, if it is only a part."""
+    if position == 0 and reader.opcode in _UPDATES:
+        return 0
+    return reader.num_bytes if position == 0 and reader.opcode in _PARTS else None
+
+
 def _array_text(kind: str) -> str:
     """The first array of a type; "" if it has none."""
     name = dtype_of(kind)
@@ -225,10 +262,9 @@ def _groups_of_axes(mesh: LogicalMesh) -> Iterator[tuple[frozenset[frozenset[int
         yield frozenset(frozenset(map(int, row)) for row in rows), tuple(names[k] for k in choice)
 
 
-def kernel_seconds(hlo: Hlo, operands: list[str], device: Device) -> float:
+def kernel_seconds(hlo: Hlo, operands: list[str], num_bytes: int, device: Device) -> float:
     """Seconds of one kernel: launch, and the longer of its products and its bytes at the rates that the device reaches."""
     reached = device.achieved
-    num_bytes = hlo.num_bytes + sum(map(type_bytes, operands))
     moving = num_bytes / (device.memory_bytes_per_second * reached.memory)
     flops = product_flops(hlo, operands)
     name = _DTYPES.get(dtype_of(operands[0]), "float32") if operands else "float32"

@@ -30,7 +30,7 @@ def test_module():
     module = read_module(TEXT)
     assert module.entry == "main" and list(module.computations) == ["fused", "body", "main"]
     x, loop, done, call = module.computations["main"]
-    assert (x.opcode, x.operands, x.num_bytes) == ("parameter", (), 16)
+    assert (x.opcode, x.operands, x.num_bytes) == ("parameter", ("0",), 16)
     assert (module.trips(loop), loop.called, loop.num_bytes) == (12, ("cond.2", "body"), 20)
     assert done.called == ("fused",) and done.is_synchronous and module.trips(done) is None
     assert (call.target, call.operands, call.called) == ("mine", ("done", "x"), ("fused",))

@@ -156,3 +156,45 @@ def test_a_collective_that_is_carried_out_in_parts_is_one():
     (gather,) = seen.collectives
     assert (gather.kind, gather.bytes, gather.times, gather.is_async) == ("all-gather", 320, 1, True)
     assert gather.hidden_seconds == pytest.approx(seen.compute_seconds) and gather.hidden_seconds > 0
+
+
+PARTS = """
+%of_one (p.0: f32[8,1000]) -> f32[8,5] {
+  %p.0 = f32[8,1000]{1,0} parameter(0)
+  %flat = f32[8000]{0} bitcast(%p.0)
+  ROOT %piece = f32[8,5]{1,0} BODY
+}
+
+%row (p.2: f32[5], p.1: f32[100,5], p.3: s32[]) -> f32[100,5] {
+  %p.1 = f32[100,5]{1,0} parameter(1)
+  %p.2 = f32[5]{0} parameter(0)
+  %p.3 = s32[] parameter(2)
+  %new = f32[1,5]{1,0} bitcast(%p.2)
+  ROOT %stack = f32[100,5]{1,0} dynamic-update-slice(%p.1, %new, %p.3, %p.3)
+}
+
+ENTRY %main (x: f32[8,1000], y: f32[100,5], z: f32[5], i: s32[]) -> f32[100,5] {
+  %x = f32[8,1000]{1,0} parameter(0)
+  %y = f32[100,5]{1,0} parameter(1)
+  %z = f32[5]{0} parameter(2)
+  %i = s32[] parameter(3)
+  %one = f32[8,5]{1,0} fusion(%x), kind=kLoop, calls=%of_one
+  ROOT %other = f32[100,5]{1,0} fusion(%z, %y, %i), kind=kLoop, calls=%row
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "body, num_bytes",
+    [
+        ("slice(%p.0), slice={[0:8], [0:5]}", 2 * 8 * 5 * 4),
+        ("dynamic-slice(%flat), dynamic_slice_sizes={40}", 2 * 8 * 5 * 4),
+        ("reduce-window(%p.0)", 8 * 1000 * 4 + 8 * 5 * 4),
+        ("fusion(%p.0, %flat)", 8 * 1000 * 4 + 8 * 5 * 4),
+    ],
+)
+def test_of_an_array_only_the_part_that_a_kernel_reads_or_replaces_is_moved(body, num_bytes):
+    """A slice of weights that were gathered in one message; a row of a loop's stack."""
+    seen = follow_program(read_module(PARTS.replace("BODY", body)), MESH, DEVICE)
+    row = 5 * 4
+    assert seen.compute_seconds == pytest.approx((num_bytes + 2 * row + 4) / 1e9)
