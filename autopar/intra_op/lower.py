@@ -21,7 +21,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
 from autopar.intra_op.check import check_body
-from autopar.intra_op.fuse import fuse_collectives
+from autopar.intra_op.fuse import fuse_collectives, sent_together, small_bytes
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.narrow import narrow_dtype
 from autopar.intra_op.sharded import BUCKET_BYTES, Body, Compute, Copy, Gate, Instruction, Move, Region, describe
@@ -29,7 +29,8 @@ from autopar.intra_op.unread import drop_unread
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.region import Role, is_region, region_of
-from autopar.mesh import Sharding
+from autopar.ir.work import num_bytes
+from autopar.mesh import LogicalMesh, Sharding
 
 
 def lower(graph: Graph, choices: Sequence[int], bucket: int = BUCKET_BYTES) -> Body:
@@ -119,6 +120,7 @@ class _Lowering:
         self.last: Copy | None = None
         self.pace: list[list[Copy]] = []  # per open body, first results computed from repeated gathers, in order
         self.is_again = False  # whether the current equation reads a repeated gather
+        self.small = small_bytes(self.mesh)
 
     def chosen(self, node: int) -> Sharding:
         """The chosen sharding of a port, hub or keep."""
@@ -236,8 +238,8 @@ class _Lowering:
         """Convert one of the available copies to `target`, by the cheapest reshard."""
         if target in copies:
             return
-        shape, itemsize = tuple(var.aval.shape), var.aval.dtype.itemsize
-        routes = [(source, cheapest_reshard(shape, itemsize, source, target, self.mesh)) for source in copies]
+        shape, itemsize, mesh = tuple(var.aval.shape), var.aval.dtype.itemsize, self.as_priced(var)
+        routes = [(source, cheapest_reshard(shape, itemsize, source, target, mesh)) for source in copies]
         at, route = min(routes, key=lambda pair: (pair[1].seconds, len(pair[1].steps)))
         for step in route.steps:
             following = apply_to_sharding(step, at, self.mesh)
@@ -252,6 +254,11 @@ class _Lowering:
                 copies.append(following)
             at = following
         assert at == target, f"reshard of {var} ended in {at}, not {target}"
+
+    def as_priced(self, var: Var) -> LogicalMesh:
+        """The mesh by which conversions of a value are priced: other links have other cheapest routes."""
+        is_joined = var not in self.graph.samples and num_bytes(var) <= self.small
+        return sent_together(self.mesh, num_bytes(var)) if is_joined else self.mesh
 
     def exists(self, var: Var, sharding: Sharding) -> bool:
         """Whether any phase of this body began with the copy or made it."""

@@ -6,8 +6,10 @@ import pytest
 
 from autopar import Cluster
 from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.costs import build_problem
+from autopar.intra_op.exposure import show
 from autopar.intra_op.lower import lower
-from autopar.intra_op.sharded import Body, Compute, Move, Region
+from autopar.intra_op.sharded import Body, Compute, Move, Region, collectives_of
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import Sharding, logical_mesh
 
@@ -86,3 +88,24 @@ def test_a_loop_converts_inside_what_it_carries_in_another_sharding():
     at = made.index("scan") if "scan" in made else made.index("while")
     inside = [word for word in made[at + 1 :] if word not in ("add", "lt")]
     assert inside == ["sin", f"{ROWS} => {COLUMNS}", "tanh", f"{COLUMNS} => {ROWS}"] and not made[:at]
+
+
+@pytest.mark.parametrize("batch, steps", [(1, 1), (0, 3)], ids=["parameter", "samples"])
+def test_a_conversion_takes_the_route_that_was_priced(batch, steps):
+    """A gather over two axes of slow links: alone it is faster in three steps, but a small parameter's is sent with others."""
+    cluster = Cluster.of("16x8 a100")
+    array = jax.ShapeDtypeStruct((1024, 3072), jnp.bfloat16)
+    program = trace_step(lambda one, _: jnp.sin(one), [array, array])
+    graph = build_graph(program.jaxpr, logical_mesh(cluster, (2, 8, 8)), {}, [batch])
+    given, whole = Sharding(((), ("y", "z"))), Sharding(((), ()))
+    choices = [
+        [s.results[0] for s in node.strategies].index(whole)
+        if node.strategies
+        else node.shardings.index(given if node.index in graph.inputs else whole)
+        for node in graph.nodes
+    ]
+    body, problem = lower(graph, choices), build_problem(graph, cluster.device, range(len(graph.nodes)))
+    sent = list(collectives_of(body, graph.mesh))
+    priced = sum(float(matrix[choices[u], choices[v]]) for (u, v), matrix in problem.edges.items())
+    assert sum(one.priced_seconds for one in show(graph, body, [0.0] * len(sent))) == pytest.approx(priced)
+    assert len(sent) == steps
