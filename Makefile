@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+VERIFY := $(VENV)/verify/.installed
 
 .PHONY: demo test test-matrix lint docs bench bench-scripts sweep gpu gpu-wheels clean
 
@@ -11,8 +12,10 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(RUN) examples/train_gpt.py
 
-test: $(STAMP)
-	$(RUN) -m pytest -q -rs -n 2 $(PYTEST_ARGS)
+# Tests start many processes: with bytecode at hand, none of them compiles the package again.
+test: export PYTHONDONTWRITEBYTECODE =
+test: $(STAMP) $(VERIFY)
+	$(RUN) -m pytest -q -rs -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # Python 3.11 with JAX 0.10, and Python 3.12 with JAX 0.11.
 test-matrix:
@@ -65,8 +68,12 @@ $(STAMP): pyproject.toml
 	  { echo "autopar needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet -e '.[dev]'
-	@# XLA's compiler for GPUs, for tests/verify, beside the packages: as a plugin of JAX's it complains where there is no GPU.
+	@touch $@
+
+# XLA's compiler for GPUs, for tests/verify, beside the packages: as a plugin of JAX's it complains where there is no GPU.
+$(VERIFY): $(STAMP)
+	@echo "XLA's compiler for GPUs, into $(VENV)/verify: 480 MB"
 	@$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/verify \
 	  $$($(RUN) -c 'import jax; print(*(f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt")))') || \
 	  echo "XLA's compiler for GPUs cannot be installed here: tests/verify/test_gpu.py is skipped"
-	@touch $@
+	@mkdir -p $(@D) && touch $@

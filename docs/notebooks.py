@@ -20,6 +20,7 @@ from nbclient import NotebookClient
 from nbclient.util import run_sync
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+SILENT = ["--IPKernelApp.log_level=ERROR"]  # else each kernel warns that it is spoken to without encryption
 FIT = "this.style.height=this.contentDocument.documentElement.scrollHeight+8+'px'"
 
 
@@ -33,7 +34,7 @@ def executed(path: Path, kernel: Any = None) -> Any:
 
 def execute(notebook: Any, kernel: Any = None) -> None:
     """Run the cells of a notebook, by a kernel of its own or by one that is running."""
-    client = NotebookClient(notebook, km=kernel, timeout=600, kernel_name="python3")
+    client = NotebookClient(notebook, km=kernel, timeout=600, kernel_name="python3", extra_arguments=SILENT)
     client.execute()
     if kernel is not None and client.kc is not None:
         client.kc.stop_channels()
@@ -41,7 +42,7 @@ def execute(notebook: Any, kernel: Any = None) -> None:
 
 def start_kernel() -> Any:
     """A kernel that runs several notebooks, one after the other; whoever starts it shuts it down."""
-    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
+    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3", extra_arguments=SILENT)
     kernel = client.create_kernel_manager()
     client.start_new_kernel()
     return kernel

@@ -19,6 +19,7 @@ import pytest
 NUM_DEVICES = 8
 MUCH_BYTES = 700 * 2**20
 GOLDEN = Path(__file__).parent / "golden"
+FIRST = tuple(Path(__file__).parent / room for room in ("ray", "verify"))
 _OF_0_10 = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_experimental_ynn_fusion_type=")
 XLA_FLAGS = (
     f"--xla_force_host_platform_device_count={NUM_DEVICES}",
@@ -43,7 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine or this command does not run."""
+    """Skip, with the reason, what this machine or this command does not run; what waits for other processes comes first.
+
+    Of several workers that steal from each other (`--dist worksteal`) one then has Ray's and the compilers' tests to itself,
+    and starts what they share once.
+    """
+    items.sort(key=lambda item: min((k for k, room in enumerate(FIRST) if room in item.path.parents), default=len(FIRST)))
     asked = config.getoption("-m")
     missing = {}
     if "gpu" not in asked:

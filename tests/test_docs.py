@@ -124,6 +124,13 @@ def run_cell(hook, kernel, code):
     hook.execute(hook.nbformat.v4.new_notebook(cells=[hook.nbformat.v4.new_code_cell(code)]), kernel)
 
 
+def test_a_kernel_says_nothing(hook, capfd):
+    """What `make docs` prints is of the site."""
+    hook.execute(hook.nbformat.v4.new_notebook())
+    hook.end_kernel(hook.start_kernel())
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("page", NOTEBOOKS)
 def test_notebook(page, hook, kernel):
     """Committed as it is before it runs; runs to its end, with nothing that another defined, and shows what it should."""
