@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from autopar._jax import Literal, on_host
+from autopar._jax import JaxprEqn, Literal, on_host
 from autopar.grouping import grouped
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region
 from autopar.ir.gradient import is_backward
@@ -43,6 +43,14 @@ class Ahead:
         """All delays; of those of one position, the ones that last come first."""
         kinds = self.final_carries, self.seeds, self.recomputation, self.large_arrays, self.loop_constants
         return (delay for find in kinds for delay in find())
+
+    def only_reader(self, instruction: Instruction) -> JaxprEqn | None:
+        """The equation that alone reads all that an instruction makes; None: there are several readers, or another kind."""
+        readers = {k for copy in instruction.makes for k in self.readers.get(copy, ())}
+        if len(readers) != 1 or not self.stay.isdisjoint(instruction.makes):
+            return None
+        reader = self.body.instructions[readers.pop()]
+        return reader.eqn if isinstance(reader, Compute) else None
 
     def before_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that a loop at this position waits for, and the bytes on one device that each of them frees."""

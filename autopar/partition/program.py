@@ -25,6 +25,7 @@ from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instructi
 from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import region_of
+from autopar.ir.rules.on_cpus import bind_on_cpu
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead
@@ -94,8 +95,9 @@ def run_body(
             )
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
         spent = [copy for copy in instruction.reads if is_program and ahead.readers[copy][-1] == position]
+        reader = ahead.only_reader(instruction)
         made = _run_instruction(
-            instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first, spent
+            instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first, spent, reader
         )
         if of_hosts and _gathers_for_update(instruction, ahead):
             made = {copy: with_rows_major(a) for copy, a in made.items()}
@@ -192,11 +194,12 @@ def _run_instruction(
     owned: Container[Copy],
     first: Sequence[tuple[jax.Array, int]],
     spent: Container[Copy],
+    reader: JaxprEqn | None,
 ) -> Copies:
     """Run an instruction and return the copies that it makes.
 
     Its operands wait for `earlier`, those of a loop also for `first`; `owned`: the owned sums (`owned.py`); `spent`: copies
-    that nothing reads later.
+    that nothing reads later; `reader`: the only equation that reads what it makes.
     """
     match instruction:
         case Move() | Fused():
@@ -217,7 +220,7 @@ def _run_instruction(
         case Compute(eqn, rule, strategy):
             operands = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, strategy.operands, strict=True)]
             operands[:1] = [after(operand, earlier) for operand in operands[:1]]
-            results = run_equation(eqn, rule, strategy, axis_sizes, operands, platform)
+            results = run_equation(eqn, rule, strategy, axis_sizes, operands, platform, reader)
             return dict(zip(zip(eqn.outvars, strategy.results, strict=True), results, strict=True))
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
@@ -352,8 +355,9 @@ def run_equation(
     axis_sizes: Mapping[str, int],
     operands: Sequence[jax.Array],
     platform: str = "",
+    reader: JaxprEqn | None = None,
 ) -> list[jax.Array]:
-    """Run `eqn` under `strategy` on this device; call it inside `shard_map`."""
+    """Run `eqn` under `strategy` on this device; call it inside `shard_map`. `reader`: the only one of its result here."""
     shard = Shard(strategy.axes_of, axis_sizes, rule.sizes, platform=platform)
     if strategy.exchanged_over and rule.exchange is not None:
         # Each product sends its own rows, as planned: the added dependence keeps XLA from merging equal sends.
@@ -367,6 +371,8 @@ def run_equation(
         results = _run_once(eqn, rule, shard, axis_sizes, operands)
     elif rule.local is not None:
         results = list(rule.local(eqn, shard, *operands))
+    elif platform == "cpu":
+        results = bind_on_cpu(eqn, operands, None if strategy.reductions else reader)
     else:
         results = bind_eqn(eqn, *operands)
     for kind, axes in strategy.reductions:
