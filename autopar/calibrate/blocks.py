@@ -1,40 +1,34 @@
 """Cases of whole layers with their gradients, and of updates, to measure how well compilers fuse.
 
 In:     whether the devices are CPU devices.
-Out:    `Case`s whose kernels are those that a plan would count (`intra_op/traffic.py`).
+Out:    `Case`s whose programs and kernels are those of a plan (`emitted.py`).
 Method: thin layers, whose products take little time: most of it is passes over memory and launches, which the cost model
         counts as with perfect fusion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autopar.calibrate.cases import SMALL, Case, normed
-from autopar.cost.kernels import Kernel, MemoryPass
-from autopar.intra_op.build_graph import build_graph
-from autopar.intra_op.kernels import kernel_of
-from autopar.intra_op.traffic import find_traffic
-from autopar.ir.trace.trace import trace_step
-from autopar.mesh import LogicalMesh
-
-_ONE = LogicalMesh((1,))
+from autopar.calibrate.emitted import emitted
+from autopar.cost.kernels import MemoryPass
 
 
 def blocks(is_cpu: bool) -> Iterator[Case]:
     """A transformer layer and its gradient, alone and in a loop; and the update of a parameter, which fuses differently."""
     width, heads = (128, 4) if is_cpu else (512, 8)
     length = 128 if is_cpu else 1024
-    yield _layer(8, length, width, heads, 1)
+    yield _layer(8, length, width, heads, 1, is_cpu)
     yield _update(2**20 if is_cpu else 2**24)  # exceeds caches, as parameters do between two steps
-    yield _layer(2, length, width, heads, 2)
+    yield _layer(2, length, width, heads, 2, is_cpu)
 
 
-def _layer(batch: int, length: int, width: int, heads: int, layers: int) -> Case:
+def _layer(batch: int, length: int, width: int, heads: int, layers: int, is_cpu: bool) -> Case:
     shapes = ((batch, length, width), (layers, width, 3 * width), (layers, width, width), (layers, width))
 
     def layer(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
@@ -59,7 +53,8 @@ def _layer(batch: int, length: int, width: int, heads: int, layers: int) -> Case
         return x * 0.5 + SMALL * along + SMALL * sum(grad.sum() for grad in others)
 
     text = f"{'a layer' if layers == 1 else f'a loop of {layers} layers'} of {width}, {batch} x {length} tokens"
-    return Case("layer", text, shapes, "float32", turn, kernels_of(turn, shapes, "float32", {0: frozenset({0})}))
+    run, kernels = emitted(turn, shapes, "float32", {0: frozenset({0})})
+    return Case("layer", text, shapes, "float32", run if is_cpu else turn, kernels)
 
 
 def _update(size: int) -> Case:
@@ -74,21 +69,3 @@ def _update(size: int) -> Case:
 
     kernel = MemoryPass(7 * 4.0 * size, 1.0, "parameters")  # reads four arrays, writes three
     return Case("update", f"Adam of {size} float32", ((size,),) * 4, "float32", turn, (kernel,), num_made=3)
-
-
-def kernels_of(
-    function: Callable[..., jax.Array],
-    shapes: Sequence[tuple[int, ...]],
-    dtype: str,
-    batch: Mapping[int, frozenset[int]],
-) -> tuple[Kernel, ...]:
-    """The kernels of a function on one device by the cost model; `batch` as in `build_graph`."""
-    given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    graph = build_graph(trace_step(function, given).jaxpr, _ONE, {}, batch)
-    traffic = find_traffic(graph)
-    found: list[Kernel] = []
-    for node in graph.nodes:
-        if node.kind == "op":
-            kernel = kernel_of(node, node.strategies[0], traffic[node.index], _ONE)
-            found += [kernel] * round(node.weight) if kernel.num_bytes else []
-    return tuple(found)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopar.calibrate.emitted import emitted
 from autopar.cost.kernels import FusedProducts, Kernel, MemoryPass, Product
 from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 
@@ -174,12 +175,13 @@ def _turned(is_cpu: bool) -> Iterator[Case]:
             across = lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ())))  # noqa: E731
             return x0 * 0.5 + SMALL * across(v, across(w, x))
 
+        shapes = ((depth, columns), (depth, columns), (depth, rows), (rows, depth))
         yield Case(
             "turned",
             f"[{depth}, {rows}]' x [{depth}, {columns}] and back, {dtype}",
-            ((depth, columns), (depth, columns), (depth, rows), (rows, depth)),
+            shapes,
             dtype,
-            turn,
+            emitted(turn, shapes, dtype)[0] if is_cpu else turn,
             (there, back, MemoryPass(3.0 * depth * columns * jnp.dtype(dtype).itemsize)),
         )
 

@@ -159,3 +159,14 @@ def test_no_time_and_no_devices():
         autopar.calibrate(jax.devices()[:1], seconds=0)
     with pytest.raises(ClusterError, match="one host is calibrated at a time"):
         autopar.calibrate([])
+
+
+def test_cases_run_in_the_forms_of_steps():
+    """What is fitted to weight gradients and whole layers is measured as programs of steps compute it on CPUs."""
+    cases = [c for c in all_cases(8, True, blocks(True)) if c.kind in ("turned", "layer")]
+    assert len({c.kind for c in cases}) == 2
+    for case in cases:
+        arrays = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
+        made = jax.make_jaxpr(case.turn)(*arrays)
+        assert [v.aval.shape for v in made.jaxpr.outvars] == [case.shapes[0]]
+        assert "optimization_barrier" in str(made)

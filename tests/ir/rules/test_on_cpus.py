@@ -79,7 +79,11 @@ def test_reductions_lose_dims_of_length_one(name, shape, axes):
 
 @pytest.mark.parametrize(
     "fun",
-    [lambda x: lax.reduce_sum(x, (0,)), lambda x: lax.argmax(x, 2, jnp.int32), lambda x: lax.reduce_precision(x, 5, 10)],
+    [
+        lambda x: lax.reduce_sum(x, (0,)),
+        lambda x: lax.argmax(x, 2, jnp.int32),
+        lambda x: lax.reduce_precision(x, 5, 10),
+    ],
     ids=["of one element", "number", "no dims"],
 )
 def test_other_reductions_stay(fun):
