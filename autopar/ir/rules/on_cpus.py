@@ -69,7 +69,7 @@ def _with_rows_first(eqn: JaxprEqn, first: jax.Array, second: jax.Array, is_swap
     depth, of_first = len(contracted), first.ndim - len(contracted)
     if is_swapped:
         first, second = second, first
-    left, right = (x.reshape(math.prod(x.shape[:depth]), -1) for x in (first, second))
+    left, right = (x.reshape(math.prod(x.shape[:depth]), math.prod(x.shape[depth:])) for x in (first, second))
     left = lax.optimization_barrier(left.T)  # XLA would contract the leading dim again
     params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
     made = lax.dot_general(left, right, (((1,), (0,)), ((), ())), **params)
