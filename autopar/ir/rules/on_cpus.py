@@ -31,7 +31,7 @@ def bind_on_cpu(eqn: JaxprEqn, operands: Sequence[jax.Array], reader: JaxprEqn |
         reader: The only equation that reads its result; None: there are several, or none here.
     """
     if _contracts_leading(eqn):
-        return [_with_rows_first(eqn, *operands, is_swapped=reader is not None and _swaps(reader, eqn))]
+        return [_with_rows_first(eqn, operands, is_swapped=reader is not None and _swaps(reader, eqn))]
     if _reduces(eqn) and 1 in operands[0].shape and any(operands[0].shape[d] > 1 for d in eqn.params["axes"]):
         return [_without_units(eqn, operands[0])]
     return bind_eqn(eqn, *operands)
@@ -60,15 +60,14 @@ def _swaps(reader: JaxprEqn, product: JaxprEqn) -> bool:
     return tuple(reader.params["permutation"]) == (*range(of_first, ndim), *range(of_first))
 
 
-def _with_rows_first(eqn: JaxprEqn, first: jax.Array, second: jax.Array, is_swapped: bool) -> jax.Array:
+def _with_rows_first(eqn: JaxprEqn, operands: Sequence[jax.Array], is_swapped: bool) -> jax.Array:
     """A product over the leading dims of two operands, the rows of one of them brought to the front by a copy.
 
     `is_swapped`: the result is transposed afterwards. Then it is computed so, and XLA drops both transposes.
     """
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    depth, of_first = len(contracted), first.ndim - len(contracted)
-    if is_swapped:
-        first, second = second, first
+    depth, of_first = len(contracted), operands[0].ndim - len(contracted)
+    first, second = reversed(operands) if is_swapped else operands
     left, right = (x.reshape(math.prod(x.shape[:depth]), math.prod(x.shape[depth:])) for x in (first, second))
     left = lax.optimization_barrier(left.T)  # XLA would contract the leading dim again
     params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
