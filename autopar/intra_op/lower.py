@@ -6,7 +6,7 @@ Method: values are converted when first needed, through the hub's sharding if th
         made on the way may be reused. Between phases a value waits in the sharding of its keep, to which it is converted
         after its last reader in the earlier phase; the later phase has that copy alone. A gather that is repeated waits
         for the results of the one before the last, so that at most one is ahead of its use.
-        Then unread copies are dropped (`unread.py`), and small collectives fused (`fuse.py`).
+        Then unread copies are dropped (`unread.py`), sums sent early (`early.py`), and small collectives fused (`fuse.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
 from autopar.intra_op.check import check_body
+from autopar.intra_op.early import send_early
 from autopar.intra_op.fuse import fuse_collectives, sent_together, small_bytes
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.narrow import narrow_dtype
@@ -98,6 +99,11 @@ LOWER: tuple[Pass[Lowered], ...] = (
         "unread",
         "conversions that nothing reads go",
         lambda given: dataclasses.replace(given, body=drop_unread(given.body)),
+    ),
+    Pass(
+        "early",
+        "sums over devices are sent once they are there",
+        lambda given: dataclasses.replace(given, body=send_early(given.body, given.graph.phases)),
     ),
     Pass(
         "fuse",

@@ -228,6 +228,21 @@ def computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
                     yield from computed(inner, times * trip_count(eqn))
 
 
+def communicates(instruction: Instruction) -> bool:
+    """Whether an instruction is or contains a collective."""
+    match instruction:
+        case Move(step=step):
+            return step_kind(step) is not None
+        case Fused():
+            return True
+        case Compute(strategy=strategy):
+            return bool(strategy.reductions or strategy.exchanged_over)
+        case Region(bodies=bodies):
+            return any(communicates(inner) for body in bodies for inner in body.instructions)
+        case Gate():
+            return False
+
+
 def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
     """All collectives of a program, in order; one entry per instruction, `times` counts loop trips.
 

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import empty_in_host_memory, on_host
-from autopar.cost.steps import step_kind
 from autopar.intra_op.host_order import copies_host, host_waits
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
+from autopar.intra_op.sharded import Body, Copy, Instruction, Region, communicates
 from autopar.ir.region import kind_of
 
 
@@ -68,21 +67,6 @@ def in_buffers(body: Body, delays: Iterable[Delay]) -> set[Copy]:
     for instruction in reversed(body.instructions):
         found.update(read for read, made in through_barrier(instruction) if made in found)
     return found
-
-
-def communicates(instruction: Instruction) -> bool:
-    """Whether an instruction is or contains a collective."""
-    match instruction:
-        case Move(step=step):
-            return step_kind(step) is not None
-        case Fused():
-            return True
-        case Compute(strategy=strategy):
-            return bool(strategy.reductions or strategy.exchanged_over)
-        case Region(bodies=bodies):
-            return any(communicates(inner) for body in bodies for inner in body.instructions)
-        case Gate():
-            return False
 
 
 def needs_order(body: Body) -> bool:

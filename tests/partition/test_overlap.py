@@ -209,7 +209,9 @@ def test_what_a_loop_over_microbatches_reduces_stays_in_it_and_apart(platform, i
     assert any(c.kind == "all-reduce" and c.times == 2 for c in plan.cost.collectives), "reduced in the loop"
     local = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, plan.mesh), v.aval.dtype) for v, s in body.inputs]
     emitted = str(jax.make_jaxpr(lambda *a: run_body(body, a, sizes, platform), axis_env=list(sizes.items()))(*local))
-    held = re.findall(r"(\w+):bf16\S+ = optimization_barrier", emitted)
-    assert len(held) == (8 if is_told else 0)
+    summed = re.findall(r"(\w+):bf16\S+ = psum", emitted)
+    held = re.findall(r"optimization_barrier (\w+)", emitted)
+    held = [name for name in summed if name in held and len(re.findall(rf"\b{name}\b", emitted)) == 2]
+    assert len(summed) == 8 and len(held) == (8 if is_told else 0), "read through a barrier alone"
     small = int(small_bytes(plan.mesh))
     assert overlap_options(body, plan.mesh)["xla_gpu_all_reduce_combine_threshold_bytes"] == small
