@@ -98,8 +98,9 @@ def test_microbatches_left_open_divide_over_the_data_axis(recwarn):
     assert not [w for w in recwarn if "samples" in str(w.message)]
 
 
+@pytest.mark.parametrize("method", [DataParallel(zero=3), ThreeD(data=8)], ids=["data parallel", "three axes"])
 @pytest.mark.parametrize("size, told", [(16, True), (64, False)])
-def test_chunks_that_do_not_divide(size, told, recwarn):
+def test_chunks_that_do_not_divide(size, told, method, recwarn):
     """A loop of the user's own over four chunks of samples."""
 
     def step(params, x):
@@ -110,8 +111,8 @@ def test_chunks_that_do_not_divide(size, told, recwarn):
         grads, _ = jax.lax.scan(chunk, jax.tree.map(jnp.zeros_like, params), x.reshape(4, -1, 16))
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
-    planned(DataParallel(zero=3), step, (state(), np.ones((size, 16), np.float32)))
-    texts = [str(w.message) for w in recwarn if "devices do alike" in str(w.message)]
+    planned(method, step, (state(), np.ones((size, 16), np.float32)))
+    texts = [str(w.message) for w in recwarn if "do alike" in str(w.message)]
     assert len(texts) == told
     wanted = "of each device's time", "at test_api_errors.py", "4 parts along the samples"
     assert all(part in text for text in texts for part in wanted)

@@ -3,7 +3,10 @@
 In:     a flat program and the dims of its inputs that are the batch.
 Out:    `BatchDims`: for each value its batch dims, for each equation its batch factors.
 Method: forward propagation by the sharding rules: a factor is a batch factor if it leads a batch dim of an operand; every
-        result dim that it leads is then a batch dim. Loops are iterated to a fixed point.
+        result dim that it leads is then a batch dim. Loops are iterated to a fixed point. Samples that are joined, cut or
+        picked along their dim are still samples, though the equation that does so cannot be split there.
+        What has no batch dims may be made for samples: readers align it with them, or it is drawn at random, or counted,
+        with as many rows (a GAN's second batch). Its dims are lent, backwards from readers and forwards from what is drawn.
 
 The split solver (`ir/split/`) answers another question: it proves that a program can be run in exact shards, each value
 split along one dim, and refuses programs that cannot. Here every program has an answer, also one without exact
@@ -12,7 +15,7 @@ microbatches (statistics over the batch, pairs of samples along two dims): this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
@@ -20,6 +23,7 @@ from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.dims import Dims
 from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.rule import Term
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +32,8 @@ class BatchDims:
     of: Value -> its batch dims: those that run over samples; absent: none.
     pure: Value -> its dims that run over samples and nothing else: if such a dim is split in two, both do.
     readers: Values without batch dims that equations with batch factors read: parameters and values computed from them.
-    lent: Value without batch dims -> its dims that readers align with batch dims: of random bits, of a mask.
+    lent: Value without batch dims -> its dims that are made for samples: of random bits, of a mask.
+    drawn: Dims, each with a size that makes it a batch dim in a value that is made of nothing (counters of random bits).
     factors: Equation -> its batch factors; a cache (`factors_of`).
     parameters: `readers` and all values without batch dims that they depend on; a cache (`hand_plans.py`).
     """
@@ -37,6 +42,7 @@ class BatchDims:
     pure: dict[Var, Dims] = field(default_factory=dict)
     readers: dict[Var, None] = field(default_factory=dict)
     lent: dict[Var, Dims] = field(default_factory=dict)
+    drawn: frozenset[tuple[int, int]] = frozenset()
     factors: dict[JaxprEqn, tuple[str, ...]] = field(default_factory=dict)
     parameters: dict[Var, None] | None = None
 
@@ -53,10 +59,11 @@ class BatchDims:
         return True
 
     def lent_factors(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[str, ...]:
-        """Factors of an equation without batch factors that lead lent dims of its results."""
+        """Factors of an equation without batch factors that lead lent dims of its operands and results."""
         found: dict[str, None] = {}
-        for var, term in zip(eqn.outvars, rule.results, strict=True):
-            found.update(dict.fromkeys(term[d][0] for d in sorted(self.lent.get(var, ())) if term[d]))
+        for atom, term in zip((*eqn.outvars, *eqn.invars), (*rule.results, *rule.operands), strict=True):
+            lent = () if isinstance(atom, Literal) else sorted(self.lent.get(atom, ()))
+            found.update(dict.fromkeys(term[d][0] for d in lent if term[d]))
         return tuple(found)
 
     def lend(self, atom: object, dims: Iterable[int]) -> None:
@@ -93,6 +100,14 @@ def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
     return tuple(found)
 
 
+def moved_dims(rule: ShardingRule, operand: Term, result: Term) -> list[int]:
+    """The dim along which an equation joins, cuts or picks what an operand holds, and keeps all others; [] if it does not."""
+    if not rule.moves_data or len(operand) != len(result):
+        return []
+    changed = [d for d, (was, now) in enumerate(zip(operand, result, strict=True)) if was != now]
+    return changed if len(changed) == 1 and set(operand[changed[0]]) <= set(rule.whole) else []
+
+
 def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs: Mapping[int, Dims]) -> BatchDims:
     """Propagate the batch from the inputs.
 
@@ -103,8 +118,22 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs:
         batch.add(jaxpr.invars[position], dims)
         batch.pure[jaxpr.invars[position]] = dims
     _follow(jaxpr, rule_of, batch)
+    made = BatchDims(drawn=frozenset(_sizes_of_samples(jaxpr, inputs)))
+    _follow(jaxpr, rule_of, made)
+    for var, dims in made.of.items():
+        batch.lend(var, dims)
     _lend(jaxpr, rule_of, batch)
     return batch
+
+
+def _sizes_of_samples(jaxpr: Jaxpr, inputs: Mapping[int, Dims]) -> Iterator[tuple[int, int]]:
+    """The batch dims of the inputs, with their sizes; of a stack also those of one entry, and of all entries together."""
+    for position, dims in inputs.items():
+        shape = jaxpr.invars[position].aval.shape
+        for d in dims:
+            yield d, shape[d]
+            if d:
+                yield from ((d - 1, shape[d]), (d - 1, shape[d - 1] * shape[d]))
 
 
 def _lend(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
@@ -117,6 +146,9 @@ def _lend(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDi
         factors = factors_of(eqn, rule, batch) or batch.lent_factors(eqn, rule)
         for atom, term in zip(eqn.invars, rule.operands, strict=True) if factors else ():
             batch.lend(atom, (d for d, dim in enumerate(term) if dim and dim[0] in factors))
+            for var, result in zip(eqn.outvars, rule.results, strict=True):
+                of_samples = batch.dims(var) | batch.lent.get(var, frozenset())
+                batch.lend(atom, (d for d in moved_dims(rule, term, result) if d in of_samples))
 
 
 def _lend_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
@@ -140,6 +172,9 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: Batch
             continue
         rule = rule_of[eqn]
         factors = batch_factors(eqn, rule, batch)
+        if batch.drawn and not eqn.invars:
+            for var in eqn.outvars:
+                batch.add(var, frozenset(d for d, n in enumerate(var.aval.shape) if (d, n) in batch.drawn))
         if not factors:
             continue
         for atom in eqn.invars:
@@ -148,6 +183,8 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: Batch
         pure = _pure_factors(eqn, rule, batch)
         for var, term in zip(eqn.outvars, rule.results, strict=True):
             batch.add(var, frozenset(d for d, dim in enumerate(term) if dim and dim[0] in factors))
+            for atom, operand in zip(eqn.invars, rule.operands, strict=True):
+                batch.add(var, batch.dims(atom) & frozenset(moved_dims(rule, operand, term)))
             if pure:
                 batch.pure[var] = frozenset(d for d, dim in enumerate(term) if dim and all(f in pure for f in dim))
 
@@ -159,6 +196,10 @@ def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batc
         dims = frozenset(d - b.lead for d in batch.dims(b.operand) if d >= b.lead)
         for var in b.variables:
             batch.add(var, dims)
+    for b in region.of_role("const", "xs"):
+        if isinstance(b.operand, Var) and b.operand in batch.pure:
+            pure = frozenset(d - b.lead for d in batch.pure[b.operand] if d >= b.lead)
+            batch.pure.update(dict.fromkeys(b.variables, pure))
     changed = True
     while changed:
         for body in region.bodies:

@@ -262,7 +262,7 @@ class _Search:
         if not self.searched.results:
             raise self.searched.failure or _slower(self.request)
         best = untie_best(self.request.of(self.program), self.searched)
-        text = alike_text(best, self.request.cluster.device) if isinstance(self.request.method, DataParallel) else ""
+        text = alike_text([best], self.request.cluster.device) if isinstance(self.request.method, DataParallel) else ""
         if text:
             warn(f"{self.request.program.name}: {text}")
         others = [pair for pair in self.tried if pair[0] != self._named(str(best.mesh))]

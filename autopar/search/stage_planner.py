@@ -42,7 +42,7 @@ from autopar.search.progress import Report, silent
 from autopar.search.request import Request
 from autopar.search.solve_stages import Solved, Terms
 from autopar.search.uneven import uneven_text
-from autopar.search.waits import undivided_text, waits_text
+from autopar.search.waits import alike_text, undivided_text, waits_text
 from autopar.streams.assemble import PipelinePlan, all_lowered
 from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
 from autopar.tuning import TUNING
@@ -152,7 +152,10 @@ def pipeline_under(
         _check_marks(cut, num_stages)
     planned = all_lowered(_best_in_memory(request, cut, again, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, own_sizes)
-    for each in (whole, text, waits_text(planned), undivided_text(request, planned.cut.split.count, data)):
+    shared = undivided_text(request, planned.cut.split.count, data)
+    if data > 1 and not shared:
+        shared = alike_text([stage.sharded for stage in planned.stages], cluster.device, "data")
+    for each in (whole, text, waits_text(planned), shared):
         if each:
             warn(f"{program.name}: {each}")
     return planned

@@ -6,6 +6,8 @@ Out:    warnings that name the user's operation, or the batch; "": there is noth
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from autopar._jax import JaxprEqn, Var
 from autopar.inter_op.cut import CutStep
 from autopar.intra_op.batch import factors_of
@@ -47,31 +49,38 @@ def waits_text(planned: PipelinePlan) -> str:
     return " ".join(found)
 
 
-def alike_text(sharded: Sharded, device: Device) -> str:
-    """A warning that devices which may only split samples do much of the work on them alike; "": little of it."""
-    graph = sharded.graph
-    seconds = OperationSeconds(graph, sharded.choices, device)
+def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = None) -> str:
+    """A warning that devices which may only split samples do much of the work on them alike; "": little of it.
+
+    `axis`: the axis of devices that split samples alone; None: all.
+    """
     of_each: dict[JaxprEqn, float] = {}
-    for eqn, times in computed(sharded.body):
-        of_each[eqn] = of_each.get(eqn, 0.0) + times * seconds.of(eqn)
-    alike: dict[JaxprEqn, tuple[str, ...]] = {}
-    for eqn in of_each:
-        index = graph.op_node.get(eqn)
-        if index is not None:
-            node = graph.nodes[index]
-            factors, choice = factors_of(eqn, node.rule, graph.batch), node.strategies[sharded.choices[index]].choice
-            if factors and all(map(is_idle, choice)):
-                alike[eqn] = factors
+    alike: dict[JaxprEqn, tuple[Mapping[str, int], tuple[str, ...]]] = {}
+    for sharded in stages:
+        graph, axes = sharded.graph, sharded.mesh.axis_names
+        seconds, on = OperationSeconds(graph, sharded.choices, device), [k for k, a in enumerate(axes) if axis in (a, None)]
+        for eqn, times in computed(sharded.body):
+            of_each[eqn] = of_each.get(eqn, 0.0) + times * seconds.of(eqn)
+            index = graph.op_node.get(eqn)
+            if index is not None:
+                node = graph.nodes[index]
+                factors = factors_of(eqn, node.rule, graph.batch)
+                if factors and all(is_idle(node.strategies[sharded.choices[index]].choice[k]) for k in on):
+                    alike[eqn] = node.rule.sizes, factors
     share = sum(of_each[eqn] for eqn in alike) / max(sum(of_each.values()), 1e-30)
-    if share <= TUNING.alike_work:
+    sizes = stages[0].mesh.axis_sizes
+    num_devices = stages[0].mesh.num_devices if axis is None else sizes[axis]
+    if share <= TUNING.alike_work or num_devices == 1:
         return ""
     largest = max(alike, key=of_each.__getitem__)
-    sizes = graph.nodes[graph.op_node[largest]].rule.sizes
-    rows = " x ".join(str(sizes[factor]) for factor in alike[largest])
+    rows = " x ".join(str(alike[largest][0][factor]) for factor in alike[largest][1])
+    devices, method = f"{num_devices} devices", "DataParallel"
+    if axis is not None:
+        devices, method = f'{devices} of the axis "{axis}"', "this axis"
     return (
-        f"{share:.0%} of each device's time is work on samples that all {graph.mesh.num_devices} devices do alike, most of it "
-        f"{describe(largest)}: it has {rows} parts along the samples. DataParallel splits only samples; larger chunks, or "
-        "Auto(), which splits other dims too, may be faster."
+        f"{share:.0%} of each device's time is work on samples that all {devices} do alike, most of it {describe(largest)}: it "
+        f"has {rows} parts along the samples. Of all work, {method} splits only samples; larger chunks, or Auto(), which "
+        "splits other dims too, may be faster."
     )
 
 

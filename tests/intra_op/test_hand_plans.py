@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.intra_op.sharded import Compute
+from autopar.intra_op.sharded import Compute, Region
 
 LAYERS, BATCH, TOKENS, WIDTH, HEADS, WORDS = 3, 16, 32, 64, 8, 128
 CLUSTER = autopar.Cluster.of("1x8 h100")
@@ -153,3 +153,54 @@ def test_a_key_in_the_state_stays_whole():
     ).plan(state, jnp.ones((4, 8)))
     (weights, key), _ = plan.shardings[0]
     assert any(weights) and not any(key)
+
+
+def _energies(weights, samples):
+    return jnp.tanh(jnp.tanh(samples @ weights["in"]) @ weights["out"]).sum(-1)
+
+
+def joined_batches(weights, x, key):
+    """Samples joined with as many that are drawn."""
+
+    def loss_fn(w):
+        drawn = jax.random.normal(key, x.shape)
+        joined = _energies(w, jnp.concatenate([x, drawn]))
+        return jnp.mean(joined[: len(x)]) - jnp.mean(joined[len(x) :])
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss_fn)(weights))
+
+
+def second_batch(weights, x, key):
+    """As many samples as the batch has, drawn, that never meet it: the generator's update in a GAN."""
+
+    def loss_fn(w):
+        return jnp.mean(_energies(w, x)) - jnp.mean(_energies(w, jax.random.normal(key, x.shape)) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss_fn)(weights))
+
+
+@pytest.mark.parametrize("fn", [joined_batches, second_batch], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "method", [autopar.DataParallel(), autopar.ThreeD(data=8)], ids=["data parallel", "three axes"]
+)
+def test_what_is_made_for_samples_is_split(fn, method):
+    """Every product is of samples, or of what is drawn for them."""
+    weights = {"in": 0.1 * jax.random.normal(jax.random.key(1), (64, 64)), "out": jnp.eye(64)}
+    arguments = weights, jax.random.normal(jax.random.key(2), (256, 64)), jax.random.key(3)
+    wanted = jax.jit(fn)(*arguments)
+    planned = autopar.parallelize(fn, method=method, donate_argnums=())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), planned(*arguments), wanted)
+    (stage,) = planned.plan(*arguments).origin.pipeline.stages
+    products = [i for i in _computed(stage.sharded.body) if i.eqn.primitive.name == "dot_general"]
+    whole = [str(i) for i in products if not any(any(s.dims) or s.partial for s in i.strategy.results)]
+    assert products and not whole, "\n".join(whole)
+
+
+def _computed(body):
+    for instruction in body.instructions:
+        match instruction:
+            case Compute():
+                yield instruction
+            case Region(bodies=bodies):
+                for inner in bodies:
+                    yield from _computed(inner)
