@@ -15,7 +15,7 @@ microbatches (statistics over the batch, pairs of samples along two dims): this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
@@ -30,7 +30,8 @@ from autopar.ir.rules.rule import Term
 class BatchDims:
     """Attributes:
     of: Value -> its batch dims: those that run over samples; absent: none.
-    pure: Value -> its dims that run over samples and nothing else: if such a dim is split in two, both do.
+    pure: Value -> its dims that run over samples and nothing else, or over samples at each point in time: if such a dim is
+        split in two, both do.
     readers: Values without batch dims that equations with batch factors read: parameters and values computed from them.
     lent: Value without batch dims -> its dims that are made for samples: of random bits, of a mask.
     drawn: Dims, each with a size that makes it a batch dim in a value that is made of nothing (counters of random bits).
@@ -100,12 +101,15 @@ def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
     return tuple(found)
 
 
-def moved_dims(rule: ShardingRule, operand: Term, result: Term) -> list[int]:
-    """The dim along which an equation joins, cuts or picks what an operand holds, and keeps all others; [] if it does not."""
-    if not rule.moves_data or len(operand) != len(result):
+def _moved_dims(operand: Term, result: Term, factors: Collection[str]) -> list[int]:
+    """The dim along which an equation joins, cuts or picks what an operand has there, if it keeps all others; else [].
+
+    `factors`: those along which it may do so.
+    """
+    if len(operand) != len(result):
         return []
     changed = [d for d, (was, now) in enumerate(zip(operand, result, strict=True)) if was != now]
-    return changed if len(changed) == 1 and set(operand[changed[0]]) <= set(rule.whole) else []
+    return changed if len(changed) == 1 and factors and set(operand[changed[0]]) <= set(factors) else []
 
 
 def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs: Mapping[int, Dims]) -> BatchDims:
@@ -148,7 +152,7 @@ def _lend(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDi
             batch.lend(atom, (d for d, dim in enumerate(term) if dim and dim[0] in factors))
             for var, result in zip(eqn.outvars, rule.results, strict=True):
                 of_samples = batch.dims(var) | batch.lent.get(var, frozenset())
-                batch.lend(atom, (d for d in moved_dims(rule, term, result) if d in of_samples))
+                batch.lend(atom, (d for d in _moved_dims(term, result, rule.whole) if d in of_samples))
 
 
 def _lend_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
@@ -182,11 +186,15 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: Batch
                 batch.readers[atom] = None
         pure = _pure_factors(eqn, rule, batch)
         for var, term in zip(eqn.outvars, rule.results, strict=True):
-            batch.add(var, frozenset(d for d, dim in enumerate(term) if dim and dim[0] in factors))
+            batch.add(var, frozenset(d for d, dim in enumerate(term) if any(f in factors for f in dim)))
+            own = {d for d, dim in enumerate(term) if dim and all(f in pure for f in dim)}
+            own.update(d for d, dim in enumerate(term) if any(f in factors for f in dim[1:]))
             for atom, operand in zip(eqn.invars, rule.operands, strict=True):
-                batch.add(var, batch.dims(atom) & frozenset(moved_dims(rule, operand, term)))
-            if pure:
-                batch.pure[var] = frozenset(d for d, dim in enumerate(term) if dim and all(f in pure for f in dim))
+                moved = batch.dims(atom) & frozenset(_moved_dims(operand, term, (*rule.whole, *rule.one_hot)))
+                batch.add(var, moved)
+                own.update(moved & batch.pure.get(atom, frozenset()) if isinstance(atom, Var) else ())
+            if own:
+                batch.pure[var] = frozenset(own)
 
 
 def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:

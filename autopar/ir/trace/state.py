@@ -9,7 +9,7 @@ Method: an argument is state if a subtree of the outputs has its structure, shap
         comes back after other state may be a batch of which the step returns a reconstruction: it is the batch if no other
         argument can be, or if it has the batch's leading dim. A random key, typed or as integers, has no samples, and
         arguments that the step does not read do not count. Where no argument has one leading dim, all of them hold batches if
-        each can be split (one of each task). An argument that the user names as the batch is not state.
+        each can be split (one of each task). Samples may lie behind time (`time_major.py`). What the user names is no state.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from autopar.ir.split.rounds.rounds import all_are_samples, rows_are_samples
 from autopar.ir.split.rounds.steps import dims_of_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
+from autopar.ir.trace.time_major import samples_behind_time
 from autopar.ir.work import num_bytes
 
 
@@ -76,10 +77,11 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
     objects: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
     if batch_argnums == "auto":
         found = objects | _returned(program, arguments, objects)
-        batch = _find_batch(program, arguments, found)
+        batch, dims = _find_batch_or_time(program, arguments, found)
         found = {number: span for number, span in found.items() if number not in batch}
     else:
         batch = _positions(program, "batch_argnums", batch_argnums)
+        dims = _behind_time(program, arguments, batch, _dims(program, _leaves(arguments, batch)))
         found = objects | _returned(program, arguments, objects, batch)
     pairs = {out: arguments[number][0] + k for number, span in found.items() for k, out in enumerate(span)}
     pairs |= _updated(program, arguments)
@@ -92,7 +94,6 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
     for number in changed if donate_argnums == "auto" else _positions(program, "donate_argnums", donate_argnums):
         for leaf in range(*arguments[number]):
             donated[leaf] = leaf not in cast.values() and (donate_argnums != "auto" or leaf in state)
-    dims = _dims(program, [k for n in batch for k in range(*arguments[n])])
     return Roles(aliases, state, tuple(dims), tuple(donated), dims)
 
 
@@ -174,6 +175,39 @@ def _find_batch(
     doubtful = _candidates(program, arguments, set(range(len(arguments))).difference(alone))
     state = [n for n in found if n not in doubtful or (sizes and doubtful[n] not in sizes)]
     return find_batch(program, state)
+
+
+def _find_batch_or_time(
+    program: Program, arguments: Sequence[tuple[int, int]], found: Mapping[int, tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[int, Dims]]:
+    """The batch, and its dims that run over samples, which may lie behind time; arguments as of `_find_batch`."""
+    others = [n for n in range(len(arguments)) if n not in found]
+    try:
+        batch = _find_batch(program, arguments, found)
+    except BatchError:
+        dims = _behind_time(program, arguments, others, {})
+        if not dims:
+            raise
+        batch = ()
+    else:
+        dims = _behind_time(program, arguments, others, _dims(program, _leaves(arguments, batch)))
+    return tuple(n for n, span in enumerate(arguments) if n in batch or not dims.keys().isdisjoint(range(*span))), dims
+
+
+def _behind_time(
+    program: Program, arguments: Sequence[tuple[int, int]], numbers: Iterable[int], dims: dict[int, Dims]
+) -> dict[int, Dims]:
+    """The dims of samples that lie behind time in the arguments of these numbers; otherwise those that are given."""
+    read, avals = _read_inputs(program), program.in_avals
+    keys = {k for k, aval in enumerate(avals) if is_key(aval) or k in program.raw_keys}
+    leaves = [[k for k in range(*arguments[n]) if k in read and avals[k].shape and k not in keys] for n in numbers]
+    leading = {k: min(of) for k, of in dims.items()}
+    found = samples_behind_time(program.jaxpr, leaves, leading)
+    return {k: frozenset({dim}) for k, dim in found.items()} or dims
+
+
+def _leaves(arguments: Sequence[tuple[int, int]], numbers: Iterable[int]) -> list[int]:
+    return [k for n in numbers for k in range(*arguments[n])]
 
 
 def _leaves_by_size(

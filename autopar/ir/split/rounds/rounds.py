@@ -106,6 +106,15 @@ def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[
     return []
 
 
+def first_of_samples(jaxpr: Jaxpr, ways: Sequence[Mapping[int, int]]) -> Mapping[int, int] | None:
+    """The first of some ways to say which dims of the inputs run over samples, if any is right; as in `rows_are_samples`."""
+    for rounds in (_one_round, _best_rounds):
+        for way in ways:
+            if _goes_apart(jaxpr, min(jaxpr.invars[k].aval.shape[dim] for k, dim in way.items()), way, rounds):
+                return way
+    return None
+
+
 def all_are_samples(jaxpr: Jaxpr, inputs: Sequence[int]) -> bool:
     """Whether the rows of each of these inputs, of whatever number, are independent samples: one round reads none whole."""
     size = math.gcd(*(jaxpr.invars[k].aval.shape[0] for k in inputs))
@@ -121,9 +130,7 @@ def all_are_samples(jaxpr: Jaxpr, inputs: Sequence[int]) -> bool:
     return all(_reads_samples(whole, [k]) and jaxpr.invars[k] not in found.read_as for k in inputs)
 
 
-def _goes_apart(
-    jaxpr: Jaxpr, size: int, inputs: Sequence[int], rounds: Callable[[Jaxpr, Decide], list[_Round]]
-) -> bool:
+def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Batch, rounds: Callable[[Jaxpr, Decide], list[_Round]]) -> bool:
     count = _least_divisor(size)
     try:
         found = rounds(sort_in_parts(jaxpr, 1, count), partial(find_phases, count=count, batch=inputs))
@@ -136,7 +143,7 @@ def _least_divisor(size: int) -> int:
     return next(k for k in range(2, size + 1) if size % k == 0)
 
 
-def _reads_samples(each: _Round, inputs: Sequence[int]) -> bool:
+def _reads_samples(each: _Round, inputs: Batch) -> bool:
     """Whether an equation of the loop reads these inputs."""
     assert each.solution is not None
     samples, phase = {each.jaxpr.invars[k] for k in inputs}, each.solution.phase
