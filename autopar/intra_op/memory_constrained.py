@@ -3,8 +3,8 @@
 In:     `Problem`, and a function from an assignment to the memory rows that it violates.
 Out:    `Solution` for all nodes.
 Method: row generation: an assignment is checked by the exact liveness of its program, and peaks over budget become rows. A
-        small problem is solved again with them as cutting planes. In a large one the bytes at these peaks get a price, and
-        in the end the rows choose among the priced answers
+        small problem is solved again with them as cutting planes, and so is the next one of the same program. In a large
+        one the bytes at these peaks get a price, and in the end the rows choose among the priced answers
         (Everett, "Generalized Lagrange multiplier method", Operations Research 1963).
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,13 +23,16 @@ from autopar.tuning import TUNING
 
 
 @dataclass(slots=True)
-class BytePrices:
-    """What a problem teaches about prices of bytes, for the next problem of the same program with slightly different costs.
+class Learnt:
+    """What a problem teaches about memory, for the next problem of the same program with slightly different costs.
 
-    `fitting`: the least price per byte, in seconds, at which an answer fitted; 0: none is known.
+    Attributes:
+        price: The least price per byte, in seconds, at which an answer fitted; 0: none is known.
+        rows: Those of the last problem that was solved within rows.
     """
 
-    fitting: float = 0.0
+    price: float = 0.0
+    rows: list[MemoryRow] = field(default_factory=list)
 
 
 def solve_constrained(
@@ -41,7 +44,7 @@ def solve_constrained(
     gap: float = PROVED,
     is_hopeless: Callable[[], bool] = lambda: False,
     solve_one: Solve = solve,
-    prices: BytePrices | None = None,
+    learnt: Learnt | None = None,
 ) -> Solution:
     """Least assignment that violates no row, generating rows with `broken_rows` as needed.
 
@@ -54,7 +57,7 @@ def solve_constrained(
         gap: As in `solve`.
         is_hopeless: Whether it is proved that nothing fits; called once a row is violated.
         solve_one: Solves problems without rows.
-        prices: What earlier problems taught; extended.
+        learnt: What earlier problems taught; updated.
 
     Returns:
         The assignment; status `"infeasible"` if none was found.
@@ -67,7 +70,7 @@ def solve_constrained(
     if not rows:
         return base
     problem.rows.extend(rows)
-    search = _Search(problem, base, broken_rows, solver, limit, solve_one)
+    search = _Search(problem, base, broken_rows, solver, limit, solve_one, known, learnt or Learnt())
     unlikely = least_share(problem) > 1.0
     if is_hopeless() or is_far_over(problem) or (unlikely and not search.fits_somehow()):
         return dataclasses.replace(base, choices=(), status="infeasible")
@@ -76,7 +79,7 @@ def solve_constrained(
         if exact.status != "infeasible":
             return exact
     # Rows describe the program that they were read from, and may overestimate another: infeasible rows prove nothing.
-    return search.by_price(max(gap, TUNING.large_gap), known, prices or BytePrices())
+    return search.by_price(max(gap, TUNING.large_gap))
 
 
 def least_share(problem: Problem) -> float:
@@ -100,6 +103,8 @@ class _Search:
         solver: As in `solve`.
         limit: The shared time limit.
         solve_one: Solves problems without rows.
+        known: As in `solve`.
+        learnt: What earlier problems taught; updated.
     """
 
     problem: Problem
@@ -108,6 +113,8 @@ class _Search:
     solver: str
     limit: TimeLimit
     solve_one: Solve
+    known: float
+    learnt: Learnt
 
     def fits_somehow(self) -> bool:
         """Whether an answer that fits is found by pricing bytes above all seconds, though the rows say that none fits."""
@@ -123,16 +130,29 @@ class _Search:
         return False
 
     def cut(self, gap: float) -> Solution:
-        """Solve with rows as cutting planes, until none is violated."""
+        """Solve with rows as cutting planes, until none is violated, or none of the answers can beat `known`.
+
+        Begins with the rows of the problem before, without which most of them would be found once more, one solve each.
+        """
+        problem, own = self.problem, list(self.problem.rows)
+        problem.rows.extend(self.learnt.rows)
         for _ in range(TUNING.cutting_planes):
-            solution = solve(self.problem, self.solver, self.limit, gap)
-            rows = self.broken_rows(solution.choices) if solution.choices else []
+            solution = solve(problem, self.solver, self.limit, gap)
+            if not solution.choices:
+                if not self.learnt.rows:
+                    return solution
+                problem.rows[:], self.learnt.rows = own, []  # they may overestimate what is alive now
+                continue
+            is_beaten = solution.bound >= self.known * (1 - PROVED)
+            rows = [] if is_beaten else self.broken_rows(solution.choices)
             if not rows:
-                return solution
-            self.problem.rows.extend(rows)
+                self.learnt.rows = list(problem.rows)
+                return dataclasses.replace(solution, status="pruned") if is_beaten else solution
+            problem.rows.extend(rows)
+            own += rows
         return dataclasses.replace(solution, status="infeasible", choices=())
 
-    def by_price(self, gap: float, known: float, prices: BytePrices) -> Solution:
+    def by_price(self, gap: float) -> Solution:
         """Meet the budget with a price on bytes (a Lagrange multiplier) instead of rows, so that problems solve fast.
 
         The price is raised until the answer fits, or lowered until it does not. The bound of a priced problem, less the
@@ -140,12 +160,12 @@ class _Search:
         price gives equal layers equal choices, where the budget may have room for dearer bytes in some of them: so in the
         end the rows choose among the answers found.
         """
-        problem, base = self.problem, self.base
+        problem, base, learnt = self.problem, self.base, self.learnt
         best: Solution | None = None
         rows, answers, lower = list(problem.rows), [base], base.bound
         over = max(row.used(base.choices) - row.budget_bytes for row in rows)
         # If a fitting price is known, begin one step below it.
-        price = prices.fitting / TUNING.price_step or 0.01 * base.objective / max(over, 1.0)
+        price = learnt.price / TUNING.price_step or 0.01 * base.objective / max(over, 1.0)
         low = high = 0.0
         # Rows choose among the answers in the end: if a small gap is allowed, rough answers will do.
         rough = max(gap, TUNING.rough_gap) if gap > TUNING.large_gap else gap
@@ -153,7 +173,7 @@ class _Search:
             answer = self.solve_one(problem.priced(rows, price), self.solver, self.limit, rough)
             answers.append(answer)
             lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
-            if lower >= known * (1 - PROVED):
+            if lower >= self.known * (1 - PROVED):
                 return dataclasses.replace(base, bound=lower, status="pruned")
             broken = self.broken_rows(answer.choices)
             if broken:
@@ -165,7 +185,7 @@ class _Search:
                 objective = problem.cost(answer.choices)
                 if best is None or objective < best.objective:
                     best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
-                high = prices.fitting = price
+                high = learnt.price = price
             # If the excess costs many steps already, and a higher price changed nothing, no price will help.
             if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
                 break

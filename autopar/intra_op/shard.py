@@ -23,7 +23,7 @@ from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
-from autopar.intra_op.memory_constrained import BytePrices, is_far_over, solve_constrained
+from autopar.intra_op.memory_constrained import Learnt, is_far_over, solve_constrained
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Restrict, narrowed_problem
@@ -144,7 +144,7 @@ class _Instance:
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
         self._solve_one = solve_one
-        self._memory_prices = BytePrices()
+        self._learnt = Learnt()
         self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
 
     def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:
@@ -169,7 +169,7 @@ class _Instance:
         """Solve a problem of this program within the memory budget."""
         search, one = self.budget_search, self._solve_one
         if np.isfinite(search.budget):
-            how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._memory_prices
+            how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._learnt
             return solve_constrained(problem, search.broken_rows, *how)
         return one(problem, self.solver, self.limit, self.gap, beat)
 
@@ -367,9 +367,12 @@ def _with_known(
     narrowed = narrowed_problem(wider, instance.graph, instance.class_of, known)
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
+    # Within memory each takes several solves, whose bounds show on the way that it is not worth the rest.
+    is_short = best is not None and bool(best.problem.rows) and not _is_off_price(best)
+    beat = (1 + TUNING.known_far) * best.step_seconds if best is not None and is_short else np.inf
     with instance.limit.thorough():  # as thorough as if the user asked for this plan by name
-        solution = instance.solve(narrowed)
-    if not solution.choices or solution.choices in tried:
+        solution = instance.solve(narrowed, beat)
+    if not solution.choices or solution.status == "pruned" or solution.choices in tried:
         return best
     tried.append(solution.choices)
     candidate = instance.read_off(narrowed, solution, exposure)
@@ -381,8 +384,8 @@ def _with_known(
 
 def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> bool:
     """Whether an answer of a problem may be faster than the best, by its price."""
-    if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
-        return True  # prices are unreliable, as where many small collectives are fused
+    if _is_off_price(best):
+        return True
     if num_pairs(problem) <= TUNING.small_core and len(best.graph.nodes) <= TUNING.untied_each:
         return True  # solving takes no longer than finding out
     if np.isfinite(problem.cost(best.solution.choices)):
@@ -390,3 +393,8 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "pruned" and answer.objective <= least
+
+
+def _is_off_price(best: Sharded) -> bool:
+    """Whether prices are unreliable, as where many small collectives are fused."""
+    return abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds

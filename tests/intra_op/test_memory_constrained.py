@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from autopar.intra_op import memory_constrained
-from autopar.intra_op.memory_constrained import BytePrices, solve_constrained
+from autopar.intra_op.memory_constrained import Learnt, solve_constrained
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.solve import solve
 from tests.brute_force import brute_force
@@ -54,7 +54,7 @@ def test_a_price_that_was_found_is_where_the_next_problem_begins(monkeypatch):
     tune(monkeypatch, memory_constrained, rows_core=0)
     tried = {"first": 0, "next": 0}
     for seed in range(30):
-        problem, prices = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5)), BytePrices()
+        problem, learnt = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5)), Learnt()
         rows = problem.rows
 
         def broken(choices, rows=rows):
@@ -66,14 +66,53 @@ def test_a_price_that_was_found_is_where_the_next_problem_begins(monkeypatch):
                 tried[name] += 1
                 return solve(*args, **kwargs)
 
-            found = solve_constrained(Problem(costs, problem.edges), broken, solve_one=solve_one, prices=prices)
+            found = solve_constrained(Problem(costs, problem.edges), broken, solve_one=solve_one, learnt=learnt)
             assert not found.choices or problem.fits(found.choices)
     assert tried["next"] < 0.8 * tried["first"], tried
 
 
-def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
-    """At some price on bytes it is proved that no assignment is as good as one known from elsewhere."""
-    tune(monkeypatch, memory_constrained, rows_core=0)
+def test_the_next_problem_begins_with_the_rows_of_the_one_before(monkeypatch):
+    """Of the same program with other costs: fewer problems are solved, and the answer is the least, as before."""
+    solved = {"first": 0, "next": 0}
+    for seed in range(20):
+        problem, learnt = draw(seed, rows=False, forbidden=0.0, nodes=(4, 7), choices=(3, 5)), Learnt()
+        sizes = np.random.default_rng(seed)
+        moments = [{n: sizes.integers(1, 9, len(cost)) for n, cost in enumerate(problem.costs)} for _ in range(6)]
+        rows = [MemoryRow(str(k), moment, 5.0 * len(moment)) for k, moment in enumerate(moments)]
+
+        def broken(choices, rows=rows):
+            return [row for row in rows if row.used(choices) > row.budget_bytes][:1]
+
+        for name, costs in (("first", problem.costs), ("next", [1.01 * cost for cost in problem.costs])):
+
+            def counted(*args, name=name, **kwargs):
+                solved[name] += 1
+                return solve(*args, **kwargs)
+
+            monkeypatch.setattr(memory_constrained, "solve", counted)
+            found = solve_constrained(Problem(costs, problem.edges), broken, learnt=learnt)
+            wanted = brute_force(Problem(costs, problem.edges, rows))
+            assert bool(found.choices) == bool(wanted.choices)
+            assert not wanted.choices or found.objective <= wanted.objective * (1 + 1e-6)
+    assert solved["next"] < 0.8 * solved["first"], solved
+
+
+def test_rows_that_overestimate_the_next_problem_are_dropped():
+    """Rows describe the program that they were read from: what they forbid in another may fit."""
+    sizes = {0: np.array([8.0, 1.0])}
+    learnt = Learnt(rows=[MemoryRow("of another program", {0: np.array([8.0, 16.0])}, 4.0)])
+    found = solve_constrained(
+        Problem([np.array([0.0, 1.0])]),
+        lambda choices: [MemoryRow("all", sizes, 4.0)] if sizes[0][choices[0]] > 4 else [],
+        learnt=learnt,
+    )
+    assert found.choices == (1,) and [row.label for row in learnt.rows] == ["all"]
+
+
+@pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
+def test_what_cannot_beat_a_known_plan_ends_early(small, monkeypatch):
+    """At some price on bytes, or within some rows, no assignment is as good as one known from elsewhere."""
+    tune(monkeypatch, memory_constrained, rows_core=small)
     pruned = by_price = 0
     for seed in range(30):
         problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
