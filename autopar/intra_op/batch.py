@@ -122,10 +122,12 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs:
         batch.add(jaxpr.invars[position], dims)
         batch.pure[jaxpr.invars[position]] = dims
     _follow(jaxpr, rule_of, batch)
-    made = BatchDims(drawn=frozenset(_sizes_of_samples(jaxpr, inputs)))
-    _follow(jaxpr, rule_of, made)
-    for var, dims in made.of.items():
-        batch.lend(var, dims)
+    drawn = frozenset(_sizes_of_samples(jaxpr, inputs))
+    if any(pair in drawn for eqn in rule_of if not eqn.invars for v in eqn.outvars for pair in enumerate(v.aval.shape)):
+        made = BatchDims(drawn=drawn)
+        _follow(jaxpr, rule_of, made)
+        for var, dims in made.of.items():
+            batch.lend(var, dims)
     _lend(jaxpr, rule_of, batch)
     return batch
 
@@ -150,7 +152,7 @@ def _lend(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDi
         factors = factors_of(eqn, rule, batch) or batch.lent_factors(eqn, rule)
         for atom, term in zip(eqn.invars, rule.operands, strict=True) if factors else ():
             batch.lend(atom, (d for d, dim in enumerate(term) if dim and dim[0] in factors))
-            for var, result in zip(eqn.outvars, rule.results, strict=True):
+            for var, result in zip(eqn.outvars, rule.results, strict=True) if rule.whole else ():
                 of_samples = batch.dims(var) | batch.lent.get(var, frozenset())
                 batch.lend(atom, (d for d in _moved_dims(term, result, rule.whole) if d in of_samples))
 
@@ -184,13 +186,13 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: Batch
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and not batch.dims(atom):
                 batch.readers[atom] = None
-        pure = _pure_factors(eqn, rule, batch)
+        pure, moving = _pure_factors(eqn, rule, batch), (*rule.whole, *rule.one_hot)
         for var, term in zip(eqn.outvars, rule.results, strict=True):
-            batch.add(var, frozenset(d for d, dim in enumerate(term) if any(f in factors for f in dim)))
-            own = {d for d, dim in enumerate(term) if dim and all(f in pure for f in dim)}
-            own.update(d for d, dim in enumerate(term) if any(f in factors for f in dim[1:]))
-            for atom, operand in zip(eqn.invars, rule.operands, strict=True):
-                moved = batch.dims(atom) & frozenset(_moved_dims(operand, term, (*rule.whole, *rule.one_hot)))
+            batch.add(var, frozenset([d for d, dim in enumerate(term) if any([f in factors for f in dim])]))
+            own = {d for d, dim in enumerate(term) if dim and all([f in pure for f in dim])} if pure else set()
+            own.update([d for d, dim in enumerate(term) if len(dim) > 1 and any([f in factors for f in dim[1:]])])
+            for atom, operand in zip(eqn.invars, rule.operands, strict=True) if moving else ():
+                moved = batch.dims(atom) & frozenset(_moved_dims(operand, term, moving))
                 batch.add(var, moved)
                 own.update(moved & batch.pure.get(atom, frozenset()) if isinstance(atom, Var) else ())
             if own:
