@@ -2,11 +2,11 @@
 
 In:     an equation and its local operands; the equation that reads its result.
 Out:    its results.
-Method: two forms, measured with JAX 0.10 and 0.11. A product that contracts the leading dims of both operands, as gradients of
-        weights do, goes to Eigen's thread pool, whose threads wake each other for small parts; with the rows of the first
-        operand brought to the front by a copy, it goes to YNNPACK, in half to three quarters of the time. A reduction
-        whose operand has a dim of length one, as with one sample on each device, takes up to seven times as long as
-        without.
+Method: two forms, measured with JAX 0.10.2 and 0.11.2. A product that contracts the leading dims of both operands, as
+        gradients of weights do, goes to Eigen's thread pool, whose threads wake each other for small parts; with the rows of
+        the first operand brought to the front by a copy, it goes to YNNPACK, in 0.5 to 0.85 of the time. A reduction whose
+        operand has a dim of length one, as with one sample on each device, takes up to seven times as long as without in
+        JAX 0.10.2, and the same in 0.11.2.
 """
 
 from __future__ import annotations
