@@ -5,7 +5,8 @@ Out:    the same, with an all-reduce or a reduce-scatter right after what it sum
         the sum right after it.
 Method: such a sum takes no more memory than what it sums, and often a fraction; and the backward pass goes on beside it. But
         none moves in a program whose forward or backward pass itself waits for collectives, as for gradients of activations
-        or statistics of the batch: messages run one after another, so that those would wait, too.
+        or statistics of the batch: messages run one after another, so that those would wait, too. Nor in one that copies to or
+        from the memory of the hosts: its copies keep its order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from autopar._jax import JaxprEqn, Literal
 from autopar.cost.steps import AllReduce, ReduceScatter, Slice
 from autopar.intra_op.graph import Phase
+from autopar.intra_op.host_order import copies_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Move, Region, communicates, copies_awaited
 from autopar.intra_op.traffic import is_fused, is_view
 
@@ -31,7 +33,7 @@ def send_early(body: Body, phases: Phases) -> Body:
         else i
         for i in body.instructions
     ]
-    if _waits(inside, phases):
+    if any(map(copies_host, inside)) or _waits(inside, phases):
         return dataclasses.replace(body, instructions=tuple(inside))
     readers = Counter(copy for i in inside for copy in (*i.reads, *copies_awaited(i)))
     readers.update(copy for copy in body.outputs if not isinstance(copy[0], Literal))
