@@ -107,14 +107,12 @@ def concatenate(eqn: JaxprEqn) -> ShardingRule:
     return _moving(eqn, terms[:count], terms[count:], [factor for dim in own for factor in dim])
 
 
-@register(*find_primitives("stack", "unstack"))
+@register(*find_primitives("stack"))
 def stack(eqn: JaxprEqn) -> ShardingRule:
-    """`b,b->ab {whole a}`, or `ab->b,b`."""
-    along, is_stack = eqn.params["axis"], eqn.primitive.name == "stack"
-    stacked = new_term((eqn.outvars if is_stack else eqn.invars)[0].aval.shape)
-    parts = [without(stacked, (along,))] * len(eqn.invars if is_stack else eqn.outvars)
-    operands, results = (parts, [stacked]) if is_stack else ([stacked], parts)
-    return _moving(eqn, operands, results, stacked[along])
+    """`b,b->ab {whole a}`."""
+    along = eqn.params["axis"]
+    stacked = new_term(eqn.outvars[0].aval.shape)
+    return _moving(eqn, [without(stacked, (along,))] * len(eqn.invars), [stacked], stacked[along])
 
 
 @register(*find_primitives("tile"))

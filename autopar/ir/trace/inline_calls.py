@@ -2,8 +2,8 @@
 
 In:     any jaxpr, the values of its constants, and its operands.
 Out:    flat equations in a `Block`. Inlined: `jit`, custom derivatives (nothing is differentiated after tracing), `remat`,
-        `composite`, linear solves, random bits, primitives without a rule that JAX itself lowers as a program. Kept, with
-        flat bodies and without constants inside: `scan`, `while`, `cond`.
+        `composite`, `unstack`, linear solves, random bits, primitives without a rule that JAX itself lowers as a program.
+        Kept, with flat bodies and without constants inside: `scan`, `while`, `cond`.
         Kept whole: Pallas, FFI, callbacks, `shard_map`, and what `autopar.sharding_rule` made one operation.
 Method: one walk. A differentiated `remat` is inlined behind an `optimization_barrier` on its inputs, as JAX's own
         lowering does, so that no compiler merges the recomputation with the first computation. The call's name stack is
@@ -338,6 +338,16 @@ def _where(go: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return lax.select(lax.broadcast_in_dim(go, old.shape, range(go.ndim)), new, old)
 
 
+def _unstack(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """Append slices, as in JAX's lowering: of a slice it is known which block of a dim it takes."""
+    axis = eqn.params["axis"]
+
+    def parts(x: jax.Array) -> list[jax.Array]:
+        return [lax.index_in_dim(x, k, axis, keepdims=False) for k in range(x.shape[axis])]
+
+    return append_function(walk.instead_of(eqn), parts, operands)
+
+
 def _cond(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     only = _only_branch(eqn, operands[0])
     if only is not None:
@@ -373,4 +383,5 @@ _HANDLERS: dict[str, Callable[[Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     "scan": _region,
     "while": _region,
     "cond": _cond,
+    "unstack": _unstack,
 }

@@ -126,6 +126,18 @@ def paired_halves_loss(params: Tree, batch: Tree) -> jax.Array:
     return -jax.nn.log_sigmoid(chosen - rejected).mean()
 
 
+def unstacked_halves_loss(params: Tree, batch: Tree) -> jax.Array:
+    """As above, with the halves apart by `jnp.unstack` (which JAX 0.11 writes for both)."""
+    chosen, rejected = jnp.unstack(mlp(params, batch["x"])[:, 0].reshape(2, -1))
+    return -jax.nn.log_sigmoid(chosen - rejected).mean()
+
+
+def stacked_views_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Two views of each row, stacked and worked through as one batch."""
+    views = jnp.stack([batch["x"], 2 * batch["x"]]).reshape(2 * BATCH, -1)
+    return (mlp(params, views) ** 2).mean()
+
+
 def middle_loss(params: Tree, batch: Tree) -> jax.Array:
     """The end of one block and the beginning of the next: of a batch that is two blocks itself."""
     z = mlp(params, jnp.concatenate([batch["x"], 2 * batch["x"]]))
@@ -146,6 +158,8 @@ BLOCKS = {
     "rows returned": Case(blocks_step),
     "labels of one half": Case(sgd_of_state(labelled_half_loss), extra=typed_key),
     "pairs of halves": Case(sgd(paired_halves_loss)),
+    "halves unstacked": Case(sgd(unstacked_halves_loss)),
+    "views stacked": Case(sgd(stacked_views_loss)),
     "middle of two blocks": Case(sgd(middle_loss)),
 }
 
