@@ -49,7 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Of several workers that steal from each other (`--dist worksteal`) one then has Ray's and the compilers' tests to itself,
     and starts what they share once.
     """
-    items.sort(key=lambda item: min((k for k, room in enumerate(FIRST) if room in item.path.parents), default=len(FIRST)))
+    items.sort(
+        key=lambda item: min((k for k, room in enumerate(FIRST) if room in item.path.parents), default=len(FIRST))
+    )
     asked = config.getoption("-m")
     missing = {}
     if "gpu" not in asked:
