@@ -30,6 +30,8 @@ STRUCTURED: tuple[str, ...] = (
     *"custom_linear_solve jit linear_solve pjit".split(),
     *"custom_jvp_call_jaxpr custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr remat remat2".split(),
     *"remat_opt xla_metadata_call".split(),
+    # inlined as slices
+    *"unstack".split(),
     # typed random keys: inlined down to integer arithmetic on counters
     *"from_edtype random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap".split(),
     *"to_edtype".split(),
