@@ -15,7 +15,7 @@ microbatches (statistics over the batch, pairs of samples along two dims): this 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
@@ -35,6 +35,7 @@ class BatchDims:
     readers: Values without batch dims that equations with batch factors read: parameters and values computed from them.
     lent: Value without batch dims -> its dims that are made for samples: of random bits, of a mask.
     drawn: Dims, each with a size that makes it a batch dim in a value that is made of nothing (counters of random bits).
+    times: Lengths of time in inputs whose samples lie behind it.
     factors: Equation -> its batch factors; a cache (`factors_of`).
     parameters: `readers` and all values without batch dims that they depend on; a cache (`hand_plans.py`).
     """
@@ -44,6 +45,7 @@ class BatchDims:
     readers: dict[Var, None] = field(default_factory=dict)
     lent: dict[Var, Dims] = field(default_factory=dict)
     drawn: frozenset[tuple[int, int]] = frozenset()
+    times: frozenset[int] = frozenset()
     factors: dict[JaxprEqn, tuple[str, ...]] = field(default_factory=dict)
     parameters: dict[Var, None] | None = None
 
@@ -101,6 +103,11 @@ def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
     return tuple(found)
 
 
+def _is_behind_time(dim: Sequence[str], factors: Collection[str], rule: ShardingRule, batch: BatchDims) -> bool:
+    """Whether a dim runs over the samples of each point in time: `[time, batch]` as rows."""
+    return len(dim) > 1 and dim[1] in factors and dim[0] not in factors and rule.sizes[dim[0]] in batch.times
+
+
 def _moved_dims(operand: Term, result: Term, factors: Collection[str]) -> list[int]:
     """The dim along which an equation joins, cuts or picks what an operand has there, if it keeps all others; else [].
 
@@ -117,14 +124,15 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs:
 
     `rule_of`: rule of each plain equation. `inputs`: position of an input -> its batch dims.
     """
-    batch = BatchDims()
+    behind = ((jaxpr.invars[k].aval.shape, d) for k, dims in inputs.items() for d in dims if d and d - 1 not in dims)
+    batch = BatchDims(times=frozenset(shape[d - 1] for shape, d in behind))
     for position, dims in inputs.items():
         batch.add(jaxpr.invars[position], dims)
         batch.pure[jaxpr.invars[position]] = dims
     _follow(jaxpr, rule_of, batch)
     drawn = frozenset(_sizes_of_samples(jaxpr, inputs))
     if any(pair in drawn for eqn in rule_of if not eqn.invars for v in eqn.outvars for pair in enumerate(v.aval.shape)):
-        made = BatchDims(drawn=drawn)
+        made = BatchDims(drawn=drawn, times=batch.times)
         _follow(jaxpr, rule_of, made)
         for var, dims in made.of.items():
             batch.lend(var, dims)
@@ -188,9 +196,11 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: Batch
                 batch.readers[atom] = None
         pure, moving = _pure_factors(eqn, rule, batch), (*rule.whole, *rule.one_hot)
         for var, term in zip(eqn.outvars, rule.results, strict=True):
-            batch.add(var, frozenset([d for d, dim in enumerate(term) if any([f in factors for f in dim])]))
+            batch.add(var, frozenset([d for d, dim in enumerate(term) if dim and dim[0] in factors]))
             own = {d for d, dim in enumerate(term) if dim and all([f in pure for f in dim])} if pure else set()
-            own.update([d for d, dim in enumerate(term) if len(dim) > 1 and any([f in factors for f in dim[1:]])])
+            behind = [d for d, dim in enumerate(term) if batch.times and _is_behind_time(dim, factors, rule, batch)]
+            batch.add(var, frozenset(behind))
+            own.update(behind)
             for atom, operand in zip(eqn.invars, rule.operands, strict=True) if moving else ():
                 moved = batch.dims(atom) & frozenset(_moved_dims(operand, term, moving))
                 batch.add(var, moved)
