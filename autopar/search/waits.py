@@ -58,10 +58,8 @@ def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = Non
     alike: dict[JaxprEqn, tuple[Mapping[str, int], tuple[str, ...]]] = {}
     for sharded in stages:
         graph, axes = sharded.graph, sharded.mesh.axis_names
-        seconds, on = (
-            OperationSeconds(graph, sharded.choices, device),
-            [k for k, a in enumerate(axes) if axis in (a, None)],
-        )
+        seconds = OperationSeconds(graph, sharded.choices, device)
+        on = [k for k, name in enumerate(axes) if axis in (name, None)]
         for eqn, times in computed(sharded.body):
             of_each[eqn] = of_each.get(eqn, 0.0) + times * seconds.of(eqn)
             index = graph.op_node.get(eqn)

@@ -13,20 +13,10 @@ from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.sharded import BUCKET_BYTES, Body, Fused, Move
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.tuning import TUNING
+from tests.small_mlp import train_step
 
 WIDTH, LAYERS, ROWS = 256, 4, 64
 FAST = autopar.Cluster.of("8 h100")
-
-
-def train_step(params, batch):
-    def loss_of(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
 def arguments(array):
