@@ -181,7 +181,7 @@ class _Search:
         if self.on_hosts:
             # Meshes of three axes come later, and start from the answers on these.
             self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
-        self.meshes = self._narrowed(self.meshes)
+        self.meshes = self._narrowed(self.meshes) or self.meshes
         self.count = count_of(method)
         how = self.count, request.options.microbatch_semantics, request.cluster.num_devices
         self.program = in_microbatches(request.program, request.roles, *how)
@@ -280,9 +280,9 @@ class _Search:
         return Narrowed(meshes, self.stages.near, self._least)
 
     def _narrowed(self, meshes: list[LogicalMesh]) -> list[LogicalMesh]:
-        """Of these meshes those that the request is narrowed to, if there are any."""
-        narrowed = self.request.narrowed
-        return [mesh for mesh in meshes if narrowed and mesh in narrowed.meshes] or meshes
+        """Of these meshes those that the request is narrowed to."""
+        named = self.request.narrowed.meshes if self.request.narrowed else ()
+        return [mesh for mesh in meshes if mesh in named] if named else meshes
 
     @property
     def _least(self) -> float:
