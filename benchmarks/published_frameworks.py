@@ -49,6 +49,9 @@ FSDP_BYTES = 14
 """Moved by PyTorch's FSDP for each gathered parameter and microbatch. Of its first version, gradients of views into the flat
 parameter are put together, divided, and made 32 bits wide (`_flat_param.py`, `_post_backward_hook`); of its second, what is
 gathered is copied into parameters twice, and gradients, 32 bits wide, into one array (`_fsdp_collectives.py`)."""
+LIVE_PARAMETERS = 10**9
+"""Of DeepSpeed's third stage: while so many are gathered, none is gathered ahead, and what is used again only after so many
+others is let go before (`stage3_max_live_parameters`, `stage3_max_reuse_distance`, `runtime/zero/constants.py`)."""
 OMNI_PATH, OMNI_PATH_CARD = 0.28, 12.5e9
 """Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host, and that rate: 6.8 to
 7.3 GB/s through two cards of each of 16 hosts of Jean Zay, as its users measured; among four hosts 5.06 through one. It is all

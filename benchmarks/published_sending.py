@@ -8,9 +8,11 @@ Method: collectives are priced as in the planner (`autopar.cost.collective_secon
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from published_frameworks import is_fsdp
+from published_frameworks import LIVE_PARAMETERS, is_fsdp
 from published_machines import Machine
 from published_runs import Run
 
@@ -130,12 +132,47 @@ def data_seconds(
         # Who has the same part of the state adds up that part of the gradients.
         between = seconds("all-reduce", wide / math.prod(group.shape), others)
         reduced, gathered = seconds("reduce-scatter", wide) + between, seconds("all-gather", num_bytes)
+    if run.zero == 3 and "DeepSpeed" in run.framework:
+        alone = _by_arrays(run, params / layers, partial(seconds, "all-gather"), reduced, forward, whole, exposed)
+        return gathered + reduced, layers * alone
     if run.zero == 3:
         alone = exposed(gathered, forward) + exposed(gathered + reduced, whole - forward)
         return gathered + reduced, layers * alone
     if run.hides_gradients:
         reduced, gathered = exposed(reduced, layers * (whole - forward)), exposed(gathered, layers * forward)
     return reduced + gathered, 0.0
+
+
+def _by_arrays(
+    run: Run,
+    params: float,
+    gather: Callable[[float], float],
+    reduced: float,
+    forward: float,
+    whole: float,
+    exposed: Callable[[float, float], float],
+) -> float:
+    """Seconds that nothing hides of a layer's collectives, where each array is gathered for itself, as by DeepSpeed.
+
+    One is gathered ahead, while the array before it is multiplied by, unless that one alone is as much as may be there. Where
+    a layer is computed again it is gathered again for that; its gradients then need it once more, and what has been let go in
+    between is gathered a third time (`stage3.py`: `prefetch_next_sub_modules`, `release_sub_module`).
+    """
+    heads = run.heads + 2 * run.kv_heads
+    weights = (run.width * run.head_size * heads, run.width * run.head_size * run.heads)
+    weights += (run.width * run.hidden * (1 + run.gated), run.width * run.hidden)
+    parts = [each / sum(weights) for each in weights]
+    sent = [gather(part * params * (4 if run.dtype == "float32" else 2)) for part in parts]
+    before = [(part * params, part * forward) for part in (parts[-1], *parts[:-1])]
+    waiting = sum(
+        exposed(length, 0.0 if live >= LIVE_PARAMETERS else meanwhile)
+        for length, (live, meanwhile) in zip(sent, before, strict=True)
+    )
+    if run.recompute != "full":
+        return waiting + exposed(sum(sent) + reduced, whole - forward)
+    behind = [sum(parts[k + 1 :]) * params for k in range(len(parts))]
+    again = sum(length for length, distance in zip(sent, behind, strict=True) if distance > LIVE_PARAMETERS)
+    return 2 * waiting + exposed(again + reduced, whole - 2 * forward)
 
 
 def _meshes(run: Run, machine: Machine) -> tuple[LogicalMesh, LogicalMesh, LogicalMesh]:

@@ -1,5 +1,6 @@
 """What rows of published runs do not say: what frameworks do then, and what machines of many spellings have."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 
+import published_sending  # noqa: E402
 from published_cells import recomputed_part, zero_of  # noqa: E402
 from published_choices import alternatives, settle  # noqa: E402
 from published_frameworks import ADDED_BYTES, FSDP_BYTES, expert_launches, gradient_bytes  # noqa: E402
@@ -223,6 +225,21 @@ def test_fsdp_copies_what_it_gathers_and_reduces_wide(read):
     fsdp, other = runs["PyTorch FSDP"], runs["Megatron-LM"]
     wide, narrow = (data_seconds(run, machine_of(run), 1e9, 1, 0.0, 0.0)[1] for run in (fsdp, other))
     assert narrow < wide < 4 / 3 * narrow * 1.01
+
+
+def test_third_stage_of_deepspeed_gathers_array_by_array(read, monkeypatch):
+    """Ahead only where not as much is there as may be; what is used again after as much is gathered a third time."""
+    run = read(gpus="64", dp="64", global_batch="64", zero="3", recompute="full", framework="DeepSpeed")
+
+    def waiting(most, forward):
+        monkeypatch.setattr(published_sending, "LIVE_PARAMETERS", most)
+        return data_seconds(run, machine_of(run), 3e10, 1, forward, 4 * forward)[1]
+
+    # Long products hide what is gathered ahead.
+    assert waiting(1, 1e3) > 3 * waiting(math.inf, 1e3)
+    # Without any, nothing is hidden: a layer is gathered twice, and all but its last array three times.
+    last = run.hidden / (run.hidden * (2 + run.gated) + run.attention_weights / run.width)
+    assert waiting(1, 0.0) == pytest.approx((4 - last) / 3 * waiting(math.inf, 0.0), rel=0.02)
 
 
 def test_cards_send_over_pcie(read):
