@@ -14,7 +14,8 @@ def is_compiled(row: Cells) -> bool:
     """Whether a compiler fuses elementwise work.
 
     torchtitan does where it is told to (`compile.enable`), which collectives behind products and products of 8 bits need; whose
-    notes name what is on and not this had it off.
+    notes name what is on and not this had it off, but for its comparison of collectives behind products with "vanilla TP", all
+    of whose commands have it on (`asyncTP_llama3_h100_2025-06_torchtitan.md`).
     """
     is_usual = dtype_of(row) == "float8" or not text_of(row, "notes")
     is_needed = says(row, "torchtitan", "framework") and is_usual
@@ -24,7 +25,7 @@ def is_compiled(row: Cells) -> bool:
 
 _EAGER = r"\beager|(no|not|without|w/o)[ -](torch[. ])?compile|compile\W*(off|false|no\b|disabled)"
 _COMPILERS = (
-    r"torch[. ]compile|\bcompile\b(?! time)|inductor|AsyncTP|"
+    r"torch[. ]compile|\bcompile\b(?! time)|inductor|AsyncTP|vanilla TP|"
     r"Alpa|NeMo|Megatron-Bridge|OneFlow|llm\.c|(fused|transformer) kernels"
 )
 

@@ -153,7 +153,8 @@ def test_runs_without_a_compiler_say_so(read):
     assert not any(
         read(**titan, notes=f"FSDP, {text}").compiled for text in ("compile off", "compile: False", "compile time 3 s")
     )
-    assert read(**titan, notes="AsyncTP").compiled and read(**titan, notes="FSDP", precision="fp8 linear").compiled
+    assert read(**titan, notes="AsyncTP").compiled and read(**titan, notes="vanilla TP").compiled
+    assert read(**titan, notes="FSDP", precision="fp8 linear").compiled
     assert not read(framework="PyTorch", notes="no torch.compile").compiled
     assert read(framework="PyTorch", notes="torch.compile").compiled
 

@@ -113,6 +113,11 @@ def test_catalog():
         assert pickle.loads(pickle.dumps(device)) == device == copy.deepcopy(device)
 
 
+def test_a_limit_of_power_slows_attention_as_it_does_products():
+    limited, usual = (find_device(name).device.achieved for name in ("h100-500w", "h100"))
+    assert limited.fused / usual.fused == pytest.approx(limited.product / usual.product)
+
+
 def test_devices_that_jax_makes_of_a_chip():
     """A slice of TPUs has as many as JAX has: one a core, or one of a chip's two."""
     assert [Cluster.of(name).num_devices for name in ("v3-8", "v4-8", "v5p-16", "v5e-16")] == [8, 4, 8, 16]
