@@ -8,6 +8,7 @@ Method: executed bytes must be equal for each kind of collective (not their numb
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -165,7 +166,17 @@ class Verification:
                 f"collectives: {self.async_share:.0%} of their seconds asynchronous, {self.exposed_share:.0%} exposed "
                 f"({self.predicted_exposed_share:.0%} predicted)"
             )
-        return facts
+        return facts + [f"XLA sends {text}" for text in self._rewritten()]
+
+    def _rewritten(self) -> Iterator[str]:
+        """What XLA sends in another form than it is asked to, or adds."""
+        total: Counter[str] = Counter()
+        for program in self.programs:
+            for c in program.collectives:
+                if c.is_added or c.sent_as is not None:
+                    how = "of its own" if c.is_added else f"as {c.sent_as}"
+                    total[f"of {c.kind} {how}"] += program.runs * c.times * c.bytes
+        return (f"{bytes_text(size)} {what}" for what, size in total.items())
 
     def _tables(self) -> list[Table]:
         programs = [

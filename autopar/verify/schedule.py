@@ -6,8 +6,9 @@ Method: two clocks, of kernels and of the network. A kernel advances the first, 
         collective advances the first to its end, and one that runs beside kernels slows them down as in the plan, which
         counts as waiting, too (`intra_op/lanes.py`). A loop is simulated once, and counts by its trips. Kernels take the longer
         of their products at the device's rate and their bytes at its memory's: of an array of which they only read or replace
-        a part, those of the part. XLA compiles here without tuning kernels, so this shows what overlaps with a collective,
-        and not how long a step takes.
+        a part, those of the part. What XLA for TPUs runs in another form counts as what the program asked for
+        (`rewritten.py`), and takes as long as what runs. XLA compiles here without tuning kernels, so this shows what
+        overlaps with a collective, and not how long a step takes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar.cost import collective_seconds
 from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 from autopar.mesh import Device, LogicalMesh
 from autopar.verify.hlo import Hlo, Module, dims_of, dtype_of, groups_of, parts_of, type_bytes
+from autopar.verify.rewritten import Asked, find_rewritten
 
 _FREE = {
     "parameter",
@@ -57,6 +59,8 @@ class Emitted:
         is_async: Whether it is asynchronous.
         seconds: Seconds of one execution, by the cost model.
         hidden_seconds: Seconds of kernels between its begin and its end, in one execution.
+        sent_as: The kind that is sent, if XLA runs it in another form.
+        is_added: Whether the program did not ask for it.
     """
 
     kind: CollectiveKind
@@ -66,6 +70,8 @@ class Emitted:
     is_async: bool
     seconds: float
     hidden_seconds: float
+    sent_as: CollectiveKind | None = None
+    is_added: bool = False
 
 
 @dataclass(slots=True)
@@ -87,16 +93,17 @@ class Followed:
 
     @property
     def bytes_of(self) -> dict[str, int]:
-        """Kind of collective -> executed bytes."""
+        """Kind of collective -> executed bytes, without what XLA added."""
         found: dict[str, int] = {}
-        for c in self.collectives:
+        for c in (c for c in self.collectives if not c.is_added):
             found[c.kind] = found.get(c.kind, 0) + c.times * c.bytes
         return found
 
 
-def follow_program(module: Module, mesh: LogicalMesh, device: Device) -> Followed:
+def follow_program(module: Module, mesh: LogicalMesh, device: Device, on_tpus: bool = False) -> Followed:
     """Simulate a compiled program."""
     follower = _Follower(module, mesh, device)
+    follower.rewritten = find_rewritten(module, mesh.num_devices) if on_tpus else {}
     follower.run(module.entry, 1)
     return follower.seen
 
@@ -109,6 +116,7 @@ class _Follower:
         self.seen = Followed()
         self.type_of = {hlo.name: hlo.type for lines in module.computations.values() for hlo in lines}
         self.axes_of = dict(_groups_of_axes(mesh))
+        self.rewritten: Mapping[str, Asked] = {}
 
     def run(self, computation: str, times: int) -> float:
         now = network = 0.0
@@ -201,10 +209,16 @@ class _Follower:
         return next((name for name, (*_, inner) in begun.items() if inner.chain in chains), None)
 
     def _note(self, hlo: Hlo, times: int, is_async: bool, hidden: float) -> None:
-        kind = kind_of(hlo.opcode)
-        assert kind is not None
+        runs = kind_of(hlo.opcode)
+        assert runs is not None
+        asked = self.rewritten.get(hlo.name)
+        kind = asked.kind if asked is not None and asked.kind is not None else runs
+        num_bytes = asked.bytes if asked is not None and asked.kind is not None else self._bytes(hlo)
+        sent_as = asked.sent_as if asked is not None and asked.sent_as != kind else None
+        is_added = asked is not None and asked.kind is None
+        seconds = self._seconds(hlo)
         self.seen.collectives.append(
-            Emitted(kind, self._axes(hlo), self._bytes(hlo), times, is_async, self._seconds(hlo), hidden)
+            Emitted(kind, self._axes(hlo), num_bytes, times, is_async, seconds, hidden, sent_as, is_added)
         )
 
     def _bytes(self, hlo: Hlo) -> int:
@@ -223,7 +237,8 @@ class _Follower:
         return self.axes_of.get(frozenset(map(frozenset, groups)), tuple(self.mesh.axis_sizes))
 
     def _seconds(self, hlo: Hlo) -> float:
-        kind = kind_of(hlo.opcode)
+        asked = self.rewritten.get(hlo.name)
+        kind = kind_of(hlo.opcode) if asked is None else asked.sent_as
         assert kind is not None
         return collective_seconds(kind, self._bytes(hlo), self._axes(hlo), self.mesh)
 
@@ -289,6 +304,6 @@ def product_flops(hlo: Hlo, operands: list[str]) -> float:
 
 
 def program_kernels(kernels: Mapping[str, int]) -> dict[str, int]:
-    """Custom kernels that are neither XLA's nor those of libraries that it calls for products and convolutions."""
-    own = ("__cublas", "__cudnn$conv", "Sharding", "AllocateBuffer")
-    return {name: n for name, n in kernels.items() if not name.startswith(own)}
+    """Custom kernels that are neither XLA's, whose names begin as classes do, nor of libraries for products."""
+    libraries = ("__cublas", "__cudnn$conv")
+    return {name: n for name, n in kernels.items() if not name.startswith(libraries) and not name[0].isupper()}

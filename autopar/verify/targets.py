@@ -81,6 +81,8 @@ GPUS: Mapping[str, Gpu] = {
     "h200": Gpu("NVIDIA H200", 132, 128, 228 * _KIB, 50 * _MIB, 1.98, 151_400_000_000, 4.8e12),
     "b200": Gpu("NVIDIA B200", 148, 128, 228 * _KIB, 126 * _MIB, 1.965, 191_500_000_000, 7.7e12),
 }
+_WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost"}
+"""Environment in which libtpu does not ask the host's metadata server about its TPUs; it compiles for other ones, too."""
 TPUS: Mapping[str, str] = {"tpu-v4": "v4", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e"}
 
 
@@ -130,8 +132,8 @@ def find_target(name: str | None, cluster: Cluster) -> Target:
         return Target(device.name, tuple(found.devices), GPU_OPTIONS)
     if key in TPUS:
         _check_there(("libtpu",), device.name, "TPUs", "libtpu", "TPU", f"'jax[tpu]=={jax.__version__}'")
-        # Keeps libtpu from querying the host's metadata server.
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        for name, value in _WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)
         found = topologies.get_topology_desc(_tpu_topology(TPUS[key], cluster.num_devices), "tpu")
         return Target(device.name, tuple(found.devices), {})
     raise ClusterError(

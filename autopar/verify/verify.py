@@ -139,12 +139,13 @@ def _checked(program: Program, plan: Decision, target: Target) -> Checked:
     if math.isinf(device.memory_bytes_per_second):
         device = find_device("h100").device
     module = read_module(_text(program, target))
-    seen = follow_program(module, program.mesh, device)
+    platform = target.devices[0].platform
+    seen = follow_program(module, program.mesh, device, on_tpus=platform == "tpu")
     planned: dict[str, int] = {}
     for c in program.collectives:
         planned[c.kind] = planned.get(c.kind, 0) + c.times * c.bytes
     emitted = seen.bytes_of
-    if target.devices[0].platform != "cpu":  # whose memory is the host's
+    if platform != "cpu":  # whose memory is the host's
         planned, emitted = {**planned, **program.host_copies}, {**emitted, **executed_copies(module)}
     return Checked(
         program.name,

@@ -5,7 +5,7 @@ import pytest
 from autopar import Achieved, Device, Link, LogicalMesh
 from autopar.cost import collective_seconds
 from autopar.verify.hlo import read_module
-from autopar.verify.schedule import follow_program, product_flops
+from autopar.verify.schedule import follow_program, product_flops, program_kernels
 
 MESH = LogicalMesh((2, 4), links=(Link(0.0, 1e9), Link(0.0, 4e9)))
 DEVICE = Device("toy", 1e12, memory_bytes_per_second=1e9, achieved=Achieved(overlap=1.0))
@@ -198,3 +198,68 @@ def test_of_an_array_only_the_part_that_a_kernel_reads_or_replaces_is_moved(body
     seen = follow_program(read_module(PARTS.replace("BODY", body)), MESH, DEVICE)
     row = 5 * 4
     assert seen.compute_seconds == pytest.approx((num_bytes + 2 * row + 4) / 1e9)
+
+
+REWRITTEN = """
+%all-reduce-scatter (given: f32[80]) -> f32[12] {
+  %given = f32[80]{0} parameter(0)
+  %nought = f32[] constant(0)
+  %padded = f32[96]{0} pad(%given, %nought), padding=0_16
+  %within = f32[96]{0} all-reduce(%padded), replica_groups={}
+  %from = u32[] partition-id()
+  ROOT %taken = f32[12]{0} dynamic-slice(%within, %from), dynamic_slice_sizes={12}
+}
+
+%part (p.0: f32[8,10], p.1: u32[]) -> f32[10] {
+  %p.0 = f32[8,10]{1,0} parameter(0)
+  %p.1 = u32[] parameter(1)
+  %row = f32[1,10]{1,0} dynamic-slice(%p.0, %p.1, %p.1), dynamic_slice_sizes={1,10}
+  ROOT %flat = f32[10]{0} bitcast(%row)
+}
+
+ENTRY %main (x: f32[80], y: f32[8,10], z: f32[10], i: u32[]) -> f32[10] {
+  %x = f32[80]{0} parameter(0)
+  %y = f32[8,10]{1,0} parameter(1)
+  %z = f32[10]{0} parameter(2)
+  %i = u32[] parameter(3)
+  %none = f32[] constant(0)
+  %scattered = f32[12]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+  %surplus = f32[4]{0} slice(%scattered), slice={[8:12]}
+  %shifted = f32[4]{0} collective-permute(%surplus), source_target_pairs={{0,1}}PERMUTED
+  %summed = f32[8,10]{1,0} all-reduce(%y), replica_groups={}
+  %own = f32[10]{0} fusion(%summed, %i), kind=kLoop, calls=%part
+  %zeros = f32[80]{0} broadcast(%none), dimensions={}
+  %placed = f32[80]{0} dynamic-update-slice(%zeros, %z, %i)
+  %gathered = f32[80]{0} all-reduce(%placed), replica_groups={}
+  %known = f32[8,10]{1,0} all-reduce(%y), replica_groups={}
+  ROOT %first = f32[10]{0} slice(%known), slice={[0:1], [0:10]}
+}
+"""
+
+
+def test_collectives_that_xla_for_tpus_runs_in_another_form():
+    """Each counts as what the program asked for, and takes as long as what is sent; a permute that XLA adds counts apart."""
+    module = read_module(REWRITTEN.replace("PERMUTED", ""))
+    seen = follow_program(module, MESH, DEVICE, on_tpus=True)
+    found = [(c.kind, c.bytes, c.sent_as, c.is_added) for c in seen.collectives]
+    assert found == [
+        ("reduce-scatter", 320, None, False),
+        ("collective-permute", 16, None, True),
+        ("reduce-scatter", 320, "all-reduce", False),
+        ("all-gather", 320, "all-reduce", False),
+        ("all-reduce", 320, None, False),  # of which all devices take the same rows
+    ]
+    assert seen.bytes_of == {"reduce-scatter": 640, "all-gather": 320, "all-reduce": 320}
+    scattered, _, summed, gathered, known = (c.seconds for c in seen.collectives)
+    assert summed == gathered == known == collective_seconds("all-reduce", 320, ("x", "y"), MESH) > scattered
+    asked = follow_program(
+        read_module(REWRITTEN.replace("PERMUTED", ', metadata={op_name="jit(f)/ppermute"}')), MESH, DEVICE, True
+    )
+    assert asked.bytes_of["collective-permute"] == 16
+    assert set(follow_program(module, MESH, DEVICE).bytes_of) == {"all-reduce", "collective-permute"}
+
+
+def test_kernels_of_the_program():
+    """Not those of XLA, which has names for parts of its own, nor of libraries."""
+    named = ["ConcatBitcast f32[8]", "AllocateBuffer", "__cublas$lt$matmul f32[8]", "tpu_custom_call f32[8]", "mine"]
+    assert list(program_kernels(dict.fromkeys(named, 1))) == ["tpu_custom_call f32[8]", "mine"]
