@@ -52,8 +52,10 @@ def search_accumulation(
         if not request.options.repays(won, planning_seconds(best.problem)):
             return
 
-    def told(text: str, done: float | None = None, best: float = math.inf) -> None:
-        report(text, done, least)  # the best for a number of microbatches counts once all its meshes are tried
+    def told(text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
+        # The best for a number of microbatches counts once all its meshes are tried.
+        known = found.searched if found else whole
+        report(text, done, least, known.best.gap if known.results else math.nan)
 
     found: Accumulated | None = None
     least = min((sharded.step_seconds for sharded in whole.results), default=math.inf)

@@ -10,6 +10,7 @@ Method: a pipeline of one stage has no bubble, and its backward pass is a progra
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from autopar.errors import AutoparError, needed_bytes
@@ -39,7 +40,7 @@ def search_alone(
     failure: AutoparError | None = None
     for count in (1, *request.microbatch_counts(shared=True)):
         text = f"1 stage on {request.cluster.num_devices}, {count} microbatches"
-        report(f"planning {text}", None, known)
+        report(f"planning {text}", None, known, math.nan if found.best is None else found.best.gap)
         try:
             planned = pipeline_under(request, _as_stage(method, count), silent, meshes, known)
         except AutoparError as error:

@@ -92,7 +92,7 @@ def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cos
             shown += share * sum(task.exposed_seconds)
             exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
-    busy, gap = simulation.busy_seconds, max(s.gap for s in stages)
+    busy, gap = simulation.busy_seconds, planned.gap
     idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes)) / devices
     # If devices share cores, idle ones lend theirs, and what is computed then is not idle time.
     idle = min(idle, planned.seconds - compute - shown)

@@ -80,8 +80,8 @@ def search_meshes(
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
-        least = min((sharded.step_seconds for sharded in searched.results), default=math.inf)
-        report(f"sharding {request.program.name} on mesh {mesh}", number / len(meshes), least)
+        text = f"sharding {request.program.name} on mesh {mesh}"
+        report(text, number / len(meshes), *_best_known(searched))
         # Data parallelism over all axes is the same on every mesh of one host: compare once, and on the mesh of hosts.
         compare = not searched.results or mesh.shape == by_hosts
         if searched.results:
@@ -101,6 +101,12 @@ def search_meshes(
             searched.unaided = sharded if exposure is None else searched.unaided
             searched.results.append(sharded)
             searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
+    report("", 1.0, *_best_known(searched))
+
+
+def _best_known(searched: Searched) -> tuple[float, float]:
+    """Seconds of the best step, and its gap."""
+    return (searched.best.step_seconds, searched.best.gap) if searched.results else (math.inf, math.nan)
 
 
 def _to_beat(best: Sharded) -> float:
@@ -145,7 +151,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     thorough = hosts > 1 and not is_short and takes <= TUNING.named_seconds
     if not (repaid or thorough):
         return
-    report(f"planning {request.program.name} on mesh {best.mesh} alone", None, best.step_seconds)
+    report(f"planning {request.program.name} on mesh {best.mesh} alone", None, best.step_seconds, best.gap)
     asked, alone = dataclasses.replace(request, thorough=thorough), Searched([], [])
     search_meshes(asked, [best.mesh], silent, alone)
     if alone.results:

@@ -1,6 +1,6 @@
 """Shows the progress of planning on a terminal, in a log or in a notebook; ends planning with the best plan so far.
 
-In:     lines of progress from the planner: what it does, the fraction of its work done, the best step so far;
+In:     lines of progress from the planner: what it does, the fraction of its work done, the best step so far and its gap;
         the seconds that planning may take.
 Out:    a progress bar, removed at the end; in logs, a line every ten seconds. A report that can end a pass; the seconds of
         each pass, and why planning ended early.
@@ -38,20 +38,21 @@ SILENT_SECONDS = 1.0
 class Report(Protocol):
     """A callback for the progress of planning."""
 
-    def __call__(self, text: str, done: float | None = None, best: float = math.inf) -> None:
-        """Report what is done now, the fraction done before it (None: unknown), and seconds of the best step so far."""
+    def __call__(self, text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
+        """Report what is done now, the fraction done before it (None: unknown), seconds of the best step so far, and its gap
+        (nan: unknown, or as reported before)."""
         ...
 
 
-def silent(text: str, done: float | None = None, best: float = math.inf) -> None:
+def silent(text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
     """A `Report` that shows nothing."""
 
 
 def part_of(report: Report, first: float, last: float) -> Report:
     """A report for the part of the work between the fractions `first` and `last` of the whole."""
 
-    def of_all(text: str, done: float | None = None, best: float = math.inf) -> None:
-        report(text, None if done is None else first + (last - first) * done, best)
+    def of_all(text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
+        report(text, None if done is None else first + (last - first) * done, best, gap)
 
     return of_all
 
@@ -60,12 +61,14 @@ class Standing:
     """The state of planning's progress, updated by `report`."""
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic):
-        self.name, self.text, self.done, self.best = name, "", 0.0, math.inf
+        self.name, self.text, self.done, self.best, self.gap = name, "", 0.0, math.inf, math.nan
         self._now, self._started = now, now()
 
-    def report(self, text: str, done: float | None = None, best: float = math.inf) -> None:
+    def report(self, text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
         """Update, as in `Report`."""
-        self.text, self.done, self.best = text, max(self.done, min(done or 0.0, 1.0)), min(self.best, best)
+        self.text, self.done = text, max(self.done, min(done or 0.0, 1.0))
+        if best < self.best:
+            self.best, self.gap = best, gap
 
     @property
     def elapsed_seconds(self) -> float:
@@ -79,6 +82,7 @@ class Standing:
             parts = [f"{self.done:.0%}", *parts, f"about {left:.0f} s left"]
         if math.isfinite(self.best):
             parts.append(f"best step {seconds_text(self.best)}")
+            parts += [f"gap {self.gap:.2%}"] if math.isfinite(self.gap) else []
         return f"{', '.join(parts)}: {self.text or f'planning {self.name}'}"
 
 
@@ -104,8 +108,8 @@ def _on_terminal(standing: Standing, console: Console) -> Iterator[Report]:
     with bar:
         task = bar.add_task(f"planning {standing.name}", total=None)
 
-        def report(text: str, done: float | None = None, best: float = math.inf) -> None:
-            standing.report(text, done, best)
+        def report(text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
+            standing.report(text, done, best, gap)
             total = 1.0 if standing.done else None
             bar.update(task, description=str(standing), total=total, completed=standing.done)
 
@@ -134,8 +138,8 @@ def _in_notebook(standing: Standing, console: Console) -> Iterator[Report]:
     shown: list[Any] = []
     notebook = import_module("IPython.display")
 
-    def report(text: str, done: float | None = None, best: float = math.inf) -> None:
-        standing.report(text, done, best)
+    def report(text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
+        standing.report(text, done, best, gap)
         if standing.elapsed_seconds < SILENT_SECONDS:
             return
         value = f' value="{standing.done:.3f}"' if standing.done else ""
@@ -176,10 +180,10 @@ class Anytime:
         """The reason that is given for the time limit."""
         return f"planning_seconds={self._limit:g} were over"
 
-    def __call__(self, text: str, done: float | None = None, best: float = math.inf) -> None:
+    def __call__(self, text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
         """Pass on progress, as in `Report`. Raises `TimeIsUp`: the limit is reached, and there is a plan."""
         self._best = min(self._best, best)
-        self._report(text, done, best)
+        self._report(text, done, best, gap)
         if math.isfinite(self._best) and time.monotonic() - self._started > self._limit:
             raise TimeIsUp
 

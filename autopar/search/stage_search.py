@@ -222,7 +222,8 @@ class _Attempts:
         """
         text = candidate.text(schedule)
         beat = self.beat
-        self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
+        gap = self._found.best.gap if self._found.best is not None else math.nan
+        self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat, gap)
         self._made += 1
         # Busy seconds under another schedule are a better bound than the table's.
         least = min(candidate.least, self._busy.get(candidate, math.inf))

@@ -72,6 +72,11 @@ class StepPlan:
         """Predicted time of one step."""
         return self.simulation.seconds
 
+    @property
+    def gap(self) -> float:
+        """The optimality gap of the worst stage."""
+        return max(stage.gap for stage in self.stages)
+
     def times(self, task: TaskPlan) -> int:
         """How often a task runs in one step."""
         return self.num_microbatches if task.task.is_in_loop else 1
