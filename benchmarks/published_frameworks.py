@@ -52,11 +52,11 @@ gathered is copied into parameters twice, and gradients, 32 bits wide, into one 
 LIVE_PARAMETERS = 10**9
 """Of DeepSpeed's third stage: while so many are gathered, none is gathered ahead, and what is used again only after so many
 others is let go before (`stage3_max_live_parameters`, `stage3_max_reuse_distance`, `runtime/zero/constants.py`)."""
-OMNI_PATH, OMNI_PATH_CARD = 0.28, 12.5e9
-"""Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host, and that rate: 6.8 to
-7.3 GB/s through two cards of each of 16 hosts of Jean Zay, as its users measured; among four hosts 5.06 through one. It is all
-that a ring has between hosts, of however many devices of each: with four, both channels went through one of the four cards
-(BigScience, experiments/bandwidth, n16_32gb_all_reduce_bench, n4_a100_all_reduce_bench)."""
+OMNI_PATH, OMNI_PATH_RING = 0.28, 5.06e9
+"""Part of their rate that cards of Omni-Path reach together, which NCCL drives through the host: 6.8 to 7.3 GB/s through two of
+each of 16 hosts of Jean Zay, as its users measured. And what one ring has between hosts, of however many devices of each: with
+four and with eight both of its channels went through one of the four cards (BigScience, experiments/bandwidth,
+n16_32gb_all_reduce_bench, n4_a100_all_reduce_bench, all_reduce_bench-a100-n4)."""
 ALIGNMENT_BYTES = 16
 """What rows of a product's operands begin at a multiple of, or else it is not multiplied by tensor cores at full rate (NVIDIA,
 "Matrix multiplication background user's guide": tensor core requirements). XLA pads operands, frameworks do not."""

@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from published_frameworks import BY_ROWS, FIRST_FLASH, OMNI_PATH, OMNI_PATH_CARD, SECOND_FLASH, generation_of
+from published_frameworks import BY_ROWS, FIRST_FLASH, OMNI_PATH, OMNI_PATH_RING, SECOND_FLASH, generation_of
 from published_runs import Run
 
 from autopar.errors import AutoparError
@@ -79,7 +79,7 @@ def machine_of(run: Run) -> Machine:
         elif run.kernel == 2 and model.capability and model.capability >= _ASYNCHRONOUS:
             fused *= SECOND_FLASH
         device = replace(device, achieved=replace(device.achieved, fused=fused))
-    return Machine(device, per_host, intra, inter, OMNI_PATH * OMNI_PATH_CARD if is_omni_path else math.inf)
+    return Machine(device, per_host, intra, inter, OMNI_PATH_RING if is_omni_path else math.inf)
 
 
 def _part_for_heads(model: Model, size: int) -> float:
