@@ -83,6 +83,10 @@ GROUPED_SINCE = (26, 6)
 MASK_GROUP = 2048
 """Tokens that share a mask where XLA sends tokens to experts by a product with it (GShard; so many in Alpa's suites);
 DeepSpeed's mask is of all tokens of a device (`sharded_moe.py`)."""
+LOSS_BYTES, LOSS_BY_PASSES = 52, re.compile(r"Megatron-(LM|DeepSpeed)|NeMo|nanotron")
+"""Moved for each logit of 16 bits where the loss is computed in 32 bits and pass by pass, and where it is: made wide 6, its
+largest 4, which is subtracted 8, exponential 8, sum 4, divided by it 8; times the gradient 8, made narrow 6 (Megatron-LM,
+`core/tensor_parallel/cross_entropy.py`, which nanotron's `functional.py` follows; Megatron-Bridge takes a fused one)."""
 VOCABULARY_MULTIPLE = 128
 """To which frameworks pad the vocabulary, on each device; nanotron only to the number of devices (`ModelArgs`)."""
 

@@ -12,7 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from published_frameworks import ADAM_BYTES, OVERLAPPED, gradient_bytes, hides_tokens, stage_layers, waiting_part
+from published_frameworks import (
+    ADAM_BYTES,
+    LOSS_BY_PASSES,
+    LOSS_BYTES,
+    OVERLAPPED,
+    gradient_bytes,
+    hides_tokens,
+    padded_vocabulary,
+    stage_layers,
+    waiting_part,
+)
 from published_images import net_parts
 from published_machines import Machine, by_devices, machine_of
 from published_memory import capacity_of, memory_of
@@ -87,6 +97,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     sent = (6 if "forward" in again else 4) * to_experts_seconds(run, machine)
     tensor += max(sent - work, (1 - device.achieved.overlap) * sent) if hides_tokens(run) else sent
     end, end_tensor = ends.busy(PHASES, device, run), sum(ends.communication(phase, mesh) for phase in PHASES)
+    end += loss_seconds(run, ends, device)
     layers = stage_layers(run)
     most, params, experts = max(layers), params_of(run, layers[0], 0), expert_params_of(run, layers[0])
     adding = kernel_seconds(MemoryPass(gradient_bytes(run) * (params + experts)), device)
@@ -126,6 +137,17 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
         memory.needed,
         capacity,
     )
+
+
+def loss_seconds(run: Run, ends: Work, device: Device) -> float:
+    """Seconds by which the loss takes longer than the planned kernels, where it is computed pass by pass."""
+    if not LOSS_BY_PASSES.search(run.framework):
+        return 0.0
+    logits = run.microbatch * run.output / run.context * padded_vocabulary(run) / run.tensor
+    planned = replace(
+        ends, kernels={phase: tuple(k for k in ends.kernels[phase] if isinstance(k, MemoryPass)) for phase in PHASES}
+    )
+    return max(0.0, kernel_seconds(MemoryPass(LOSS_BYTES * logits), device) - planned.busy(PHASES, device, run))
 
 
 def again_between_products(run: Run, layer: Layer, device: Device) -> float:

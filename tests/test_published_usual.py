@@ -12,14 +12,21 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 import published_sending  # noqa: E402
 from published_cells import recomputed_part, zero_of  # noqa: E402
 from published_choices import alternatives, settle  # noqa: E402
-from published_frameworks import ADDED_BYTES, FSDP_BYTES, expert_launches, gradient_bytes  # noqa: E402
+from published_frameworks import (  # noqa: E402
+    ADDED_BYTES,
+    FSDP_BYTES,
+    LOSS_BYTES,
+    eager_seconds,
+    expert_launches,
+    gradient_bytes,
+)
 from published_machines import _network_rate, machine_of, model_of  # noqa: E402
 from published_memory import ends_bytes, state_bytes, wide_bytes  # noqa: E402
-from published_steps import Prediction, data_seconds, params_of, predict  # noqa: E402
+from published_steps import Prediction, data_seconds, loss_seconds, params_of, predict  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
 from published_work import PHASES, Work, layer_of  # noqa: E402
 
-from autopar.cost.kernels import Product  # noqa: E402
+from autopar.cost.kernels import MemoryPass, Product, kernel_seconds  # noqa: E402
 from autopar.mesh import LogicalMesh  # noqa: E402
 
 
@@ -241,6 +248,22 @@ def test_third_stage_of_deepspeed_gathers_array_by_array(read, monkeypatch):
     # Without any, nothing is hidden: a layer is gathered twice, and all but its last array three times.
     last = run.hidden / (run.hidden * (2 + run.gated) + run.attention_weights / run.width)
     assert waiting(1, 0.0) == pytest.approx((4 - last) / 3 * waiting(math.inf, 0.0), rel=0.02)
+
+
+def test_megatron_computes_the_loss_pass_by_pass(read):
+    """In 32 bits, of each device's part of the vocabulary; what the plan has of it does not count twice."""
+    sizes = {"gpus": "8", "dp": "4", "tp": "2", "microbatch": "2", "seq": "2048", "vocab": "51200"}
+    run, bridge, jax = (read(**sizes, framework=name) for name in ("Megatron-LM", "Megatron-Bridge", "JAX"))
+    device = machine_of(run).device
+    none, some = (
+        Work({phase: kernels for phase in PHASES}, {}, kept_bytes=0, working_bytes=0, eager_bytes=0)
+        for kernels in ((), (MemoryPass(1e8), Product(1, 4096, 25600, 4096, 1e8, ("bfloat16", "bfloat16"))))
+    )
+    passes = kernel_seconds(MemoryPass(LOSS_BYTES * 2 * 2048 * 25600), device)
+    assert loss_seconds(run, none, device) == passes
+    assert loss_seconds(run, some, device) == pytest.approx(passes - 3 * eager_seconds(MemoryPass(1e8), device))
+    assert loss_seconds(bridge, none, device) == loss_seconds(jax, none, device) == 0
+    assert predict(replace(run, framework="Megatron-LM")).compute > predict(replace(run, framework="Megatron")).compute
 
 
 def test_cards_send_over_pcie(read):
