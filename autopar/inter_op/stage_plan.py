@@ -286,7 +286,8 @@ class _Lowering:
             return self.chosen(self.graph.outputs[self.output_at[slot.key]])
         if slot.key in self.input_at:
             return self.chosen(self.graph.inputs[self.input_at[slot.key]])
-        return self.produced(slot.key)
+        hub = self.graph.hubs.get((slot.key, "u")) if self.produced(slot.key).partial else None
+        return self.produced(slot.key) if hub is None else self.chosen(hub)  # a sum that rounds share is sent once
 
     def waiting(self, var: Var) -> Sharding:
         """The sharding in which a value of the loop waits for later tasks: its keep's, or else its maker's."""

@@ -249,7 +249,8 @@ def _rounds(
         made_last: Floating results of the step -> the stage that makes them.
     """
     after_pass = placed.after_pass
-    building = Rounds(placed.eqns, step.num_stages, step.arguments, placed.stage_of, placed.floating)
+    results = variables(step.jaxpr.outvars)
+    building = Rounds(placed.eqns, step.num_stages, step.arguments, placed.stage_of, placed.floating, results)
     for eqn, stage in placed.stage_of_eqn.items():
         building.add(eqn, stage, max((after_pass.get(var, AFTER_LOOP) for var in eqn.outvars), default=AFTER_LOOP))
     for stage, read in enumerate(outside):

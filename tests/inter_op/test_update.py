@@ -111,6 +111,56 @@ def test_one_message_for_each_peer_and_round():
     assert sum(m < 3 for m, _ in crossing) == 3, "one partial sum of each"
 
 
+def updates(plan):
+    """The tasks of the update, stage by stage."""
+    return [task for stage in plan.origin.pipeline.stages for task in stage.tasks if task.task.kind == "U"]
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-2), optax.sgd(0.1, momentum=0.9), optax.adamw(1e-2)])
+def test_state_waits_for_the_norm(optimizer):
+    """`b1 * mu` is no work of the round before: it would be written, kept, and read again."""
+    plan = planned(*mlp(4, WIDE, optax.chain(optax.clip_by_global_norm(0.1), optimizer)), 2)
+    first = [task for task in updates(plan) if task.task.round == 0]
+    assert len(first) == 2
+    for task in first:
+        assert {value.kind for value in task.inputs if size(value) > TUNING.joined_elements} == {"sum"}
+        assert len([value for value in task.outputs if size(value) > TUNING.joined_elements]) == 4  # gradients
+
+
+def test_what_is_small_is_kept_and_not_what_it_is_made_of():
+    """A cast to 16 bits, which halves what waits; a sum of two gradients, one array instead of two."""
+
+    def step(state, batch):
+        def loss_fn(params):
+            hidden = jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
+            return jnp.mean((hidden @ params["c"] @ params["d"] - batch["y"]) ** 2)
+
+        grads = jax.grad(loss_fn)(state)
+        norm = optax.global_norm(grads)
+        narrow = {name: g.astype(jnp.bfloat16) for name, g in grads.items()}
+        both = grads["a"] + grads["b"]
+        new = {name: p - 0.1 / norm * narrow[name] for name, p in state.items()}
+        return {**new, "a": new["a"] - both / norm}
+
+    state = {name: jnp.ones((WIDE, WIDE)) for name in "abcd"}
+    array = jax.ShapeDtypeStruct((64, WIDE), np.float32)
+    plan = planned(step, state, {"x": array, "y": array}, 2)
+    kept = [(v.key.aval.dtype.name, len(v.type.shape)) for t in updates(plan) if t.task.round == 0 for v in t.outputs]
+    assert kept.count(("bfloat16", 2)) == 4 and kept.count(("float32", 2)) == 1, kept
+
+
+def test_a_sum_over_devices_that_rounds_share_is_sent_once():
+    plan = autopar.parallelize(
+        mlp(4, WIDE)[0],
+        cluster=autopar.Cluster(1, 4, SLOW, QUICK),
+        method=autopar.ThreeD(data=2, pipeline=2, num_microbatches=4),
+        batch_argnums=(1,),
+    ).plan(*mlp(4, WIDE)[1:])
+    sent_bytes = sum(c.bytes * c.times for c in plan.cost.collectives if c.kind == "all-reduce")
+    gradients = 4 * 4 * (WIDE * WIDE + WIDE)
+    assert gradients <= sent_bytes <= 1.01 * gradients, "and a few scalars"
+
+
 def test_the_optimizer_lives_with_the_parameters():
     plan = planned_mlp(8, WIDE)
     program, update = plan.origin.program, plan.origin.pipeline.tasks.update
