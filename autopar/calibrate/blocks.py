@@ -53,7 +53,7 @@ def _layer(batch: int, length: int, width: int, heads: int, layers: int, is_cpu:
         return x * 0.5 + SMALL * along + SMALL * sum(grad.sum() for grad in others)
 
     text = f"{'a layer' if layers == 1 else f'a loop of {layers} layers'} of {width}, {batch} x {length} tokens"
-    run, kernels = emitted(turn, shapes, "float32", {0: frozenset({0})})
+    run, kernels = emitted(turn, shapes, "float32", {0: frozenset({0})}, is_cpu)
     return Case("layer", text, shapes, "float32", run if is_cpu else turn, kernels)
 
 

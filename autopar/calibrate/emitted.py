@@ -13,11 +13,14 @@ from typing import Any
 
 import jax
 
-from autopar.cost.kernels import Kernel
+from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.lower import lower
+from autopar.intra_op.rows import row_bytes
+from autopar.intra_op.sharded import Region
 from autopar.intra_op.traffic import find_traffic
+from autopar.ir.region import trip_count
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import LogicalMesh
 from autopar.partition.program import run_body
@@ -30,8 +33,10 @@ def emitted(
     shapes: Sequence[tuple[int, ...]],
     dtype: str,
     batch: Mapping[int, frozenset[int]] | None = None,
+    is_cpu: bool = True,
 ) -> tuple[Callable[..., Any], tuple[Kernel, ...]]:
-    """The program of a function on one CPU device, and its kernels on any device; `batch` as in `build_graph`."""
+    """The program of a function on one CPU device, and its kernels on a device that is one or not; `batch` as in
+    `build_graph`."""
     given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     graph = build_graph(trace_step(function, given).jaxpr, _ONE, {}, batch or {})
     body, traffic = lower(graph, [0] * len(graph.nodes)), find_traffic(graph)
@@ -44,4 +49,6 @@ def emitted(
         if node.kind == "op":
             kernel = kernel_of(node, node.strategies[0], traffic[node.index], _ONE)
             found += [kernel] * round(node.weight) if kernel.num_bytes else []
+    loops = [i for i in body.instructions if is_cpu and isinstance(i, Region)]
+    found += [MemoryPass(trip_count(loop.eqn) * row_bytes(loop, _ONE), 0.0, "parameters") for loop in loops]
     return run, tuple(found)

@@ -3,7 +3,7 @@
 In:     seconds of cases, starting values of the device and the link.
 Out:    the `Device` and `Link` that fit best, and their prediction for each case.
 Method: one kind of case after the other: launch and memory from passes, products by dtype, then convolutions, fused kernels,
-        whole layers and updates, and links. Each parameter minimizes the mean relative error (medians are not smooth) of
+        updates and whole layers, and links. Each parameter minimizes the mean relative error (medians are not smooth) of
         the formulas that plans are priced with, by a search on successively finer grids.
 """
 
@@ -205,7 +205,7 @@ _FITS: tuple[tuple[str, Callable[[Device, Sequence[Sample]], Device]], ...] = (
     ("transpose", functools.partial(_fit_share, name="turning", least=1.0, most=100.0)),
     ("convolution", functools.partial(_fit_share, name="convolution", least=0.01, most=4.0)),
     ("attention", functools.partial(_fit_share, name="fused", least=0.01, most=1.0)),
-    ("layer", functools.partial(_fit_share, name="passes", least=0.5, most=20.0)),
     ("update", functools.partial(_fit_share, name="update_passes", least=0.5, most=20.0)),
+    ("layer", functools.partial(_fit_share, name="passes", least=0.5, most=20.0)),
 )
 """(kind of case, fit), in order."""

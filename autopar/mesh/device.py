@@ -158,6 +158,11 @@ class Device:
         """Seconds that a pass over so many bytes takes longer because it reads them in another order of dims than they lie."""
         return (self.achieved.turning - 1) * num_bytes / (self.memory_bytes_per_second * self.achieved.memory)
 
+    def row_seconds(self, num_bytes: float) -> float:
+        """Seconds to read and write so many bytes to copy rows of stacks in a loop, as programs for CPUs do; as for updates."""
+        times = self.achieved.update_passes if self.achieved.host_cores else 0.0
+        return times * num_bytes / (self.memory_bytes_per_second * self.achieved.memory)
+
     def flops_per_second(self, dtype: Any) -> float:
         """Peak FLOP/s in a dtype; one without a rate of its own takes a related dtype's."""
         if not isinstance(self.peak_flops, Mapping):
