@@ -22,8 +22,10 @@ import jax.numpy as jnp
 
 from autopar._jax import Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node, Phase
+from autopar.intra_op.sharded import Compute
 from autopar.intra_op.traffic import is_fused, is_picking, is_view
 from autopar.ir.dataflow import inputs_of
+from autopar.ir.gradient import is_backward
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
@@ -81,11 +83,31 @@ def _find_held(graph: Graph, nodes: Sequence[Node]) -> set[Var]:
 
 
 def _wide_values(nodes: Sequence[Node]) -> Iterator[Var]:
-    """bfloat16 values computed in float32 that a reader takes in float32, and none as an array of bfloat16."""
+    """bfloat16 values computed in float32 that a reader takes in float32, and none as an array of bfloat16; without those
+    that the per-device program keeps narrow for the backward pass (`partition/ahead.py`)."""
     made = {node.eqn.outvars[0] for node in nodes if _is_in_float32(node)}
     taken = {var for node in nodes if _is_in_float32(node) or _widens(node) for var in inputs_of(node.eqn)}
     narrow = {var for node in nodes for var in _read_from_memory(node)}
+    forward = kept_narrow(nodes)
+    narrow |= {var for node in nodes if is_backward(node.eqn) for var in inputs_of(node.eqn) if var in forward}
     yield from (var for var in made if var in taken and var not in narrow and var.aval.dtype == jnp.bfloat16)
+
+
+def kept_narrow(operations: Sequence[Node | Compute]) -> set[Var]:
+    """bfloat16 results that are slow to compute and lead to other heavy work of the forward pass.
+
+    The backward pass reads them through a barrier, so that they wait for it as they are. (What leads to none is recomputed
+    there, and is part of the kernels that read it.)
+    """
+    found: set[Var] = set()
+    leads: set[Var] = set()
+    for operation in reversed(operations):
+        eqn = operation.eqn
+        if not is_backward(eqn) and not (is_fused(operation) and leads.isdisjoint(eqn.outvars)):
+            leads.update(inputs_of(eqn))
+            if eqn.primitive.name in SLOW and eqn.outvars[0].aval.dtype == jnp.bfloat16:
+                found.update(eqn.outvars)
+    return found
 
 
 def _in_two_layouts(graph: Graph, nodes: Sequence[Node]) -> Iterator[Var]:

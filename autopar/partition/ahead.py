@@ -17,6 +17,7 @@ import numpy as np
 
 from autopar._jax import JaxprEqn, Literal, on_host
 from autopar.grouping import grouped
+from autopar.intra_op.held import kept_narrow
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, region_of
@@ -41,7 +42,14 @@ class Ahead:
 
     def delays(self) -> Iterator[Delay]:
         """All delays; of those of one position, the ones that last come first."""
-        kinds = self.final_carries, self.seeds, self.recomputation, self.large_arrays, self.loop_constants
+        kinds = (
+            self.residuals,
+            self.final_carries,
+            self.seeds,
+            self.recomputation,
+            self.large_arrays,
+            self.loop_constants,
+        )
         return (delay for find in kinds for delay in find())
 
     def only_reader(self, instruction: Instruction) -> JaxprEqn | None:
@@ -96,6 +104,19 @@ class Ahead:
                 if losses and _is_seed(instruction):
                     yield Delay(position + 1, instruction.makes, tuple(losses))
                 losses += [(var, s) for var, s in instruction.makes if var in results and not var.aval.shape]
+
+    def residuals(self) -> Iterator[Delay]:
+        """The backward pass reads 16-bit values that are slow to compute through a barrier.
+
+        Compilers would otherwise keep them in the 32 bits that they are computed in.
+        """
+        kept = kept_narrow([i for i in self.body.instructions if isinstance(i, Compute)])
+        for position, instruction in enumerate(self.body.instructions):
+            if isinstance(instruction, Compute) and is_backward(instruction.eqn):
+                read = tuple(c for c in dict.fromkeys(instruction.reads) if c[0] in kept and self._is_large(c))
+                if read:
+                    kept.difference_update(var for var, _ in read)
+                    yield Delay(position, read, ())
 
     def _is_large(self, copy: Copy) -> bool:
         return self.num_bytes(copy) >= TUNING.late_bytes

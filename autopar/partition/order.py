@@ -30,6 +30,7 @@ class Delay:
     """Before the instruction at `position`, `copies` are made to wait for `awaited`.
 
     Unless it `lasts`, later instructions read the undelayed copies. `whole`: even one array is awaited behind a barrier.
+    Without `awaited`, the copies pass a barrier.
     """
 
     position: int

@@ -178,7 +178,7 @@ def _delay(copies: Copies, buffers: Copies, delays: Iterable[Delay], pinned: Con
             elif delay.of_hosts and on_host(copy[0].aval):
                 waits = after_on_host(array, *earlier)
             else:
-                waits = after(array, *earlier)
+                waits = after(array, *earlier) if awaited else lax.optimization_barrier(array)
             copies[copy] = with_rows_major(waits) if copy in pinned and waits is not array else waits
         if not delay.lasts:
             undelayed = held | undelayed

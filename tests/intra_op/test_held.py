@@ -117,6 +117,23 @@ def test_what_waits_in_float32(step, width, dtype):
     assert measure_liveness(body, graph.mesh, held).peak_bytes == as_typed + (expected - 1) * size
 
 
+def test_what_the_backward_pass_reads_waits_in_16_bits():
+    """A barrier keeps it so; without a backward pass it is there in float32."""
+
+    def forward(x, w):
+        h = jnp.tanh(x @ w)
+        return (jnp.abs(h) @ w) + h / w
+
+    def backward(x, w):
+        return jax.value_and_grad(lambda x: jnp.sum(forward(x, w).astype(jnp.float32)))(x)
+
+    for step, width in ((forward, 2), (backward, 1)):
+        program = trace_step(step, [jax.ShapeDtypeStruct((N, N), jnp.bfloat16)] * 2)
+        held = held_values(build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {}))
+        tanh = next(eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "tanh").outvars[0]
+        assert held[tanh] == width
+
+
 def test_what_a_value_is_made_of_waits_for_its_readers():
     """At the second product of `normalized` there are its operands and result, the first product, and the arguments."""
     program, graph = planned(normalized)

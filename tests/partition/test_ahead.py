@@ -208,6 +208,26 @@ def test_a_gradient_that_is_made_wider_is_not_forgotten():
     assert [sorted(var.aval.shape) for delay in delays for var, _ in delay.awaited] == [[width, hidden]]
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_backward_pass_reads_16_bits_of_what_is_slow_through_a_barrier(is_kept):
+    """If the forward pass goes on to a product; what is only made for the backward pass is part of its readers' kernel."""
+    rows, width = 4096, 1024
+
+    def train_step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.sum((jnp.tanh(x @ w) @ w).astype(jnp.float32)))(w)
+        return w - gradient, loss if is_kept else 0
+
+    half = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((width, width), (8 * rows, width))]
+    jaxpr = emitted(*body_of(train_step, *half))
+    (tanh,) = (eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "tanh")
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier" and tanh in eqn.invars]
+    assert len(barriers) == is_kept
+    if is_kept:
+        direct = [eqn.primitive.name for eqn in jaxpr.eqns if tanh in eqn.invars and eqn not in barriers]
+        through = [eqn.primitive.name for eqn in jaxpr.eqns if barriers[0].outvars[0] in eqn.invars]
+        assert sorted(direct) == ["dot_general", "sub"] and sorted(through) == ["dot_general", "mul"]
+
+
 def test_a_mask_is_not_kept_between_two_loops():
     """XLA would make what is equal once, and hold it from the first loop to the second."""
     tokens = 2048
