@@ -18,10 +18,12 @@ import numpy as np
 from autopar._jax import JaxprEqn, Literal, on_host
 from autopar.grouping import grouped
 from autopar.intra_op.held import kept_narrow
-from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region
+from autopar.intra_op.host_order import copies_host
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, communicates
+from autopar.intra_op.traffic import is_fused, takes_waits
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, region_of
-from autopar.partition.order import Delay, communicates
+from autopar.partition.order import Delay
 from autopar.tuning import TUNING
 
 
@@ -39,6 +41,7 @@ class Ahead:
         regions = {k: i for k, i in enumerate(body.instructions) if isinstance(i, Region)}
         self.loops = {k: i for k, i in regions.items() if kind_of(i.eqn) in ("scan", "while")}
         self.stay = {*body.inputs, *body.results}
+        self.light = {k for k, i in enumerate(body.instructions) if isinstance(i, Compute) and is_fused(i)}
 
     def delays(self) -> Iterator[Delay]:
         """All delays; of those of one position, the ones that last come first."""
@@ -163,7 +166,12 @@ class Ahead:
         return gradient, [copy for copy in delayed if self.num_bytes(copy) >= TUNING.again_bytes]
 
     def large_arrays(self) -> Iterator[Delay]:
-        """An operation that makes one of the body's largest arrays waits for pending work, through its smallest operand."""
+        """An operation that makes one of the body's largest arrays waits for pending work, through its smallest operand.
+
+        If that is large, only elementwise work waits, while it reads it; but none where copies to or from the memory of the
+        hosts keep their order.
+        """
+        is_free = not any(map(copies_host, self.body.instructions))
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
         least = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0))
         freeing: list[int] = []  # positions of pending work that frees memory
@@ -176,25 +184,49 @@ class Ahead:
                 first = {at: freed for at, freed in self._freed(position, idle, TUNING.late_bytes) if at in freeing}
                 smallest = min(instruction.reads, key=self.num_bytes, default=None)
                 enough = TUNING.late_part * max(first.values(), default=0)
-                if first and smallest is not None and self.num_bytes(smallest) <= enough:
+                is_small = smallest is not None and self.num_bytes(smallest) <= enough
+                if smallest is not None and not is_small:
+                    waits = is_free and takes_waits(instruction)
+                    first = {at: freed for at, freed in first.items() if waits and self._is_apart(at, smallest)}
+                if first and smallest is not None:
                     freeing = [at for at in freeing if at not in first]
-                    yield Delay(position, (smallest,), tuple(self._results(position, first, idle)))
+                    yield Delay(position, (smallest,), tuple(self._results(position, first, idle)), is_small)
             if self._frees(position):
                 freeing.append(position)
                 line = [step for copy in instruction.makes for step in self._line(copy)]
                 is_sum = bool(line) and line[-1][1] in self.stay
                 behind.update(at for at, _ in line if is_sum or self._is_cast(at))
 
+    def _is_apart(self, position: int, waiting: Copy) -> bool:
+        """Whether work that frees memory shares no elementwise work with others; `waiting` is in memory.
+
+        What is made for it alone would otherwise be made by one kernel with what others read. A reduction of inputs
+        frees nothing.
+        """
+        instructions = self.body.instructions
+        alone = [copy for copy in instructions[position].reads if self.readers[copy] == [position]]
+        places, sources = {position}, set()
+        for copy in alone:
+            maker = self.made_at[copy]
+            if copy == waiting or maker not in self.light:
+                sources.add(copy)
+            elif maker not in places:
+                places.add(maker)
+                alone.extend(instructions[maker].reads)
+        is_shared = any(self.light.difference(places).intersection(self.readers[c]) for c in alone if c not in sources)
+        is_of_inputs = all(self.made_at[copy] < 0 for copy in sources)
+        return not is_shared and not (is_of_inputs and position in self.light)
+
     def _is_cast(self, position: int) -> bool:
         instruction = self.body.instructions[position]
         return isinstance(instruction, Compute) and instruction.eqn.primitive.name == "convert_element_type"
 
     def _frees(self, position: int) -> bool:
-        """Whether an instruction reads a large array that does not stay throughout the body, and makes much less of it."""
+        """Whether an instruction reads large arrays that do not stay throughout the body, and makes much less of them."""
         instruction = self.body.instructions[position]
         if not isinstance(instruction, Compute | Region):
             return False
-        freed = max((self.num_bytes(copy) for copy in instruction.reads if copy not in self.stay), default=0)
+        freed = sum(self.num_bytes(copy) for copy in instruction.reads if copy not in self.stay)
         return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, instruction.makes)) < freed
 
     def _made_bytes(self, instruction: Instruction) -> int:
@@ -210,12 +242,12 @@ class Ahead:
         return list(dict.fromkeys(zip(self._results(position, freed, idle), freed.values(), strict=True)))
 
     def _freed(self, position: int, idle: Sequence[int], least_bytes: int) -> Iterator[tuple[int, int]]:
-        """Of the `idle` positions, those that read a large array for the last time and make less of it; and its bytes."""
+        """Of the `idle` positions, those that read large arrays for the last time and make less of them; and their bytes."""
         for at in reversed(idle):
             instruction = self.body.instructions[at]
             if isinstance(instruction, Compute | Region):
-                read = [self.num_bytes(copy) for copy in instruction.reads if not self._stays(copy, position)]
-                freed, made = max(read, default=0), instruction.makes
+                freed = sum(self.num_bytes(copy) for copy in instruction.reads if not self._stays(copy, position))
+                made = instruction.makes
                 if made and freed >= least_bytes and 2 * sum(map(self.num_bytes, made)) < freed:
                     yield at, freed
 

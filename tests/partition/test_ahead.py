@@ -208,6 +208,55 @@ def test_a_gradient_that_is_made_wider_is_not_forgotten():
     assert [sorted(var.aval.shape) for delay in delays for var, _ in delay.awaited] == [[width, hidden]]
 
 
+def test_what_several_arrays_are_freed_by_is_waited_for():
+    """Each of two factors of a gradient is less than twice the gradient, both are more."""
+    rows, width, hidden = 6144, 64, 4096
+
+    def train_step(weights, x):
+        gradient = (x @ weights["up"]).T @ (x @ weights["gate"])
+        return gradient, jnp.tanh(x[:, :16] @ weights["other"]).sum(1)
+
+    weights = {"up": array(width, hidden), "gate": array(width, hidden), "other": array(16, hidden)}
+    body, mesh = body_of(train_step, weights, array(8 * rows, width))
+    delays = Ahead(body, lambda copy: local_bytes(*copy, mesh)).large_arrays()
+    assert [var.aval.shape for delay in delays for var, _ in delay.awaited] == [(hidden, hidden)]
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_elementwise_work_waits_while_it_reads(to_host):
+    """What it makes is large, what it reads as well: others read the same without a wait. Copies to the hosts have an order."""
+    rows, width, hidden = 4096, 64, 4096
+
+    def train_step(up, x, wide):
+        gradient = (x @ up).T @ x
+        return gradient, jnp.sin(wide), jax.device_put(x + 1, jax.memory.Space.Host) if to_host else x
+
+    body, mesh = body_of(train_step, array(width, hidden), array(8 * rows, width), array(8 * rows, hidden))
+    delays = Ahead(body, lambda copy: local_bytes(*copy, mesh)).large_arrays()
+    found = [
+        (body.instructions[d.position].eqn.primitive.name, d.lasts, [v.aval.shape for v, _ in d.awaited])
+        for d in delays
+    ]
+    assert found == ([] if to_host else [("sin", False, [(hidden, width)])])
+
+
+def reads_what_the_gradient_is_made_of(x, wide):
+    wave = jnp.sin(wide)
+    return (2 * wave + 1).T @ x, wide * wave
+
+
+def reads_beside_a_sum_of_an_input(x, wide):
+    return jnp.abs(wide).max(), jnp.sin(wide)
+
+
+@pytest.mark.parametrize("train_step", [reads_what_the_gradient_is_made_of, reads_beside_a_sum_of_an_input])
+def test_elementwise_work_does_not_wait_in_vain(train_step):
+    """One kernel makes both, or nothing is freed."""
+    rows, width, hidden = 4096, 64, 4096
+    body, mesh = body_of(train_step, array(8 * rows, width), array(8 * rows, hidden))
+    assert not list(Ahead(body, lambda copy: local_bytes(*copy, mesh)).large_arrays())
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_the_backward_pass_reads_16_bits_of_what_is_slow_through_a_barrier(is_kept):
     """If the forward pass goes on to a product; what is only made for the backward pass is part of its readers' kernel."""
