@@ -4,10 +4,10 @@ In:     `Body`, the mesh, which values are held, which inputs are donated.
 Out:    `Liveness`: the peak, its moment, and the copies alive then.
 Method: the live range of a copy extends from the instruction that makes it to its last reader. Inputs live throughout;
         donated ones until their last reader. A loop's body adds its own peak; its stacks live from before the loop. Values
-        that are not held (`held.py`) take no memory, but extend the live ranges of what they are computed from. In a stage
-        of a pipeline, some values are elsewhere, and some exist once per microbatch in flight (`Waiting`). Values in host
-        memory are counted likewise, also under another name after a barrier (`host_peak_bytes`). A bound over all
-        shardings and orders is in `floor.py`.
+        that are not held (`held.py`) take no memory, but extend the live ranges of what they are computed from. Gradients stay
+        until their sums over devices are certainly made (`unsent.py`). In a stage of a pipeline, some values are elsewhere,
+        and some exist once per microbatch in flight (`Waiting`). Values in host memory are counted likewise, also under
+        another name after a barrier (`host_peak_bytes`). A bound over all shardings and orders is in `floor.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from autopar._jax import Var, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, local_bytes, share_bytes
+from autopar.intra_op.unsent import unsent_copies
 from autopar.intra_op.versions import Versions, find_versions
 from autopar.intra_op.workspace import workspace_at
 from autopar.ir.region import kind_of
@@ -186,6 +187,7 @@ def _peaks(
     overwrite inputs. All peaks but the highest have more than `over` bytes. `given`: inputs are in the layout given.
     """
     made = find_versions(body, pinned, stored, given)
+    made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
     times = _times(made, body, waiting)
     size = [0] * len(made.copies)
     known: dict[Any, int] = {}  # of equal types that are sharded alike

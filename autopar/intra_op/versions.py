@@ -52,6 +52,13 @@ class Versions:
         """Whether a version takes memory, or is recomputed by its readers."""
         return number in self.made_of[number]
 
+    def extend(self, until: Iterable[tuple[Copy, int]]) -> None:
+        """Let the last versions of copies, or what they are computed from, live until the instruction given."""
+        number = {copy: k for k, copy in enumerate(self.copies)} if (until := list(until)) else {}
+        for copy, end in until:
+            for k in self.made_of[number[copy]]:
+                self.ends[k] = max(end, self.ends[k])
+
     def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
         """For the start, then for each of `count` instructions: bytes allocated, and bytes freed after it (negative)."""
         born, freed = [0] * (count + 1), [0] * (count + 2)

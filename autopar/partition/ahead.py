@@ -21,6 +21,7 @@ from autopar.intra_op.held import kept_narrow
 from autopar.intra_op.host_order import copies_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, communicates
 from autopar.intra_op.traffic import is_fused, takes_waits
+from autopar.intra_op.unsent import unsent_waits
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, region_of
 from autopar.partition.order import Delay
@@ -196,6 +197,12 @@ class Ahead:
                 line = [step for copy in instruction.makes for step in self._line(copy)]
                 is_sum = bool(line) and line[-1][1] in self.stay
                 behind.update(at for at, _ in line if is_sum or self._is_cast(at))
+
+    def unsent(self) -> Iterator[Delay]:
+        """The backward pass waits for earlier sums of gradients over devices."""
+        for wait in unsent_waits(self.body, self.num_bytes):
+            sums = tuple(self.body.instructions[at].makes[0] for at in wait.sums)
+            yield Delay(wait.position, (wait.copy,), sums, lasts=False)
 
     def _is_apart(self, position: int, waiting: Copy) -> bool:
         """Whether work that frees memory shares no elementwise work with others; `waiting` is in memory.

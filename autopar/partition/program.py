@@ -21,7 +21,7 @@ from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, on_host
 from autopar.cost.steps import AllGather, AllReduce, Mask, Step
 from autopar.grouping import grouped
 from autopar.intra_op.host_order import copies_host
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region, communicates
 from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import region_of
@@ -36,7 +36,6 @@ from autopar.partition.order import (
     after,
     after_in_buffer,
     after_on_host,
-    communicates,
     end_of,
     first_element,
     host_buffer,
@@ -48,7 +47,6 @@ from autopar.partition.order import (
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import overwritten, scan_into_late_stacks, scan_over_old_rows
-from autopar.partition.unsent import unsent_delays
 from autopar.tuning import TUNING
 
 Copies = dict[Copy, jax.Array]
@@ -81,7 +79,7 @@ def run_body(
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
     of_hosts = host_delays(body, ahead.num_bytes, is_program) if platform in GPU_PLATFORMS else []
-    others = *late_delays(body, ahead.num_bytes, carries), *unsent_delays(body, ahead.num_bytes)
+    others = *late_delays(body, ahead.num_bytes, carries), *ahead.unsent()
     waits = *ahead.delays(), *others, *of_hosts
     delays = grouped((delay.position, delay) for delay in waits)
     in_buffer = in_buffers(body, of_hosts)

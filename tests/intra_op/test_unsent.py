@@ -9,9 +9,10 @@ import pytest
 
 import autopar
 from autopar.cost.steps import AllReduce, ReduceScatter
+from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.sharded import Fused, Move, Region, local_bytes
-from autopar.partition import unsent
-from autopar.partition.unsent import unsent_delays
+from autopar.intra_op.unsent import unsent_copies, unsent_waits
+from autopar.partition.ahead import Ahead
 
 LAYERS = 6
 
@@ -54,13 +55,18 @@ def backward():
     return program(*planned(autopar.Cluster.of("8 h100"), 4096, 8192, types))
 
 
+def delays_of(body, mesh):
+    """What waits for gradients on their way in the per-device program."""
+    return list(Ahead(body, lambda copy: local_bytes(*copy, mesh)).unsent())
+
+
 def is_sent(instruction):
     return isinstance(instruction, Move) and isinstance(instruction.step, ReduceScatter)
 
 
 def test_elementwise_work_waits_for_what_was_sent_before(backward):
     body, mesh = backward
-    delays = unsent_delays(body, lambda copy: local_bytes(*copy, mesh))
+    delays = delays_of(body, mesh)
     sent = [at for at, instruction in enumerate(body.instructions) if is_sent(instruction)]
     assert len(sent) >= 4 and delays
     made_at = {copy: at for at, instruction in enumerate(body.instructions) for copy in instruction.makes}
@@ -79,7 +85,7 @@ def test_the_last_messages_go_on_beside_the_backward_pass(backward):
         return local_bytes(*copy, mesh)
 
     made_at = {copy: at for at, instruction in enumerate(body.instructions) for copy in instruction.makes}
-    for delay in unsent_delays(body, num_bytes):
+    for delay in delays_of(body, mesh):
         last = max(made_at[copy] for copy in delay.awaited if is_sent(body.instructions[made_at[copy]]))
         going = [i for at, i in enumerate(body.instructions) if at > last and is_sent(i)]
         assert sum(num_bytes((i.var, i.source)) for i in going) >= body.bucket / 2
@@ -87,7 +93,7 @@ def test_the_last_messages_go_on_beside_the_backward_pass(backward):
 
 def test_sums_that_are_not_sent_apart_are_waited_for_too(backward):
     body, mesh = backward
-    awaited = {copy for delay in unsent_delays(body, lambda c: local_bytes(*c, mesh)) for copy in delay.awaited}
+    awaited = {copy for delay in delays_of(body, mesh) for copy in delay.awaited}
     made_by = {copy: instruction for instruction in body.instructions for copy in instruction.makes}
     assert any(made_by[copy].eqn.primitive.name == "reduce_sum" for copy in awaited if not is_sent(made_by[copy]))
 
@@ -96,9 +102,25 @@ def test_sums_that_are_not_sent_apart_are_waited_for_too(backward):
 def test_messages_of_many_gradients_are_waited_for_too(zero, step):
     body, mesh = program(*planned(autopar.Cluster.of("8 h100"), 1536, 8192, types, layers=24, zero=zero))
     sent = [i for i in body.instructions if isinstance(i, Fused) and isinstance(i.moves[0].step, step)]
-    delays = unsent_delays(body, lambda copy: local_bytes(*copy, mesh))
+    delays = delays_of(body, mesh)
     awaited = {copy for delay in delays for copy in delay.awaited}
     assert len(sent) >= 4 and sum(i.makes[0] in awaited for i in sent) >= len(sent) - 2
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_gradients_take_memory_until_the_work_that_waits_for_their_sums(monkeypatch, zero):
+    """Until then a sum may be on its way: what it reads stays, or, in its place, the result of an all-reduce."""
+    body, mesh = program(*planned(autopar.Cluster.of("8 h100"), 4096, 8192, types, zero=zero))
+    sums = [at for wait in unsent_waits(body, lambda copy: local_bytes(*copy, mesh)) for at in wait.sums]
+    ends = dict(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
+    curve = measure_liveness(body, mesh, {}).curve
+    monkeypatch.setattr("autopar.intra_op.liveness.unsent_copies", lambda *_: ())
+    more = np.subtract(curve, measure_liveness(body, mesh, {}).curve)
+    gradient = 4096 * 4096 * 4
+    for at in (at for at in sums if local_bytes(*body.instructions[at].reads[0], mesh) == gradient):
+        stays = body.instructions[at].makes if zero == 0 else body.instructions[at].reads
+        assert more[at + 3 : ends[stays[0]] + 1].min() >= gradient
+    assert not more[: min(sums)].any() and max(more) <= 2 * gradient
 
 
 def test_a_loop_waits_for_what_was_sent_before_it():
@@ -117,7 +139,7 @@ def test_a_loop_waits_for_what_was_sent_before_it():
     )
     method = autopar.DataParallel(zero=3)
     body, mesh = program(autopar.parallelize(step, cluster=autopar.Cluster.of("8 h100"), method=method), given)
-    delays = unsent_delays(body, lambda copy: local_bytes(*copy, mesh))
+    delays = delays_of(body, mesh)
     (head,) = [at for at, i in enumerate(body.instructions) if is_sent(i)]
     (delay,) = [d for d in delays if isinstance(body.instructions[d.position], Region)]
     assert head < delay.position and body.instructions[head].makes[0] in delay.awaited
@@ -125,19 +147,19 @@ def test_a_loop_waits_for_what_was_sent_before_it():
 
 def test_nothing_waits_for_small_messages(backward):
     body, _ = backward
-    assert not unsent_delays(body, lambda copy: 64)
+    assert not unsent_waits(body, lambda copy: 64) and not [*unsent_copies(body, lambda copy: 64)]
 
 
 def test_what_waits_is_the_same(monkeypatch):
-    monkeypatch.setattr(unsent, "LATE_BYTES", 1 << 13)
+    monkeypatch.setattr("autopar.intra_op.unsent.LATE_BYTES", 1 << 13)
     monkeypatch.setattr("autopar.intra_op.fuse.small_bytes", lambda mesh: 1 << 10)
     found = []
 
     def finding(body, num_bytes):
-        found.append(unsent_delays(dataclasses.replace(body, bucket=1 << 13), num_bytes))
+        found.append(unsent_waits(dataclasses.replace(body, bucket=1 << 13), num_bytes))
         return found[-1]
 
-    monkeypatch.setattr("autopar.partition.program.unsent_delays", finding)
+    monkeypatch.setattr("autopar.partition.ahead.unsent_waits", finding)
     random = np.random.default_rng(0)
     cluster = autopar.Cluster.local(jax.devices()[:4])
     step, given = planned(cluster, 64, 128, lambda *shape: random.standard_normal(shape, np.float32) / 8)
