@@ -5,16 +5,20 @@ Out:    the same, with independent small moves of one kind over the same axes re
 Method: the *height* of a move is the largest number of small moves after it on a path to the results. Moves of equal
         height do not depend on each other, and groups of them form no cycles, so all of one kind can be one message, as
         all gradients of data parallelism are. Instructions are then sorted topologically, close to their old order. Large
-        moves stay separate: for them latency is negligible, and packing would cost a copy.
+        moves stay separate: for them latency is negligible, and packing would cost a copy. Sums of which each device keeps
+        its slice become reduce-scatters where their message takes less time so: alone, each might have taken less as an
+        all-reduce, and its route was chosen before its message was known.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
 
-from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
+from autopar.cost import collective_seconds
+from autopar.cost.steps import AllGather, AllReduce, ReduceScatter, Slice
 from autopar.intra_op.host_order import fetched_late
 from autopar.intra_op.sharded import (
     BUCKET_BYTES,
@@ -68,10 +72,13 @@ def fuse_collectives(body: Body, mesh: LogicalMesh, bucket: int = BUCKET_BYTES) 
         else i
         for i in body.instructions
     ]
-    return dataclasses.replace(body, instructions=_packed(inside, mesh, bucket), bucket=bucket)
+    packed = _packed(inside, mesh, bucket, body.results)
+    return dataclasses.replace(body, instructions=packed, bucket=bucket)
 
 
-def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh, bucket: int) -> tuple[Instruction, ...]:
+def _packed(
+    instructions: Sequence[Instruction], mesh: LogicalMesh, bucket: int, results: Container[Copy]
+) -> tuple[Instruction, ...]:
     small = small_bytes(mesh)
     keys = [_key(instruction, mesh, small) for instruction in instructions]
     if len(keys) - keys.count(None) < 2:
@@ -90,7 +97,62 @@ def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh, bucket: int)
         together[place][-1].append(position)
         filled[place] += num_bytes
     groups = [group for buckets in together.values() for group in buckets if len(group) > 1]
+    scattered = _scattered(instructions, groups, mesh, results)
+    if scattered:
+        kept = [i for i in instructions if not isinstance(i, Move) or scattered.get((i.var, i.source)) is not i]
+        made = [_as_scatter(i, scattered[i.makes[0]]) if i.makes and i.makes[0] in scattered else i for i in kept]
+        return _packed(made, mesh, bucket, results)
     return fetched_late(_in_order(instructions, needs, groups)) if groups else tuple(instructions)
+
+
+def _scattered(
+    instructions: Sequence[Instruction], groups: Sequence[Sequence[int]], mesh: LogicalMesh, results: Container[Copy]
+) -> dict[Copy, Move]:
+    """Reduced copies -> their only readers, slices: of messages that take less time as reduce-scatters."""
+    sums = {move.makes[0]: move for group in groups for move in _moves(instructions, group) if _is_sum(move)}
+    readers: dict[Copy, list[Instruction]] = {copy: [] for copy in sums if copy not in results}
+    for instruction in instructions if readers else ():
+        for copy in (*instruction.reads, *(() if isinstance(instruction, Compute) else copies_awaited(instruction))):
+            if copy in readers:
+                readers[copy].append(instruction)
+    slices = {
+        copy: reader
+        for copy, (reader, *others) in readers.items()
+        if not others and isinstance(reader, Move) and _takes_own_rows(reader, sums[copy], mesh)
+    }
+    found: dict[Copy, Move] = {}
+    for group in groups:
+        moves = [move for move in _moves(instructions, group) if _is_sum(move)]
+        own = [move for move in moves if move.makes[0] in slices]
+        total, part = (sum(move_bytes(move, mesh) for move in those) for those in (moves, own))
+        if own and _is_faster_apart(total, part, own[0].step.axes, mesh):
+            found |= {move.makes[0]: slices[move.makes[0]] for move in own}
+    return found
+
+
+def _is_sum(move: Move) -> bool:
+    return isinstance(move.step, AllReduce)
+
+
+def _takes_own_rows(reader: Move, sum_: Move, mesh: LogicalMesh) -> bool:
+    """Whether a move keeps of a sum over devices what a reduce-scatter of it, without a transpose, leaves on each."""
+    step, reduced = reader.step, sum_.step
+    if not isinstance(step, Slice) or sorted(step.axes) != sorted(reduced.axes) or reader.earlier is not None:
+        return False
+    return math.prod(sum_.source.local_shape(tuple(sum_.var.aval.shape), mesh)[: step.dim]) == 1
+
+
+def _is_faster_apart(num_bytes: float, part: float, axes: tuple[str, ...], mesh: LogicalMesh) -> bool:
+    """Whether an all-reduce takes longer than a reduce-scatter of a part of it and an all-reduce of the rest."""
+    rest = collective_seconds("all-reduce", num_bytes - part, axes, mesh) if part < num_bytes else 0.0
+    apart = collective_seconds("reduce-scatter", part, axes, mesh) + rest
+    return apart < collective_seconds("all-reduce", num_bytes, axes, mesh)
+
+
+def _as_scatter(instruction: Instruction, reader: Move) -> Move:
+    """A sum over devices and the slice of it as one move."""
+    assert isinstance(instruction, Move) and isinstance(reader.step, Slice)
+    return dataclasses.replace(instruction, target=reader.target, step=ReduceScatter(reader.step.axes, reader.step.dim))
 
 
 def _key(instruction: Instruction, mesh: LogicalMesh, small: float) -> object:

@@ -40,6 +40,20 @@ def sent(plan):
     return [sum(move.var.aval.shape == (WIDTH, WIDTH) for move in moves) for moves in messages]
 
 
+def test_many_small_gradients_are_scattered():
+    """Each alone is faster as an all-reduce; the message of all is not, and devices keep an eighth of it."""
+    shapes = (
+        [jax.ShapeDtypeStruct((384, 384), jnp.float32)] * 48,
+        dict.fromkeys("xy", jax.ShapeDtypeStruct((ROWS, 384), jnp.float32)),
+    )
+    plan = step().plan(*shapes)
+    assert {c.kind: c.bytes for c in plan.cost.collectives} == {
+        "all-gather": 48 * 4 * 384**2,
+        "reduce-scatter": 48 * 4 * 384**2,
+        "all-reduce": 4,
+    }
+
+
 @pytest.mark.parametrize("part", [0.6, 0.45])
 def test_what_fits_with_smaller_messages_only(free, part):
     assert sent(free) == [LAYERS] and free.stages[0].bucket_bytes == BUCKET_BYTES

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from autopar._jax import new_var, shaped
-from autopar.cost.steps import AllGather, AllReduce
+from autopar.cost.steps import AllGather, AllReduce, ReduceScatter, Slice
 from autopar.intra_op.fuse import BUCKET_BYTES, SMALL_BYTES, fuse_collectives, sent_together, small_bytes
 from autopar.intra_op.sharded import Body, Fused, Move, copies_awaited
 from autopar.mesh import Link, LogicalMesh, Sharding
@@ -68,6 +68,36 @@ def test_everything_is_made_before_it_is_read(seed):
         there.update(instruction.makes)
     heads = sum(m.earlier is None for m in moves)
     assert len(sent) < len(moves) or heads == 1
+
+
+RING = LogicalMesh((8,), links=(Link(1e-6, 4e11),))
+INNER = Sharding(((), ("x",)))
+
+
+def sliced(shape, target=SPLIT):
+    """A sum over devices, and the slice of it that each device keeps."""
+    var, nothing = new_var(shaped(jax.ShapeDtypeStruct(shape, np.float32))), Sharding(((),) * len(shape))
+    total = Move(var, Sharding(nothing.dims, ("x",)), nothing, AllReduce(("x",)))
+    return total, Move(var, nothing, target, Slice(("x",), [dim != () for dim in target.dims].index(True)))
+
+
+def kinds_of(gradients, results=()):
+    """The kinds of the messages in which gradients and a loss are sent, the slices aside."""
+    moves = [move for pair in gradients for move in pair] + [loss := reduced(1)]
+    outputs = (*((own.var, own.target) for _, own in gradients), (loss.var, loss.target), *results)
+    body = Body(tuple((m.var, m.source) for m in moves if isinstance(m.step, AllReduce)), tuple(moves), outputs)
+    sent = fuse_collectives(body, RING).instructions
+    return [(type(i.moves[0].step), len(i.moves)) for i in sent if not isinstance(i.moves[0].step, Slice)]
+
+
+def test_sums_of_which_devices_keep_slices_are_scattered_if_their_message_is_large():
+    """A small one is sent with the loss, in one message instead of two."""
+    assert kinds_of([sliced((64,)) for _ in range(8)]) == [(AllReduce, 9)]
+    large = [sliced((1 << 20,)) for _ in range(8)]
+    assert sorted(kinds_of(large), key=str) == [(AllReduce, 1), (ReduceScatter, 8)]
+    # What is read whole, too, is summed whole; so is what would have to be transposed for it.
+    assert kinds_of(large, [(total.var, total.target) for total, _ in large]) == [(AllReduce, 9)]
+    assert kinds_of([sliced((1 << 10, 1 << 10), INNER) for _ in range(8)]) == [(AllReduce, 9)]
 
 
 def test_what_counts_as_small_grows_with_latency():
