@@ -234,7 +234,7 @@ class BufferUse(Interpreter):
             if not others_vary and _keeps_sums(eqn, [isinstance(value, Sum) for value in operands]):
                 return Sum(of, "total")
         elif len(sums) == 1 and sums[0].state == "old" and not any(var in self.spent for var in of):
-            if not others_vary and eqn.primitive.name == "add" and self.when is _EACH:
+            if not others_vary and eqn.primitive.name == "add" and self._adds_here():
                 self.spent.update(dict.fromkeys(of))
                 return Sum(of, "new")
         raise NotUnderstoodError
@@ -266,11 +266,12 @@ class BufferUse(Interpreter):
     def _add(self, access: Access, buffer: Var, value: Value) -> Value:
         """Interpret an access that loads a sum or adds to it."""
         this = frozenset([buffer])
-        if not access.is_whole or self.when.at in ("first", "some"):
+        if not access.is_whole:
             raise NotUnderstoodError
-        if access.stored is None and buffer in self.added and buffer not in self.results:
+        is_read = access.stored is None and buffer in self.added and buffer not in self.results
+        if is_read and self.when.at not in ("first", "some"):
             return Sum(this, "total")
-        if self.when is not _EACH or buffer in self.added:
+        if not self._adds_here() or buffer in self.added:
             raise NotUnderstoodError
         if access.stored is None:
             return Sum(this, "old")
@@ -279,6 +280,10 @@ class BufferUse(Interpreter):
             raise NotUnderstoodError
         self.spent[buffer] = self.added[buffer] = None
         return GONE
+
+    def _adds_here(self) -> bool:
+        """Whether each step may add to sums here: always, or on a condition that is the same for steps of the dim."""
+        return self.when.at not in ("around", "first") and self.dim not in self.when.dims
 
     def _copy(self, access: Access, buffer: Var, sums: frozenset[Var]) -> None:
         """Interpret a store computed from complete sums, at each step or the last; a step's own result, from other sums."""

@@ -18,6 +18,7 @@ from autopar._jax import Jaxpr
 from autopar.ir.rules.kernel_access import with_last_steps
 from autopar.ir.rules.kernel_buffers import TRIPS, BufferUse, Dims
 from autopar.ir.rules.kernel_interpreter import NotUnderstoodError
+from autopar.ir.rules.kernel_scratch import is_begun_anew
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,13 +99,16 @@ def dims_added_up(
         lengths = {d: length * (times if d == dim else 1) for d, length in enumerate(grid) if length is not None}
         longer = with_last_steps(body, {dim: (lengths[dim] // times, lengths[dim])})
         sums = [var for var, dims in of_result.items() if dim in dims]
-        own = [var for var in body.invars if var not in sums and var not in kept]
-        use = BufferUse(longer, {d: np.arange(length) for d, length in lengths.items()}, dim, sums, kept, own)
+        numbers = {d: np.arange(length) for d, length in lengths.items()}
+        first = {d: steps if d == dim else steps[:1] for d, steps in numbers.items() if d >= dim}
+        passed = [var for var in kept if not is_begun_anew(longer, [var], first)]
+        own = [var for var in body.invars if var not in sums and var not in passed]
+        use = BufferUse(longer, numbers, dim, sums, passed, own)
         try:
             use.through(longer)
         except NotUnderstoodError:
             return False
-        complete = all(use.is_sum(var, use.zeroed.get(var)) for var in kept)
+        complete = all(use.is_sum(var, use.zeroed.get(var)) for var in passed)
         return complete and not use.walked and all(use.is_result_sum(var, of_result[var]) for var in sums)
 
     dims = sorted(frozenset[int]().union(*shared.values()))

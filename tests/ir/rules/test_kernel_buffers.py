@@ -141,6 +141,41 @@ def is_any(step):
     return lambda store: store()
 
 
+def loss_of_rows(begins=lambda i, j: j == 0, adds=lambda i, j: j == 1, added=lambda total, i: total):
+    """A loss as of a softmax: over blocks of columns in scratch, begun anew for each block of rows, then added up."""
+
+    def kernel(x, w, loss, each, total):
+        i, j = pl.program_id(0), pl.program_id(1)
+
+        @pl.when((i == 0) & (j == 0))
+        def _():
+            loss[...] = jnp.zeros_like(loss)
+
+        @pl.when(begins(i, j))
+        def _():
+            total[...] = jnp.full_like(total, -jnp.inf)
+
+        total[...] = jnp.logaddexp(total[...], jax.nn.logsumexp(x[...] @ w[...], axis=1))
+        each[...] = total[...]
+
+        @pl.when(adds(i, j))
+        def _():
+            loss[...] += added(total[...].sum(keepdims=True), i)
+
+    def fun(x, w):
+        return pl.pallas_call(
+            kernel,
+            grid=(8, 2),
+            in_specs=[pl.BlockSpec((4, 8), lambda i, j: (i, 0)), pl.BlockSpec((8, 4), lambda i, j: (0, j))],
+            out_specs=[pl.BlockSpec((1,), lambda i, j: (0,)), pl.BlockSpec((4,), lambda i, j: (i,))],
+            out_shape=[jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, ROWS)],
+            scratch_shapes=[pltpu.VMEM((4,), jnp.float32)],
+            interpret=True,
+        )(x, w)
+
+    return fun
+
+
 TWICE = [(ROWS, 8), (ROWS, 8)]
 MATRICES = [(8, ROWS), (ROWS, 8)]
 SUMS = {
@@ -152,6 +187,7 @@ SUMS = {
     "stored": (storing, TWICE, "(ab)c,(ad)e->(af)g {whole b c d e f g}"),
     "scratch": (product(is_seventh), MATRICES, "(ad)(ce),(cf)g->(ah)i {sum c, whole d e f g h i}"),
     "counted scratch": (product(is_last), MATRICES, "(ad)(ce),(cf)g->(ah)i {sum c, whole d e f g h i}"),
+    "losses": (loss_of_rows(), [(ROWS, 8), (8, 8)], "(ac)d,e(bf)->1,(ag) {sum a, whole b c d e f g}"),
     "at each step": (product(is_any), MATRICES, "(ad)(ce),(cf)g->(ah)i {sum c, whole d e f g h i}"),
 }
 
@@ -200,6 +236,22 @@ def test_what_is_no_sum_over_trips(name):
 def test_what_is_no_sum_in_scratch(fun):
     rule = rule_for(eqn_of("pallas_call", fun, *MATRICES))
     assert [rule.sizes[factor] for factor in rule.splittable()] == [2]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        loss_of_rows(begins=lambda i, j: (i == 0) & (j == 0)),
+        loss_of_rows(begins=lambda i, j: j == 1),
+        loss_of_rows(adds=lambda i, j: (j == 1) & (i == 7)),
+        loss_of_rows(adds=lambda i, j: (j == 1) & (i < 4)),
+        loss_of_rows(added=lambda total, i: total / (i + 1)),
+    ],
+    ids=["never anew", "too late", "only the last", "some", "weighed"],
+)
+def test_what_is_no_sum_over_rows(fun):
+    with pytest.warns(UserWarning, match="computed whole on every device"):
+        assert rule_for(eqn_of("pallas_call", fun, (ROWS, 8), (8, 8))).splittable() == ()
 
 
 def test_as_few_bits_as_the_result_has():
