@@ -210,11 +210,42 @@ def batches_of_steps(turns=3):
 
 
 # How often a microbatch goes forwards and backwards, the step, how it is cut.
+def ranked(change=lambda worths: worths):
+    """A critic whose gradients are clipped by their norm, then an actor that divides its critic's worths by their range."""
+    actor, critic = layers(0, WIDTH, WIDTH, WIDTH), layers(5, 2 * WIDTH, WIDTH, 1)
+
+    def worth(critic, batch, action):
+        return mlp(critic, jnp.concatenate([batch["x"], action], -1))[:, 0]
+
+    def step(state, batch):
+        actor, critic, of_actor, of_critic = state
+        lost, grads = jax.value_and_grad(lambda c: jnp.mean((worth(c, batch, batch["y"]) - batch["r"]) ** 2))(critic)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 0.1), grads)
+        critic, of_critic = update(grads, critic, of_critic)
+
+        def actor_loss(actor):
+            worths = change(worth(critic, batch, mlp(actor, batch["x"])))
+            low, high = jnp.quantile(jax.lax.stop_gradient(worths), jnp.asarray([0.1, 0.9]))
+            return jnp.mean((worths / jnp.maximum(high - low, 0.1) - batch["r"]) ** 2), high
+
+        (won, high), grads = jax.value_and_grad(actor_loss, has_aux=True)(actor)
+        actor, of_actor = update(grads, actor, of_actor)
+        return (actor, critic, of_actor, of_critic), (lost, won, high)
+
+    return (
+        step,
+        (actor, critic, OPTIMIZER.init(actor), OPTIMIZER.init(critic)),
+        lambda k: {"x": normal(k, BATCH, WIDTH), "y": normal(k + 9, BATCH, WIDTH), "r": normal(k + 20, BATCH)},
+    )
+
+
 CELLS = [
     (2, sharpness_aware, autopar.PipelineParallel(num_stages=2, num_microbatches=1)),
     (2, sharpness_aware, autopar.PipelineParallel(num_stages=2, num_microbatches=4, schedule="zb-h1")),
     (2, adversaries, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (2, actor_and_critic, autopar.ThreeD(data=2, tensor=1, pipeline=2, num_microbatches=2)),
+    (4, ranked, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (2, measured_after, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (3, shuffled, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (4, epochs, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
@@ -285,3 +316,16 @@ def test_a_loop_of_many_steps_is_no_round():
     with pytest.raises(MicrobatchError, match=r"`scan` at test_rounds_of_stages\.py") as raised:
         found.plan(params, batch(0))
     assert "up to 16 times" in str(raised.value) and "ShardParallel(num_microbatches=2)" in str(raised.value)
+
+
+def test_what_a_round_ends_with_is_not_what_stands_in_the_way():
+    """Of two values of the whole batch that samples wait for, the error names the one that no round can end with."""
+
+    def settled(worths):
+        """Much work, which goes on until the last sample has settled."""
+        squares = jax.lax.stop_gradient(jnp.tanh(worths))[:, None, None] * jnp.eye(64)
+        return worths + jax.lax.while_loop(lambda x: jnp.max(x) > 0.1, lambda x: x @ x, squares).sum((1, 2))
+
+    step, state, batch = parallel(lambda: ranked(settled), autopar.PipelineParallel(num_stages=2, num_microbatches=2))
+    with pytest.raises(MicrobatchError, match="`while` at"):
+        step.plan(state, batch(0))

@@ -44,14 +44,15 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), joins) if joins else (jaxpr, [])
 
 
-def with_rounds(jaxpr: Jaxpr, sums: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
-    """The program in which all readers of some sums read copies, and the copying equations; itself, if nothing reads them.
+def with_rounds(jaxpr: Jaxpr, values: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
+    """The program in which all readers of some values read copies, and the copying equations; itself, if nothing reads them.
 
-    `sums`: joint results of a backward pass, such as gradients by which parameters move before the next forward pass:
-    equations on the copies run between these passes.
+    `values`: joint results of a pass, such as gradients by which parameters move before the next forward pass: equations on
+    the copies run between these passes. Arguments among them are there before any pass.
     """
-    wanted = dict.fromkeys(sums)
-    copies = {a: new_var(a.aval) for eqn in jaxpr.eqns for a in inputs_of(eqn) if a in wanted}
+    wanted = dict.fromkeys(values)
+    made = makers(jaxpr.eqns)
+    copies = {a: new_var(a.aval) for eqn in jaxpr.eqns for a in inputs_of(eqn) if a in wanted and a in made}
     eqns, joins = Equations(), list[JaxprEqn]()
     for eqn in jaxpr.eqns:
         eqns.append(reading(eqn, copies))

@@ -64,11 +64,15 @@ def split_at_joins(
     decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
     try:
         return _at_joins(jaxpr, decide)
-    except MicrobatchError as error:
-        with contextlib.suppress(MicrobatchError):
-            waits = error.__cause__  # a shuffle between two layers waits for rows of other samples
-            if _goes_again(jaxpr, batch) or (isinstance(waits, SamplesWaitError) and waits.is_for_rows):
+    except MicrobatchError as refusal:
+        error = refusal
+        waits = refusal.__cause__  # a shuffle between two layers waits for rows of other samples
+        again = _goes_again(jaxpr, batch)
+        if again or (isinstance(waits, SamplesWaitError) and waits.is_for_rows):
+            try:
                 return _in_rounds(jaxpr, decide)
+            except MicrobatchError as of_rounds:  # what a round ends with does not stand in the way
+                error = of_rounds if again else refusal
         loop = next(filter(_goes_through_steps, jaxpr.eqns), None)
         raise (error if loop is None else _in_a_loop(count, loop)) from None
 
@@ -140,6 +144,8 @@ def _in_rounds(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
         except SamplesWaitError as waits:
             error = waits.error
             better, more = with_rounds(jaxpr, (*waits.sums, *waits.complete))
+            if better is jaxpr:
+                better, more = with_rounds(jaxpr, waits.samples)
             if better is jaxpr:
                 break
             jaxpr, joins = better, [*joins, *more]
