@@ -183,11 +183,12 @@ class _Loop(ShardWriter):
             in_order += [*whole, own]
             for part in whole:
                 (before if made_late.isdisjoint(inputs_of(part)) else late).append(part)
-            if phase == "before" or eqn in self.phases.early:
+            is_early = phase == "before" or eqn in self.phases.early
+            if is_early:
                 before.append(own)
             if phase == "loop":
                 self.equation(own)
-            elif phase in ("between", "after"):
+            elif not is_early:
                 late.append(own)
             made_late.update(late[-1].outvars if late else ())
         between = needed(late, self.invariants, effects=False)

@@ -59,6 +59,13 @@ def layers_loss(params: Tree, batch: Tree, how: str, again: bool) -> jax.Array:
     return (x**2).mean() + balance
 
 
+def spread_loss(params: Tree, batch: Tree) -> jax.Array:
+    """The mean of some samples, and the entropy of their mean answer; the number of these samples is an integer sum."""
+    counted = batch["label"] > 0
+    p = (jax.nn.softmax(mlp(params, batch["x"])) * counted[:, None]).sum(0) / counted.sum()
+    return ((squares(params, batch) * counted).sum() - counted.sum() * (p * jnp.log(p)).sum()) / counted.sum()
+
+
 def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
     """Each sample against all others."""
     h = batch["x"]
@@ -119,6 +126,15 @@ def test_a_head_between():
         [e for e in eqns if e.primitive.name == "dot_general"] for eqns in (split.between, split.loop.eqns)
     )
     assert len(between) < len(inside) / 4
+    found = in_two_halves(jaxpr, split, program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
+    assert_same(program.unflatten_outputs(found), full_batch(case))
+
+
+def test_what_is_there_before_the_loop_is_not_made_between_again():
+    case = Case(sgd(spread_loss))
+    program, batch = trace_case(case)
+    jaxpr, split = split_at_joins(program.jaxpr, 2, batch)
+    check_phases(jaxpr)(split)
     found = in_two_halves(jaxpr, split, program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
     assert_same(program.unflatten_outputs(found), full_batch(case))
 
