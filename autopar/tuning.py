@@ -92,7 +92,7 @@ class Tuning:
     roughly, and at least once."""
     settled_part: float = 0.09
     """Part of the step that refining it more than once is expected to win."""
-    untied_near: float = 0.015
+    untied_near: float = 0.02
     """Part of the step: the most that solving without ties is expected to win."""
     untied_pairs: int = 30_000_000
     """Pairs. Beyond this, the tables of the problem without ties take gigabytes."""

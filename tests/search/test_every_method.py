@@ -23,6 +23,7 @@ from tests.small_transformer import arguments, train_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpt  # noqa: E402
+import wide_resnet  # noqa: E402
 
 ROUNDING = 1 + 1e-6
 
@@ -67,6 +68,14 @@ def test_the_best_mesh_is_planned_as_if_it_were_the_only_one():
     step, *args = gpt.make_step(gpt.Config(layers=3, width=96, heads=4, vocabulary=256, tokens=64, batch=16))
     methods = autopar.Auto(steps=10**6), autopar.ShardParallel(mesh_shape=(2, 4))
     best, named = (seconds_of(step, args, autopar.Cluster.local(), method) for method in methods)
+    assert best <= named * ROUNDING
+
+
+def test_a_mesh_that_undoing_its_ties_makes_the_best_is_not_left_out():
+    """A small Wide-ResNet on one axis: as fast as that on two axes only once each block has its own choices (1.9 %)."""
+    step, *args = wide_resnet.make_step(wide_resnet.Config((1, 1, 1, 1), pixels=64, batch=512))
+    methods = autopar.Auto(), autopar.ShardParallel(mesh_shape=(8,))
+    best, named = (seconds_of(step, args, autopar.Cluster.of("1x8 h100"), method) for method in methods)
     assert best <= named * ROUNDING
 
 
