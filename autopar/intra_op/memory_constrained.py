@@ -132,10 +132,15 @@ class _Search:
     def cut(self, gap: float) -> Solution:
         """Solve with rows as cutting planes, until none is violated, or none of the answers can beat `known`.
 
-        Begins with the rows of the problem before, without which most of them would be found once more, one solve each.
+        Begins with the rows of the problem before, without which most of them would be found once more, one solve each. Where
+        rows that an answer violates did not make the next one dearer, there are many such answers, which cost the same: then
+        one that fits is looked for below the budgets of the rows, and taken if what it costs above the bound is allowed, or
+        less than further solves repay.
         """
         problem, own = self.problem, list(self.problem.rows)
         problem.rows.extend(self.learnt.rows)
+        fitting: Solution | None = None
+        before, share = -np.inf, 0.0
         for _ in range(TUNING.cutting_planes):
             solution = solve(problem, self.solver, self.limit, gap)
             if not solution.choices:
@@ -150,7 +155,37 @@ class _Search:
                 return dataclasses.replace(solution, status="pruned") if is_beaten else solution
             problem.rows.extend(rows)
             own += rows
+            if solution.objective <= before * (1 + PROVED):
+                share = share or min(row.budget_bytes / row.used(solution.choices) for row in rows)
+                aimed, rows = self.aim(problem.costs, problem.rows, share, gap)
+                problem.rows.extend(rows)
+                own += rows
+                if rows:
+                    share *= min(row.budget_bytes / row.used(aimed.choices) for row in rows)
+                elif not aimed.choices:
+                    share = (1 + share) / 2
+                elif fitting is None or aimed.objective < fitting.objective:
+                    fitting = aimed
+            before = solution.objective
+            if fitting is not None and self.is_enough(fitting.objective - solution.bound, gap * fitting.objective):
+                self.learnt.rows = list(problem.rows)
+                return dataclasses.replace(fitting, status="feasible").bounded(solution.bound)
+        if fitting is not None:
+            return dataclasses.replace(fitting, status="feasible").bounded(solution.bound)
         return dataclasses.replace(solution, status="infeasible", choices=())
+
+    def is_enough(self, room: float, allowed: float) -> bool:
+        """Whether an answer may stay so many seconds above the bound: they are allowed, or repay no further solve."""
+        takes = num_pairs(self.problem) * len(self.problem.rows) / TUNING.solver_pairs_per_second
+        return room <= allowed or not self.limit.repays(room, takes)
+
+    def aim(
+        self, costs: list[np.ndarray], rows: Sequence[MemoryRow], share: float, gap: float
+    ) -> tuple[Solution, list[MemoryRow]]:
+        """The least assignment within a share of the rows' budgets, and the rows that it violates."""
+        aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
+        answer = solve(Problem(costs, self.problem.edges, aimed), self.solver, self.limit, gap)
+        return answer, self.broken_rows(answer.choices) if answer.choices else []
 
     def by_price(self, gap: float) -> Solution:
         """Meet the budget with a price on bytes (a Lagrange multiplier) instead of rows, so that problems solve fast.
@@ -207,9 +242,7 @@ class _Search:
             costs.append(np.where(mask, cost, np.inf))
         share = 1.0
         for attempt in range(2 * TUNING.price_mixes):
-            aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
-            answer = solve(Problem(costs, self.problem.edges, aimed), self.solver, self.limit, gap)
-            broken = self.broken_rows(answer.choices) if answer.choices else []
+            answer, broken = self.aim(costs, rows, share, gap)
             if not broken:
                 mixed = f"{answer.solver}, what prices on memory found"
                 return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None

@@ -370,7 +370,7 @@ def _with_known(
     # Within memory each takes several solves, whose bounds show on the way that it is not worth the rest.
     is_short = best is not None and bool(best.problem.rows) and not _is_off_price(best)
     beat = (1 + TUNING.known_far) * best.step_seconds if best is not None and is_short else np.inf
-    with instance.limit.thorough():  # as thorough as if the user asked for this plan by name
+    with instance.limit.thorough(not is_short):  # as if the user asked for this plan by name
         solution = instance.solve(narrowed, beat)
     if not solution.choices or solution.status == "pruned" or solution.choices in tried:
         return best

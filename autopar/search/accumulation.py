@@ -44,13 +44,8 @@ def search_accumulation(
     request: Request, meshes: list[LogicalMesh], whole: Searched, report: Report
 ) -> Iterator[Accumulated]:
     """Yield steps in more than one microbatch, each faster than the one before and than `whole`; extends `whole.tried`."""
-    if not memory_binds(whole):
+    if not memory_binds(whole) or not repays_room(request, whole):
         return
-    if whole.results:
-        best = whole.best
-        won = TUNING.hoped * (best.step_seconds - best.shared_seconds)
-        if not request.options.repays(won, planning_seconds(best.problem)):
-            return
 
     def told(text: str, done: float | None = None, best: float = math.inf, gap: float = math.nan) -> None:
         # The best for a number of microbatches counts once all its meshes are tried.
@@ -87,6 +82,15 @@ def search_accumulation(
         yield found
         if not memory_binds(searched):
             break
+
+
+def repays_room(request: Request, known: Searched) -> bool:
+    """Whether what memory costs a step is likely to repay another search, or nothing fits without."""
+    if not known.results:
+        return True
+    best = known.best
+    won = TUNING.hoped * (best.step_seconds - best.shared_seconds)
+    return request.options.repays(won, planning_seconds(best.problem))
 
 
 def _to_beat(known: Searched | Accumulated, count: int, device: Device) -> tuple[float, Exposure | None]:

@@ -31,7 +31,7 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text
 from autopar.plan.words import padding_text, seconds_text
 from autopar.report.plan import Plan
-from autopar.search.accumulation import best_meshes, memory_binds, search_accumulation
+from autopar.search.accumulation import best_meshes, memory_binds, repays_room, search_accumulation
 from autopar.search.alone import search_alone
 from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
@@ -222,7 +222,9 @@ class _Search:
         if self.report.reason or not isinstance(method, Auto):
             return
         in_place_of_again = self.count > 1 and finds_what_it_made(request.program, request.roles)
-        if not (memory_binds(searched) or in_place_of_again):
+        # What a step in microbatches loses to their number is part of its bound, so that this says nothing of it.
+        binds = memory_binds(searched) and (self.count > 1 or repays_room(request, searched))
+        if not (binds or in_place_of_again):
             return
         best = best_meshes(self.meshes, searched)
         meshes = [mesh for mesh in best if len(mesh.shape) < 3] or best[:1]

@@ -109,6 +109,33 @@ def test_rows_that_overestimate_the_next_problem_are_dropped():
     assert found.choices == (1,) and [row.label for row in learnt.rows] == ["all"]
 
 
+def test_many_answers_that_cost_the_same_are_not_forbidden_one_by_one(monkeypatch):
+    """Each row knows only the places where its own answer converts: what fits is looked for below the budgets."""
+    items, places = 8, 3
+    costs = [np.array([1.0] * places + [1.001])] * items
+    large, budget = 4.0, 2.5 * items
+
+    def sizes(choices, seen):
+        return {n: np.where(np.arange(places + 1) == places, 1.0, large * seen(n, k)) for n, k in enumerate(choices)}
+
+    def broken(choices):
+        used = sum(1.0 if k == places else large for k in choices)
+        here = sizes(choices, lambda n, k: np.arange(places + 1) == k)
+        return [MemoryRow("where it converts", here, budget)] if used > budget else []
+
+    solved = []
+
+    def counted(*args, **kwargs):
+        solved.append(args)
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(memory_constrained, "solve", counted)
+    found = solve_constrained(Problem(costs), broken, gap=1e-2)
+    assert found.choices and not broken(found.choices)
+    assert found.status == "feasible" and items <= found.bound <= found.objective <= 1.01 * items
+    assert len(solved) < 20, "with each of them forbidden alone, there would be thousands"
+
+
 @pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
 def test_what_cannot_beat_a_known_plan_ends_early(small, monkeypatch):
     """At some price on bytes, or within some rows, no assignment is as good as one known from elsewhere."""
