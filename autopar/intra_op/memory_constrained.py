@@ -3,9 +3,10 @@
 In:     `Problem`, and a function from an assignment to the memory rows that it violates.
 Out:    `Solution` for all nodes.
 Method: row generation: an assignment is checked by the exact liveness of its program, and peaks over budget become rows. A
-        small problem is solved again with them as cutting planes, and so is the next one of the same program. In a large
-        one the bytes at these peaks get a price, and in the end the rows choose among the priced answers
-        (Everett, "Generalized Lagrange multiplier method", Operations Research 1963).
+        small problem is solved again with them as cutting planes, and so is the next one of the same program; where many
+        answers of one cost violate them, one that fits is looked for below their budgets. In a large one the bytes at
+        these peaks get a price, and in the end the rows choose among the priced answers (Everett, "Generalized Lagrange
+        multiplier method", Operations Research 1963).
 """
 
 from __future__ import annotations

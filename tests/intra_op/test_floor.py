@@ -1,5 +1,7 @@
 """What is called impossible is: no plan needs less than the floor, and what a plan needs is a budget that can be kept."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar import Cluster, DataParallel, Device, Link, ShardParallel
+from autopar import Auto, Cluster, DataParallel, Device, Link, PipelineParallel, ShardParallel, ThreeD
 from autopar.errors import InfeasibleError, NoPlanFoundError
 from autopar.intra_op import shard as sharding
 from autopar.intra_op.build_graph import build_graph
@@ -89,6 +91,32 @@ def test_what_a_plan_needs_can_be_kept(seed, monkeypatch):
     for known in (DataParallel(zero=0), DataParallel(zero=3), ShardParallel(shape)):
         budget = plan(known).cost.peak_bytes[0]
         assert plan(ShardParallel(shape, memory_budget_bytes=budget)).cost.peak_bytes[0] <= budget
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_no_method_is_refused_what_it_needs(seed):
+    """A plan's own peak is a budget that its method keeps, and `Auto()` too; no plan takes less than errors say."""
+    step, params, batch = random_step(seed)
+    methods = (
+        DataParallel(zero=1, num_microbatches=2, offload="never"),
+        ThreeD(data=2, tensor=2, zero=1, num_microbatches=1, offload="never"),
+        ThreeD(data=2, pipeline=2, zero=1, num_microbatches=2, offload="never"),
+        PipelineParallel(num_stages=2, num_microbatches=4, offload="never"),
+    )
+
+    def peak(method, budget=None):
+        asked = dataclasses.replace(method, memory_budget_bytes=budget)
+        plan = autopar.parallelize(step, cluster=CLUSTER, method=asked, batch_argnums=(1,)).plan(params, batch)
+        return max(plan.cost.peak_bytes)
+
+    peaks = [*map(peak, methods)]
+    for method, budget in zip(methods, peaks, strict=True):
+        assert peak(method, budget) <= budget, method
+    least = min(peaks)
+    assert peak(Auto(offload="never"), least) <= least
+    with pytest.raises(InfeasibleError) as refused:
+        peak(Auto(offload="never"), least // 3)
+    assert least // 3 < refused.value.needed_bytes <= least
 
 
 def test_the_error_says_what_was_proved():
