@@ -245,6 +245,10 @@ class Tuning:
     """Cost of a border at an unusual position, relative to the bytes over the fullest border: it only breaks ties."""
     uneven_work: float = 1e-3
     """Cost of uneven work, likewise: it breaks the next ties."""
+    stage_slacks: tuple[float, ...] = (0.1, 0.02, 0.0)
+    """Parts by which the largest stage may exceed the least possible one, to send fewer bytes: each is tried."""
+    balance_gain: float = 5e-3
+    """Part of the step that a smaller one of these must win: with a larger one more stages are equal, and planned once."""
     beside_layer: float = 1.05
     """Times the work of its largest segment: the most that a layer larger than an even one may have."""
     joined_elements: int = 16

@@ -53,7 +53,13 @@ class Chain:
     @functools.cached_property
     def work(self) -> np.ndarray:
         """Per segment, the work of its forward and backward equations."""
-        inside = np.array(self.segment) >= 0
+        return self._work(np.array(self.segment) >= 0)
+
+    def work_of_pass(self, is_backward: bool) -> np.ndarray:
+        """Per segment, the work of its backward equations, or of its forward ones."""
+        return self._work((np.array(self.segment) >= 0) & (np.array(self.backward) == is_backward))
+
+    def _work(self, inside: np.ndarray) -> np.ndarray:
         return np.bincount(np.array(self.segment)[inside], np.array(self.work_of)[inside], self.num_segments)
 
     @property

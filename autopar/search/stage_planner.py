@@ -23,7 +23,6 @@ from autopar.errors import (
     PipelineError,
     warn,
 )
-from autopar.inter_op.borders import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.weigh import weigh_segments
@@ -34,6 +33,7 @@ from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
+from autopar.search.fastest_borders import fastest_borders
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.one_mesh import in_microbatches
 from autopar.search.parts import even_parts, parts_apart
@@ -201,7 +201,7 @@ def _planner(
         return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
-        borders = balanced_borders(cut.chain, len(sizes), shares=sizes)
+        borders = fastest_borders(cut, sizes, schedule, cluster)
         return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
 
     return plan

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import AutoparError, BatchError, InfeasibleError, MicrobatchError
-from autopar.inter_op.borders import balanced_borders, layer_borders
+from autopar.inter_op.borders import layer_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.weigh import weigh_segments
 from autopar.ir.split.layers.layers import layer_count
 from autopar.mesh import Cluster, Device, finer_meshes
 from autopar.options import Goal
 from autopar.search.candidates import Candidate, Estimates, Rounds, equal_candidates, find_candidates
+from autopar.search.fastest_borders import fastest_borders
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import SlowerError, plan_pipeline
@@ -333,7 +334,7 @@ def _plan(
         if not candidate.parts and parts != cut.stacks.count:
             cut = cuts.of(candidate.count, parts)
             even = cuts.weighed(cut, min(sizes), terms.cluster.device)
-        borders = balanced_borders(even.chain, num_stages, shares=sizes)
+        borders = fastest_borders(even, sizes, schedule, terms.cluster)
     else:
         borders = tuple(layers[first] for first in firsts or ())
     return plan_pipeline(cut, borders, candidate.meshes * chunks, schedule, terms, beat=beat)

@@ -30,15 +30,19 @@ SIZES = [(m, s) for m in (1, 2, 3, 4, 5, 8, 16) for s in (1, 2, 3, 4, 6, 8)]
 """Numbers of microbatches and of stages."""
 
 
-def timetable(order, backward_clocks=1):
+def twice_as_long_backwards(stage, step):
+    return 2 if step.kind == "B" else 1
+
+
+def timetable(order, *length):
     """An order as text, a row per stage and a column per clock."""
-    total, starts = clocks(order, backward_clocks)
+    total, starts = clocks(order, *length)
     width = 1 + max((len(str(step)) for steps in order for step in steps), default=1)
     lines = []
     for stage, row in enumerate(starts):
-        cells = [""] * total
+        cells = [""] * int(total)
         for start, step in row:
-            cells[start] = str(step)
+            cells[int(start)] = str(step)
         lines.append(f"stage {stage}  " + "".join((cell or ".").ljust(width) for cell in cells).rstrip())
     return "\n".join(lines)
 
@@ -53,7 +57,7 @@ def test_forward_and_backward(schedule, m, s):
     order = schedule.order(s, m)
     total, starts = clocks(order)
     assert total == 2 * (m + s - 1)
-    assert clocks(order, backward_clocks=2)[0] == 3 * (m + s - 1)
+    assert clocks(order, twice_as_long_backwards)[0] == 3 * (m + s - 1)
     wanted = Counter(Step(kind, k) for kind in "FB" for k in range(m))
     assert len(order) == len(starts) == s and all(Counter(steps) == wanted for steps in order)
     assert [[step for _, step in row] for row in starts] == order
@@ -104,7 +108,7 @@ def test_in_flight_of_chunks():
 def test_backward_twice_as_long_and_split():
     order = [[Step("F", 0), Step("B", 0), Step("W", 0)], [Step("F", 0), Step("B", 0), Step("W", 0)]]
     assert timetable(order) == "stage 0  F0 .  .  B0 W0\nstage 1  .  F0 B0 W0 ."
-    assert timetable(order, backward_clocks=2) == "stage 0  F0 .  .  .  B0 .  W0\nstage 1  .  F0 B0 .  W0 .  ."
+    assert timetable(order, twice_as_long_backwards) == "stage 0  F0 .  .  .  B0 .  W0\nstage 1  .  F0 B0 .  W0 .  ."
 
 
 # Schedules of one's own.

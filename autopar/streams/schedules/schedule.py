@@ -3,12 +3,12 @@
 In:     numbers of stages and microbatches.
 Out:    for each mesh the order of its `Step`s: forward (F), backward (B) and, where the backward is split, its
         weight half (W) of each microbatch.
-Method: a schedule only orders; when a step can start follows from what it receives. `clocks` times an order in unit tasks.
+Method: a schedule only orders; when a step can start follows from what it receives. `clocks` times an order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -83,20 +83,29 @@ def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
     return most
 
 
-def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[int, list[list[tuple[int, Step]]]]:
-    """Time an order in clocks: F takes one, B `backward_clocks`, W one; sending takes none.
+def clocks(
+    order: Sequence[Sequence[Step]],
+    length: Callable[[int, Step], float] = lambda stage, step: 1,
+    sent: Callable[[int, int], float] = lambda sender, receiver: 0,
+) -> tuple[float, list[list[tuple[float, Step]]]]:
+    """Time an order: when each step starts, and the length of all.
+
+    Args:
+        order: For each mesh, its steps in order.
+        length: From a stage and one of its steps to the length of that; by default every step takes one clock.
+        sent: From two stages to the time that the first takes to send to the second.
 
     Returns:
-        The length in clocks, and for each mesh its (start, step).
+        The length, and for each mesh its (start, step).
 
     Raises:
         ValueError: The stages deadlock.
     """
     num_meshes = len(order)
     num_stages = num_meshes * (1 + max((step.chunk for steps in order for step in steps), default=0))
-    done: dict[tuple[int, str, int, int], int] = {}
-    free, at = [0] * num_meshes, [0] * num_meshes
-    found: list[list[tuple[int, Step]]] = [[] for _ in order]
+    done: dict[tuple[int, str, int, int], float] = {}
+    free, at = [0.0] * num_meshes, [0] * num_meshes
+    found: list[list[tuple[float, Step]]] = [[] for _ in order]
     while any(k < len(steps) for k, steps in zip(at, order, strict=True)):
         moved = False
         for mesh, steps in enumerate(order):
@@ -106,9 +115,8 @@ def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[i
             stage = step.chunk * num_meshes + mesh
             needs = _needs(stage, step, num_stages)
             if all(need in done for need in needs):
-                start = max([free[mesh], *(done[need] for need in needs)])
-                end = start + (backward_clocks if step.kind == "B" else 1)
-                done[stage, step.kind, step.microbatch, step.round] = free[mesh] = end
+                start = max([free[mesh], *(done[need] + (need[0] != stage and sent(need[0], stage)) for need in needs)])
+                done[stage, step.kind, step.microbatch, step.round] = free[mesh] = start + length(stage, step)
                 found[mesh].append((start, step))
                 at[mesh] += 1
                 moved = True
