@@ -202,10 +202,11 @@ def test_no_mesh_of_two_hosts_is_faster():
 
 
 @pytest.mark.parametrize("kind", ["scan", "unrolled"])
-def test_equal_layers_leave_a_small_gap(kind):
+@pytest.mark.parametrize("machine", ["8 v100", "2x4 v100"])
+def test_equal_layers_leave_a_small_gap(kind, machine):
     """Of the whole problem, ties undone: of the step on one mesh, and of the worst of the stages."""
     for method in (autopar.ShardParallel(mesh_shape=(2, 4)), autopar.PipelineParallel(num_stages=2)):
-        cluster = autopar.Cluster.of("8 v100")
+        cluster = autopar.Cluster.of(machine)
         parallel = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=1)
         assert parallel.plan(*arguments(kind, 4, batch=256)).cost.optimality_gap <= 0.01, method
 
