@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, needed_bytes
 
 SMALL = Llama(layers=16, width=2048, hidden=8192, heads=16, vocabulary=8192, tokens=1024, batch=8, dtype=jnp.float32)
 
@@ -94,7 +94,7 @@ def compare(
     try:
         compiled = planned(method)
     except InfeasibleError as error:  # by the planner's count, which may be above XLA's
-        compiled = planned(replace(method, memory_budget_bytes=error.needed_bytes))
+        compiled = planned(replace(method, memory_budget_bytes=needed_bytes(error)))
     return written, peak_bytes(next(iter(compiled.programs.values()))), compiled.plan.cost.peak_bytes[0]
 
 
