@@ -33,7 +33,7 @@ from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
-from autopar.search.fastest_borders import fastest_borders
+from autopar.search.fastest_borders import in_fastest_borders
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.one_mesh import in_microbatches
 from autopar.search.parts import even_parts, parts_apart
@@ -201,8 +201,10 @@ def _planner(
         return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
-        borders = fastest_borders(cut, sizes, schedule, cluster)
-        return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
+        def plan_within(borders: tuple[int, ...]) -> PipelinePlan:
+            return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
+
+        return in_fastest_borders(cut, sizes, schedule, cluster, plan_within)
 
     return plan
 

@@ -25,7 +25,7 @@ from autopar.ir.split.layers.layers import layer_count
 from autopar.mesh import Cluster, Device, finer_meshes
 from autopar.options import Goal
 from autopar.search.candidates import Candidate, Estimates, Rounds, equal_candidates, find_candidates
-from autopar.search.fastest_borders import fastest_borders
+from autopar.search.fastest_borders import in_fastest_borders
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import SlowerError, plan_pipeline
@@ -327,6 +327,10 @@ def _plan(
     anew = firsts is None or chunks > 1
     cut = cuts.of(candidate.count, (candidate.parts or num_stages) if anew else 0)
     check_stage_count(cut, num_stages, chunks)
+
+    def plan(borders: tuple[int, ...]) -> PipelinePlan:
+        return plan_pipeline(cut, borders, candidate.meshes * chunks, schedule, terms, beat=beat)
+
     if anew:
         sizes = candidate.sizes * chunks
         even = cuts.weighed(cut, min(sizes), terms.cluster.device)
@@ -334,7 +338,5 @@ def _plan(
         if not candidate.parts and parts != cut.stacks.count:
             cut = cuts.of(candidate.count, parts)
             even = cuts.weighed(cut, min(sizes), terms.cluster.device)
-        borders = fastest_borders(even, sizes, schedule, terms.cluster)
-    else:
-        borders = tuple(layers[first] for first in firsts or ())
-    return plan_pipeline(cut, borders, candidate.meshes * chunks, schedule, terms, beat=beat)
+        return in_fastest_borders(even, sizes, schedule, terms.cluster, plan)
+    return plan(tuple(layers[first] for first in firsts or ()))

@@ -9,9 +9,10 @@ import pytest
 
 import autopar
 from autopar._jax import make_jaxpr
+from autopar.errors import InfeasibleError
 from autopar.inter_op.borders import balanced_borders
 from autopar.inter_op.chain import Chain
-from autopar.search.fastest_borders import fastest_borders
+from autopar.search.fastest_borders import borders_by_speed, in_fastest_borders
 from autopar.streams.schedules import find_schedule
 from tests.models.registry import CASES
 from tests.streams.test_schedules import Circle
@@ -39,7 +40,7 @@ def cut_of(chain, parts=1):
 
 
 def begin(chain, num_stages, schedule="1f1b", parts=1, **rate):
-    return fastest_borders(cut_of(chain, parts), [1] * num_stages, find_schedule(schedule), cluster(**rate))
+    return borders_by_speed(cut_of(chain, parts), [1] * num_stages, find_schedule(schedule), cluster(**rate))[0]
 
 
 def test_balance_is_given_up_for_bytes_only_where_that_makes_the_step_faster():
@@ -66,12 +67,12 @@ def test_what_a_short_last_stage_costs_depends_on_the_schedule():
 def test_more_devices_are_faster(schedule, wanted):
     chain = chain_of([1.0] * 12, [0, *[1e3] * 11, 0])
     sizes = [1, 2] * (len(wanted) // 2)
-    assert fastest_borders(cut_of(chain), sizes, find_schedule(schedule), cluster()) == wanted
+    assert borders_by_speed(cut_of(chain), sizes, find_schedule(schedule), cluster())[0] == wanted
 
 
 def test_a_schedule_that_deadlocks_is_left_to_its_check():
     chain = chain_of([9.1, 0.9, 10.0], [0, 1e6, 4e8, 0])
-    assert fastest_borders(cut_of(chain), [1, 1], Circle(), cluster()) == balanced_borders(chain, 2)
+    assert borders_by_speed(cut_of(chain), [1, 1], Circle(), cluster())[0] == balanced_borders(chain, 2)
 
 
 @pytest.mark.parametrize("name, most", [("haiku_convnext_pooling", 0.0172), ("vae_dropout", 0.00107)])
@@ -83,3 +84,24 @@ def test_stages_of_models(name, most):
     method = autopar.PipelineParallel(submeshes=(2, 2, 2, 2), num_microbatches=COUNT)
     planned = autopar.parallelize(case.step, cluster=slow, method=method, batch_argnums=(1,))
     assert planned.plan(case.state, case.batches[0]).cost.step_seconds < most
+
+
+def test_the_next_borders_where_the_fastest_do_not_fit():
+    chain, tried = chain_of([9.1, 0.9, 10.0], [0, 1e6, 4e8, 0]), []
+
+    def within(*fitting):
+        tried.clear()
+
+        def plan(borders):
+            tried.append(borders)
+            if borders not in fitting:
+                raise InfeasibleError("no.", given="", wrong="", do="", needed_bytes=borders[1])
+            return borders
+
+        return in_fastest_borders(cut_of(chain), [1, 1], find_schedule("1f1b"), cluster(), plan)
+
+    assert within((0, 1), (0, 2)) == (0, 2) and tried == [(0, 2)]
+    assert within((0, 1)) == (0, 1) and tried == [(0, 2), (0, 1)]
+    with pytest.raises(InfeasibleError) as error:
+        within()
+    assert error.value.needed_bytes == 1, "the one that needs least"
