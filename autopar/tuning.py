@@ -314,6 +314,8 @@ class Tuning:
     clock_doubt: float = 5e-3
     """Part of the cost by which a mesh may be priced above the best so far and still be simulated faster. Problems of no more
     than `small_mesh_pairs` are solved to see."""
+    descent_doubt: float = 0.03
+    """Likewise for larger problems on three axes, which only descend from answers on other meshes."""
     small_mesh_pairs: int = 1_000_000
     """Pairs: half a second. Meshes with no more are planned whatever they may win."""
     accumulation_bytes: float = 0.1

@@ -86,7 +86,7 @@ def search_meshes(
         compare = not searched.results or mesh.shape == by_hosts
         if searched.results:
             best = searched.best.as_compared(request.cluster.device)
-            beat, exposure = _to_beat(best), best.exposure
+            beat, exposure = _to_beat(best, mesh), best.exposure
         try:
             like = searched.results[0].graph if searched.results else None
             begin, explore = _begin(searched, mesh), not searched.results
@@ -109,13 +109,14 @@ def _best_known(searched: Searched) -> tuple[float, float]:
     return (searched.best.step_seconds, searched.best.gap) if searched.results else (math.inf, math.nan)
 
 
-def _to_beat(best: Sharded) -> float:
-    """The objective that another mesh has to beat: that of the best plan, or a little more for small problems.
+def _to_beat(best: Sharded, mesh: LogicalMesh) -> float:
+    """The objective that another mesh has to beat: a little more than that of the best plan, where trying costs little.
 
     Prices are not simulated times: of two plans with equal objectives on different meshes, either may be faster.
     """
     small = num_pairs(best.problem) <= TUNING.small_mesh_pairs
-    return best.solution.objective * (1 + TUNING.clock_doubt if small else 1)
+    descends = not small and len(mesh.shape) > 2
+    return best.solution.objective * (1 + small * TUNING.clock_doubt + descends * TUNING.descent_doubt)
 
 
 def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
@@ -241,8 +242,8 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     if by_axes.get(3, -math.inf) > (1 - TUNING.third_axis_gain) * fewer:
         return "left out: a third axis won next to nothing elsewhere"
     finer = [sharded.step_seconds for sharded in searched.results if len(sharded.mesh.shape) > 2]
-    if finer and finer[-1] > min(finer):
-        return "left out: the last mesh of three axes was slower than one before"
+    if finer and min(finer[-2:]) > min(finer):
+        return "left out: the last two meshes of three axes were slower than one before"
     if 1 in by_axes and 2 in by_axes:  # a third axis wins less than the second did
         won = min(won, by_axes[1] - by_axes[2])
     return "" if options.repays(won, takes) else too_long
