@@ -24,10 +24,9 @@ import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, on_host
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import inputs_of, makers, readers_of, variables
+from autopar.ir.dataflow import inputs_of, readers_of, variables
 from autopar.ir.gradient import feeds_backward, is_backward, made_by_backward
 from autopar.ir.region import is_region
-from autopar.ir.rewrite.padded_factors import is_product
 from autopar.ir.rewrite.views import copies_of_arguments
 from autopar.ir.split.blocks import blocks_between_cuts
 from autopar.ir.split.demand import Demand, Uses
@@ -345,18 +344,11 @@ class _LoopDemand(Demand):
 def _sink(jaxpr: Jaxpr, solution: LoopSolution, apart: bool) -> None:
     """Sink equations on sums alone behind the loop, unless their results are smaller than the sums.
 
-    Transposes of products stay: products write their results in any order of dims, while the update would read each sum
-    across its rows as often as it needs it. `apart`: additions of sums are sunk in any case, though more accumulators are kept.
+    `apart`: additions of sums are sunk in any case, though more accumulators are kept.
     """
     needed: dict[Var, bool] = {}
-    made_by, readers = makers(jaxpr.eqns), readers_of(jaxpr.eqns)
-
-    def turns_product(eqn: JaxprEqn) -> bool:
-        maker = made_by.get(eqn.invars[0]) if eqn.primitive.name == "transpose" else None
-        return maker is not None and len(readers[eqn.invars[0]]) == 1 and is_product(maker)
-
     for eqn in reversed(jaxpr.eqns):
-        if solution.phase[eqn] == "loop" and not is_region(eqn) and not eqn.effects and not turns_product(eqn):
+        if solution.phase[eqn] == "loop" and not is_region(eqn) and not eqn.effects:
             sums = [a for a in inputs_of(eqn) if solution.of(a) == SUM]
             only_sums = sums and all(solution.of(a) in (SUM, REPLICATED) for a in eqn.invars)
             is_join = apart and eqn.primitive.name in ("add", "add_any")

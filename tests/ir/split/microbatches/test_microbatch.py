@@ -56,12 +56,3 @@ def test_products_of_weights_are_done_once():
     assert_same(run_split(case, program, split), full_batch(case))
     assert primitives_in(split.before)["dot_general"] == 1
     assert all(r.var.aval.shape != (BATCH, WIDTH) for r in split.results)
-
-
-def test_gradients_are_added_up_in_the_order_of_their_parameters():
-    """Products write them so; the update would read each sum across its rows, once for every moment."""
-    case = Case(sgd(lambda params, batch: squares(params, batch).mean()))
-    program, split = split_case(case, 4)
-    assert_same(run_split(case, program, split), full_batch(case))
-    assert not primitives_in(split.after)["transpose"]
-    assert primitives_in(split.loop.eqns)["transpose"] == 2
