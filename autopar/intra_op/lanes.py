@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, copies_to_or_from_host
 from autopar.cost import collective_seconds
+from autopar.intra_op.copied_rows import row_bytes
 from autopar.intra_op.host_order import host_waits
-from autopar.intra_op.rows import row_bytes
 from autopar.intra_op.sharded import (
     Body,
     Collective,

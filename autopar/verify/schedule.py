@@ -211,14 +211,12 @@ class _Follower:
     def _note(self, hlo: Hlo, times: int, is_async: bool, hidden: float) -> None:
         runs = kind_of(hlo.opcode)
         assert runs is not None
-        asked = self.rewritten.get(hlo.name)
-        kind = asked.kind if asked is not None and asked.kind is not None else runs
-        num_bytes = asked.bytes if asked is not None and asked.kind is not None else self._bytes(hlo)
-        sent_as = asked.sent_as if asked is not None and asked.sent_as != kind else None
-        is_added = asked is not None and asked.kind is None
-        seconds = self._seconds(hlo)
+        asked = self.rewritten.get(hlo.name) or Asked(runs, self._bytes(hlo), runs)
+        is_added, kind = asked.kind is None, asked.kind or runs
+        num_bytes = self._bytes(hlo) if is_added else asked.bytes
+        sent_as = asked.sent_as if asked.sent_as != kind else None
         self.seen.collectives.append(
-            Emitted(kind, self._axes(hlo), num_bytes, times, is_async, seconds, hidden, sent_as, is_added)
+            Emitted(kind, self._axes(hlo), num_bytes, times, is_async, self._seconds(hlo), hidden, sent_as, is_added)
         )
 
     def _bytes(self, hlo: Hlo) -> int:

@@ -12,15 +12,11 @@ from autopar.search import meshes
 from autopar.search.meshes import Searched
 
 
-def mesh(*shape):
-    return LogicalMesh(shape)
-
-
 def plan(seconds, *shape, pairs=0):
     problem = SimpleNamespace(costs=[np.zeros(1)], edges={(0, 1): np.zeros((pairs, 1))})
     solution = SimpleNamespace(objective=seconds)
     return SimpleNamespace(
-        mesh=mesh(*shape), step_seconds=seconds, shared_seconds=0.1 * seconds, problem=problem, solution=solution
+        mesh=LogicalMesh(shape), step_seconds=seconds, shared_seconds=0.1 * seconds, problem=problem, solution=solution
     )
 
 
@@ -34,12 +30,12 @@ def test_the_walk_ends_after_two_that_are_slower(of_three_axes, is_left_out):
     shapes = [(2, 8, 4), (4, 4, 4), (8, 2, 4)]
     results = [plan(30.0, 64), plan(10.0, 16, 4)]
     results += [plan(seconds, *shape) for seconds, shape in zip(of_three_axes, shapes, strict=False)]
-    why = meshes._not_worth_it(request, Searched(results, []), mesh(16, 2, 2))
+    why = meshes._not_worth_it(request, Searched(results, []), LogicalMesh((16, 2, 2)))
     assert bool(why) is is_left_out and ("last two" in why or not is_left_out)
 
 
 def test_a_price_a_little_above_the_best_is_no_reason_to_abandon_a_mesh():
     """Small problems are solved whatever they win; large ones on three axes descend from known answers, which is as quick."""
     small, large = plan(1.0, 8, 8), plan(1.0, 8, 8, pairs=2_000_000)
-    assert meshes._to_beat(small, mesh(8, 8)) > 1 and meshes._to_beat(large, mesh(8, 8)) == 1
-    assert meshes._to_beat(large, mesh(2, 8, 4)) > meshes._to_beat(small, mesh(2, 8, 4))
+    assert meshes._to_beat(small, LogicalMesh((8, 8))) > 1 and meshes._to_beat(large, LogicalMesh((8, 8))) == 1
+    assert meshes._to_beat(large, LogicalMesh((2, 8, 4))) > meshes._to_beat(small, LogicalMesh((2, 8, 4)))

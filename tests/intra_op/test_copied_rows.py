@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from autopar.intra_op.copied_rows import row_bytes
 from autopar.intra_op.lanes import run_lanes
-from autopar.intra_op.rows import row_bytes
 from autopar.intra_op.sharded import Region
 from tests.intra_op.test_lanes import device, plan_of
 
