@@ -2,22 +2,31 @@
 
 In:     `Model`: costs of the columns, which of them are binary, rows of a sparse matrix between bounds; a solver's name.
 Out:    `Ended`: the values found, whether they are proved optimal, and the solver's bound.
-Method: HiGHS takes the arrays as they are; CBC is called through PuLP. Both run with one thread and a fixed seed.
+Method: HiGHS takes the arrays as they are; CBC is called through PuLP. Both run with one thread and a fixed seed. HiGHS runs
+        in a thread of its own, since Python handles Ctrl-C only while its main thread runs Python; setting its time limit to
+        zero makes it end by itself. Its own limit is one of wall-clock time, which passes while others have the processor.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pulp
 from scipy.sparse import csr_array
 
 from autopar.errors import SolverError
-from autopar.intra_op.stoppable import run_stoppable
+from autopar.intra_op.time_limit import Work
 from autopar.options import Prover
+
+if TYPE_CHECKING:
+    import highspy
+
+LOOK_SECONDS = 0.1
+"""Interval at which the waiting main thread handles signals, on every platform."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +113,21 @@ def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
     proved = found and highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
     values = np.array(highs.getSolution().col_value) if found else None
     return Ended(values, proved, float(solved.mip_dual_bound))
+
+
+def run_stoppable(highs: highspy.Highs, seconds: float) -> None:
+    """Run the solver on its model until it is done, or has worked for so many seconds."""
+    worker, work = threading.Thread(target=highs.run, name="highs", daemon=True), Work()
+    worker.start()
+    try:
+        while worker.is_alive():
+            worker.join(LOOK_SECONDS)
+            if work.seconds > seconds:
+                break
+    finally:
+        if worker.is_alive():
+            highs.setOptionValue("time_limit", 0.0)
+            worker.join()
 
 
 def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intra_op.buckets import smaller_bucket
-from autopar.intra_op.budget import BudgetSearch
+from autopar.intra_op.budget import BudgetSearch, smaller_bucket
 from autopar.intra_op.by_axes import descend_from
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor

@@ -9,7 +9,7 @@ import highspy
 import numpy as np
 import pytest
 
-from autopar.intra_op.stoppable import run_stoppable
+from autopar.intra_op.milp import run_stoppable
 
 
 def hard_problem() -> highspy.Highs:

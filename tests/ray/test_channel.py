@@ -18,8 +18,8 @@ from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.ray.seats import by_mesh, environment, seats_of
 from autopar.runtime.ray.share import Share
 from autopar.runtime.ray.transport import nccl
-from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct, Wanted
-from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
+from autopar.runtime.ray.transport.direct import AHEAD, Direct
+from autopar.runtime.ray.transport.nccl import Begun, NcclChannel, Wanted, can_use_nccl, new_id
 from autopar.runtime.ray.transport.transport import WaitError
 from autopar.runtime.ray.worker.worker import Worker
 from autopar.streams.instructions import Recv, Run, Send

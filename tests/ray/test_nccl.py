@@ -29,8 +29,7 @@ def rank_process(rank: int, num_sources: int, num_ranks: int, unique_id: Any, er
     import jax
     import jax.numpy as jnp
 
-    from autopar.runtime.ray.transport.direct import Wanted
-    from autopar.runtime.ray.transport.nccl import NcclChannel
+    from autopar.runtime.ray.transport.nccl import NcclChannel, Wanted
 
     try:
         channel = NcclChannel(unique_id, num_sources, num_ranks, {rank: jax.local_devices()[0]})

@@ -17,7 +17,8 @@ import pytest
 from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.transport import sockets
-from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct
+from autopar.runtime.ray.transport.direct import AHEAD, Direct
+from autopar.runtime.ray.transport.nccl import Begun
 from autopar.runtime.ray.transport.parcels import Message, box_shape, parcels_of, slices
 from autopar.runtime.ray.transport.sockets import LARGE_BYTES, Listener, make_post
 from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, WaitError

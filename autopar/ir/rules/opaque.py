@@ -68,7 +68,7 @@ def sharding_rule(
             program, results = jax.make_jaxpr(
                 lambda *leaves: function(*jax.tree.unflatten(tree, leaves), **keywords), return_shape=True
             )(*operands)
-            groups, host_call = tuple(map(tuple, linear)), _host_call(open_jaxpr(program)[0])
+            groups, host_call = tuple(map(tuple, linear)), host_call_in(open_jaxpr(program)[0])
             call = OpaqueCall(function, tree, tuple(sorted(keywords.items())), text, groups, flops, host_call)
             _check_fit(call, parsed, operands, jax.tree.leaves(results))
             return jax.tree.unflatten(jax.tree.structure(results), opaque_p.bind(*operands, call=call))
@@ -121,7 +121,8 @@ class OpaqueCall:
         return f"{self.function.__module__}.{self.name}: {self.text}"
 
 
-def _host_call(program: Jaxpr) -> str | None:
+def host_call_in(program: Jaxpr) -> str | None:
+    """The first primitive in a program that calls the host; None: there is none."""
     return next((eqn.primitive.name for eqn in all_equations(program) if eqn.primitive.name in SIDE_EFFECTS), None)
 
 

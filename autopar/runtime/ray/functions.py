@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import JaxprEqn, all_equations, open_jaxpr
+from autopar._jax import JaxprEqn, open_jaxpr
 from autopar.errors import NotBuiltYetError
 from autopar.intra_op.sharded import Body, computed, describe
-from autopar.ir.rules.opaque import opaque_p
+from autopar.ir.rules.opaque import host_call_in, opaque_p
 from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.partition.host_calls import Watch
 
@@ -117,10 +117,7 @@ def check_no_calls(program: Any) -> None:
 
     Raises `NotBuiltYetError`: it has one.
     """
-    name = next(
-        (eqn.primitive.name for eqn in all_equations(open_jaxpr(program)[0]) if eqn.primitive.name in SIDE_EFFECTS),
-        None,
-    )
+    name = host_call_in(open_jaxpr(program)[0])
     if name is not None:
         raise NotBuiltYetError(
             "calls into Python are not built for what makes state on a Ray cluster.",

@@ -1,6 +1,6 @@
 """Sends messages from device to device, without the host.
 
-In:     values on the devices of the sender; a `Channel` for each pair of meshes.
+In:     values on the devices of the sender; an `NcclChannel` for each pair of meshes.
 Out:    the same values on the devices of the receiver.
 Method: the tiles of `streams/transfers.py` are cut on the devices that hold them, sent as one group per message, assembled
         where they arrive, and copied inside the target by an all-gather. A channel carries messages in the order of sending:
@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ import numpy as np
 from autopar.mesh import ArrayType, boxes
 from autopar.runtime.acts import Receive, SendTo
 from autopar.runtime.ray.seats import Seat
+from autopar.runtime.ray.transport.nccl import NcclChannel, Wanted
 from autopar.runtime.ray.transport.parcels import Message, box_shape
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
 from autopar.runtime.ray.transport.transport import WaitError
@@ -38,52 +38,6 @@ AHEAD = 4
 """The most messages of a channel in flight to a worker while it continues: each takes memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tile to receive: its source device in the sending mesh, and its target device in the receiving mesh."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A message in flight, sent or received by this worker; `others`: the devices of the other mesh that take part."""
-
-    message: int
-    is_sent: bool
-    others: tuple[int, ...]
-
-
-class Channel(Protocol):
-    """One worker's end of a channel from one mesh to another. Devices are given by their numbers in their mesh."""
-
-    def rehearse(self, tiles: Sequence[jax.Array], wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Prepare to send these tiles and receive those wanted; sends nothing, and returns arrays with arbitrary content."""
-        ...
-
-    def reserve(self, together: Sequence[Sequence[Wanted]]) -> None:
-        """Reserve memory for messages that may be in flight at the same time."""
-        ...
-
-    def send(self, message: int, tiles: Sequence[tuple[jax.Array, int, int]]) -> None:
-        """Start to send tiles, as one group: (tile, source device, target device)."""
-        ...
-
-    def receive(self, message: int, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Start to receive tiles, as one group, into new memory; programs that read them wait for their arrival."""
-        ...
-
-    def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
-        """Wait until all messages but the last `behind` are done; each may take so many seconds after the one before it.
-
-        Returns the message that was not done in time; None: all were.
-        """
-        ...
-
-
 class Direct:
     """A transport through channels, without copies in host memory; attributes as in `Transport`."""
 
@@ -91,7 +45,7 @@ class Direct:
         self,
         seat: Seat,
         places: Places,
-        channels: Mapping[Pair, Channel],
+        channels: Mapping[Pair, NcclChannel],
         owner: Mapping[MeshId, Mapping[int, int]],
         wait_seconds: float,
     ):

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.runtime.ray.transport.direct import Begun, Wanted
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, plain_dtype
 
 POLL_SECONDS = 1e-4
@@ -47,6 +46,25 @@ def new_id() -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tile to receive: its source device in the sending mesh, and its target device in the receiving mesh."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A message in flight, sent or received by this worker; `others`: the devices of the other mesh that take part."""
+
+    message: int
+    is_sent: bool
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Held:
     """The memory of a message, held until NCCL (`events`) and programs (`tokens`) are done with it."""
 
@@ -60,7 +78,7 @@ class _Held:
 
 
 class NcclChannel:
-    """The ranks of one worker in one channel."""
+    """One worker's end of a channel from one mesh to another: its ranks. Devices are given by their numbers in their mesh."""
 
     def __init__(self, unique_id: tuple[int, ...], num_sources: int, num_ranks: int, own: Mapping[int, jax.Device]):
         """Join the communicator, and connect every source with every target; returns when all ranks have done so.
@@ -101,17 +119,17 @@ class NcclChannel:
             self._streams[rank].synchronize()
 
     def rehearse(self, tiles: Sequence[jax.Array], wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """As in `Channel`."""
+        """Prepare to send these tiles and receive those wanted; sends nothing, and returns arrays with arbitrary content."""
         jax.block_until_ready([as_plain(tile) for tile in tiles])
         return [self._taken_in(want, room)[0] for want, room in zip(wanted, self._rooms(wanted), strict=True)]
 
     def reserve(self, together: Sequence[Sequence[Wanted]]) -> None:
-        """As in `Channel`."""
+        """Reserve memory for messages that may be in flight at the same time."""
         rooms = [self._rooms(wanted) for wanted in together]
         rooms.clear()  # returns the memory to CuPy's pool, which keeps it
 
     def send(self, message: int, tiles: Sequence[tuple[jax.Array, int, int]]) -> None:
-        """As in `Channel`."""
+        """Start to send tiles, as one group: (tile, source device, target device)."""
         self._let_go()
         views = []
         for tile, source, _ in tiles:
@@ -126,7 +144,7 @@ class NcclChannel:
         self._begun.append(_Held(Begun(message, True, others), events, (), (views, tiles)))
 
     def receive(self, message: int, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """As in `Channel`."""
+        """Start to receive tiles, as one group, into new memory; programs that read them wait for their arrival."""
         self._let_go()
         rooms = self._rooms(wanted)
         self._nccl.groupStart()
@@ -141,7 +159,10 @@ class NcclChannel:
         return [array for array, _ in found]
 
     def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
-        """As in `Channel`."""
+        """Wait until all messages but the last `behind` are done; each may take so many seconds after the one before it.
+
+        Returns the message that was not done in time; None: all were.
+        """
         deadline = time.monotonic() + seconds
         while len(self._begun) > behind:
             if self._begun[0].is_done():

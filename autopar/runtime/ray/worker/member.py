@@ -21,7 +21,7 @@ from autopar.errors import ClusterError, DeviceCountError
 from autopar.runtime.acts import Receive, SendTo
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Position, Tiles
-from autopar.runtime.ray.transport.direct import Channel, Direct, Pair
+from autopar.runtime.ray.transport.direct import Direct, Pair
 from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.transport.parcels import Message
 from autopar.runtime.ray.transport.sockets import Listener, Post, make_post
@@ -41,7 +41,7 @@ class Member:
         self._listener: Listener
         self._store: ObjectStore
         self._direct: Direct | None = None
-        self._channels: dict[Pair, Channel] = {}
+        self._channels: dict[Pair, NcclChannel] = {}
 
     def where(self) -> Position:
         """Its position in the stream; an answer also shows that the worker is alive."""
