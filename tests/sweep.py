@@ -26,6 +26,7 @@ import autopar
 from autopar._jax import Jaxpr, open_jaxpr
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.restrict import Allowed, pin_constraints
+from autopar.ir.region import trip_count
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
@@ -194,12 +195,11 @@ def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tup
                     counted.size * counted.dtype.itemsize,
                     times,
                 )
-        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                     yield from emitted_collectives(
-                        open_jaxpr(inner)[0] if hasattr(inner, "jaxpr") else inner, times * trips
+                        open_jaxpr(inner)[0] if hasattr(inner, "jaxpr") else inner, times * trip_count(eqn)
                     )
 
 

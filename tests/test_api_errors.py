@@ -118,24 +118,6 @@ def test_chunks_that_do_not_divide(size, told, method, recwarn):
     assert all(part in text for text in texts for part in wanted)
 
 
-@pytest.mark.parametrize("method", [DataParallel(), ThreeD(data=8)], ids=["data parallel", "three axes"])
-def test_a_loop_that_ends_when_all_samples_have_converged(method, recwarn):
-    """In a loop whose trips nobody knows, devices send nothing: its condition needs all samples."""
-
-    def step(params, x):
-        def settled(carry):
-            return jnp.sum((carry[0] - carry[1]) ** 2) > 1e-3
-
-        z = jax.lax.while_loop(settled, lambda c: (jnp.tanh(c[0] @ params["w"] @ params["w"].T) / 2, c[0]), (x, 2 * x))
-        grads = jax.grad(lambda params: jnp.mean((z[0] @ params["w"] @ params["v"]) ** 2))(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-    planned(method, step, (state(), np.ones((64, 16), np.float32)))
-    (text,) = (str(w.message) for w in recwarn if "do alike" in str(w.message))
-    assert "at test_api_errors.py" in text and "number of trips depends on data" in text, text
-    assert "parts along the samples" not in text
-
-
 def test_the_automatic_plan_takes_any_batch():
     assert planned(mesh(), arguments=(state(), batch(30))).cost.step_seconds > 0
 

@@ -75,7 +75,7 @@ class BudgetSearch:
             raise InfeasibleError(
                 "no sharding keeps all pins.",
                 given=f"the constraints, on {self.mesh}",
-                wrong="they contradict each other: a loop of unknown length would have to communicate in every trip.",
+                wrong="they contradict each other.",
                 do="drop one of them.",
                 constraint="pins",
             )

@@ -42,10 +42,9 @@ from autopar.mesh import LogicalMesh, Sharding
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The context of an equation: executions per step, whether it may communicate, whether it is in a scan."""
+    """The context of an equation: executions per step, whether it is in a loop of known length."""
 
     weight: float = 1.0
-    communicates: bool = True
     is_scan: bool = False
 
 
@@ -186,7 +185,7 @@ class _Builder:
         """The copy of a value that a phase begins with: as it was made, or from a keep since the phase before."""
         earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
         waits = phase == "b" or (phase == "o" and place.is_scan)
-        if earlier is None or not waits or var in self.anew or not place.communicates or on_host(var.aval):
+        if earlier is None or not waits or var in self.anew or on_host(var.aval):
             return made
         shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
         if len(shardings) == 1:
@@ -199,10 +198,8 @@ class _Builder:
     def edge(
         self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
     ) -> None:
-        # Values in host memory are copied as they are: no collective applies to them.
-        weight, communicates = place.weight, place.communicates and not on_host(var.aval)
         self.graph.edges.append(
-            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
+            Edge(made.node, node.index, slot, made.shardings, wanted, var, place.weight, phase=phase)
         )
 
     # Nodes
@@ -230,7 +227,6 @@ class _Builder:
             shardings=shardings,
             weight=place.weight,
             var=None if isinstance(atom, Literal) else atom,
-            communicates=place.communicates,
             signature=self.number((kind, name.rstrip("0123456789"), shape, str(dtype))),
         )
 
@@ -269,7 +265,6 @@ class _Builder:
             eqn=eqn,
             rule=rule,
             carried=carried,
-            communicates=place.communicates,
             signature=self.number(signature),
         )
         self.graph.op_node[eqn] = node.index
@@ -306,9 +301,7 @@ class _Builder:
     def region(self, eqn: JaxprEqn, around: _Place) -> None:
         """Add a port for each value at the boundary of a loop or branch, and the nodes of its bodies."""
         region = region_of(eqn)
-        within = _Place(
-            around.weight * region.trips, around.communicates and region.kind != "while", region.kind == "scan"
-        )
+        within = _Place(around.weight * region.trips, region.kind == "scan")
         leaving: list[list[_Read]] = [[] for _ in region.bodies]
         for (role, k), b in region.named():
             node = self.boundary(eqn, region, role, k, b, around if b.role != "test" else within)
@@ -328,12 +321,12 @@ class _Builder:
             self.connect([*self.pending.pop(), *reads], within)
 
     def boundary(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
-        """The port of a value at a boundary; results of loops of known length may be partial."""
+        """The port of a value at a boundary; results of loops may be partial, and all devices go on or none."""
         # A branch reads the operand itself; in a loop, the value is the body's variable.
         entering = [b.operand] if region.kind == "cond" else b.variables
         known = (*entering, None if b.is_stacked else b.result, *b.values, b.operand)
         atom = next(a for a in known if a is not None)
-        partial = b.result is not None and region.kind in ("scan", "barrier")
+        partial = b.result is not None and region.kind != "cond"
         whole = self.shared([Sharding.replicated(0)]) if b.role == "test" else None
         node = self.port(f"{region.kind} {role} {k}", atom, place, partial, only=whole)
         self.graph.ports[eqn, role, k] = node.index

@@ -3,7 +3,8 @@
 In:     `Graph`, `Body`.
 Out:    nothing, or an `AssertionError` that names the node or instruction: a bug of ours, never the user's.
 Method: every copy is made before it is read or awaited; a move's step leads to the sharding that the move states; at
-        boundaries of loops and branches each value has the same sharding on both sides.
+        boundaries of loops and branches each value has the same sharding on both sides, and all devices know whether a loop
+        goes on and which branch is taken: devices that disagree would wait for each other's collectives forever.
 """
 
 from __future__ import annotations
@@ -66,11 +67,16 @@ def _check_boundary(region: Region, mesh: LogicalMesh) -> None:
         assert [var for var, _ in inner.inputs] == list(program.invars), f"{at}: a body has other inputs"
         assert len(inner.outputs) == len(program.outvars), f"{at}: a body has other results"
         check_body(inner, mesh)
-    inside = {var: sharding for inner in region.bodies for var, sharding in inner.inputs}
-    entering = [b for b in parts.bindings if b.operand is not None]
-    for b, outside in zip(entering, region.operands, strict=True):
-        shardings = [_row(outside, b.lead), *(inside[var] for var in b.variables)]
+    given, made = iter(region.operands), iter(region.results)
+    entering = [iter(inner.inputs) for inner in region.bodies]
+    leaving = [iter(inner.outputs) for inner in region.bodies]
+    for b in parts.bindings:
+        shardings = [_row(next(given), b.lead)] if b.operand is not None else []
+        shardings += [next(into)[1] for var, into in zip(b.inputs, entering, strict=False) if var is not None]
+        shardings += [next(out)[1] for atom, out in zip(b.outputs, leaving, strict=False) if atom is not None]
+        shardings += [_row(next(made), b.lead)] if b.result is not None else []
         assert len(set(shardings)) == 1, f"{at}: {b.role} is sharded as {', '.join(map(str, shardings))}"
+        assert b.role != "test" or shardings[0] == Sharding.replicated(0), f"{at}: devices may not agree on its test"
 
 
 def _row(sharding: Sharding, lead: int) -> Sharding:

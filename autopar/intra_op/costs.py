@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import JaxprEqn
+from autopar._jax import JaxprEqn, on_host
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.cost.steps import reduced_itemsize
@@ -109,7 +109,7 @@ class Prices:
         matrix = self.matrices[table]
         if self.is_behind_transpose(edge):
             matrix = matrix * _BEFORE_A_TRANSPOSE
-        if not edge.communicates:
+        if on_host(edge.var.aval):  # such values are copied as they are: no collective applies to them
             matrix = np.where(matrix > 0, np.inf, 0.0)
         return matrix if edge.moves is None else matrix * edge.moves.price(edge.given, edge.wanted)
 
@@ -181,7 +181,7 @@ def _conversions(graph: Graph, small: float) -> tuple[list[int], list[Kind]]:
     number_of, kind_at = list[int](), list[Kind]()
     for edge in graph.edges:
         aval = edge.var.aval
-        how = id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample, edge.moves
+        how = id(edge.given), id(edge.wanted), on_host(aval), edge.is_sample, edge.moves
         number_of.append(numbers.setdefault((aval.shape, aval.dtype.itemsize, *how), len(numbers)))
         kind = kind_of(edge, small)
         kind_at.append(kinds.setdefault(kind, kind))
@@ -218,14 +218,14 @@ class _NodeCosts:
                 self.known[count] = np.zeros(count)
             return self.known[count]
         traffic = self.traffic[node.index]
-        key = (node.signature, node.weight, id(traffic), node.communicates)
+        key = (node.signature, node.weight, id(traffic))
         if key not in self.known:
             self.known[key] = node.weight * self.once(node, traffic)
         return self.known[key]
 
     def once(self, node: Node, traffic: Traffic) -> np.ndarray:
         """Seconds of one run, cached for all programs on the mesh."""
-        key = (self.graph.signatures[node.signature], traffic, node.communicates, self.device)
+        key = (self.graph.signatures[node.signature], traffic, self.device)
         known = self.graph.tables.operations
         if key not in known:
             known[key] = self.operation(node, traffic)
@@ -244,8 +244,8 @@ class _NodeCosts:
                     elements = num_elements(tuple(var.aval.shape)) / sharding.num_shards(self.mesh)
                     size = elements * reduced_itemsize(reduction, var.aval.dtype)
                     sent = collective_seconds("all-reduce", size, axes, self.mesh)
-                    seconds[k] += sent if node.communicates else np.inf
+                    seconds[k] += sent
             for size in exchanged_bytes(node.rule, node.eqn, strategy, self.mesh):
                 sent = collective_seconds("ragged-all-to-all", size, strategy.exchanged_over, self.mesh)
-                seconds[k] += sent if node.communicates and not self.shares_memory else np.inf
+                seconds[k] += np.inf if self.shares_memory else sent
         return seconds

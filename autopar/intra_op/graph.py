@@ -63,7 +63,6 @@ class Node:
         rule: The operation's rule.
         carried: The rule's linear groups through which partial sums pass.
         var: The value of a port, hub or keep.
-        communicates: Whether conversions and reductions here may communicate (not inside a loop of unknown length).
         signature: Number that is equal for nodes with equal choices and costs; an index into `Graph.signatures`.
     """
 
@@ -77,7 +76,6 @@ class Node:
     rule: Any = None
     carried: tuple[int, ...] = ()
     var: Any = None
-    communicates: bool = True
     signature: int = -1
 
     @property
@@ -101,7 +99,6 @@ class Edge:
     wanted: Shardings
     var: Var
     weight: float
-    communicates: bool = True
     is_sample: bool = True
     phase: Phase = "f"
     moves: Moves | None = None

@@ -90,8 +90,7 @@ def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
             factors = factors_of(node.eqn, node.rule, batch)
             if factors:
                 only, some = masks(node, factors)
-                # A loop of unknown length may not communicate: there, splitting samples is optional.
-                allowed.only(node, some if some.any() and node.communicates else only, ("batch", factors))
+                allowed.only(node, some if some.any() else only, ("batch", factors))
             elif zero == 0:
                 lent = batch.lent_factors(node.eqn, node.rule)
                 allowed.only(node, masks(node, lent)[0], ("whole", lent))
@@ -171,7 +170,7 @@ def _axis_mask(
             for s in node.strategies
         ]
     )
-    if not factors or not node.communicates:  # a loop of unknown length may not communicate: no wishes
+    if not factors:
         return mask
     weights, replicated = _weight_factors(node, graph.batch), _replicated_work(node.rule)
     wishes = [

@@ -156,13 +156,14 @@ class _Build:
         build = _Build(self.seconds_of, self.mesh, self.device)
         ends: list[tuple[float, tuple[float, ...]]] = []
         given: dict[Copy, tuple[int, ...]] = {}
+        parts, body = region_of(region.eqn), region.bodies.index(inner)
+        entering, leaving = parts.entering(body, parts.bindings), parts.leaving(body, parts.bindings)
+        begun = [copy for b, copy in zip(entering, inner.inputs, strict=True) if b.role == "carry"]
+        ended = [copy for b, copy in zip(leaving, inner.outputs, strict=True) if b.role == "carry"]
         for _ in range(min(TUNING.loop_turns, trips)):
             maker = build.add(inner, given)
-            if region.eqn.primitive.name == "scan":
-                loop = region_of(region.eqn)
-                first, last = len(loop.consts), len(loop.consts) + len(loop.carries)
-                carried = zip(inner.inputs[first:last], inner.outputs[: last - first], strict=True)
-                given = {copy: maker[out] for copy, out in carried if out in maker}  # type: ignore[index]
+            # the test of a `while` makes no carry
+            given = {copy: maker[out] for copy, out in zip(begun, ended, strict=False) if out in maker}  # type: ignore[index]
             ends.append(_Clock(build.tasks, build.count, self.device.achieved.overlap).run())
         seconds, exposed = ends[-1]
         if trips <= TUNING.loop_turns:

@@ -191,7 +191,7 @@ class Collective:
         kind: Kind of collective.
         axes: Mesh axes it runs over.
         bytes: Operand bytes on one device; for an all-gather, result bytes on one device.
-        times: Executions per step, loop trips counted.
+        times: Executions per step, loop trips counted (of a `while` as `trip_count` assumes).
         operation: The operation it serves, and the user's source line.
         stage: The pipeline stage whose mesh it runs on.
     """
@@ -246,7 +246,7 @@ def communicates(instruction: Instruction) -> bool:
 def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
     """All collectives of a program, in order; one entry per instruction, `times` counts loop trips.
 
-    Every branch of a `cond` is counted as if it were taken; a loop of unknown length communicates nothing.
+    Every branch of a `cond` is counted as if it were taken; trips of a `while` are those assumed.
     """
     return (sent for _, sent in sent_by(body, mesh))
 

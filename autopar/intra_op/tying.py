@@ -36,7 +36,7 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = TUNI
     signatures = np.array(
         [
             kinds.setdefault(
-                (n.signature, n.weight, n.communicates, n.shardings if n.kind == "port" else None, pins.get(n.index)),
+                (n.signature, n.weight, n.shardings if n.kind == "port" else None, pins.get(n.index)),
                 len(kinds),
             )
             for n in graph.nodes

@@ -38,6 +38,9 @@ from autopar._jax import (
 Kind: typing.TypeAlias = typing.Literal["scan", "while", "cond", "barrier"]
 Role: typing.TypeAlias = typing.Literal["test", "const", "carry", "xs", "ys", "result", "through"]
 _ORDER: tuple[Role, ...] = typing.get_args(Role)
+ASSUMED_TRIPS = 10
+"""Trips of a `while`, whose number depends on data, where its work and what it sends are counted. Fixed points, roots and
+adaptive solvers take 5 to 50, searches along a line 1 to 5; XLA assumes 5 where it assigns memory and 100 where it shards."""
 REGIONS: dict[str, Kind] = {"scan": "scan", "while": "while", "cond": "cond", "optimization_barrier": "barrier"}
 """The primitives that are regions."""
 
@@ -123,7 +126,7 @@ class Region:
 
     @property
     def trips(self) -> int:
-        """How often a body runs; 1 where that is not known."""
+        """As `trip_count`."""
         return trip_count(self.eqn)
 
     @property
@@ -303,8 +306,14 @@ def kind_of(eqn: JaxprEqn) -> Kind | None:
 
 
 def trip_count(eqn: JaxprEqn) -> int:
-    """How often a body runs: the length of a `scan`; 1 for all else, also for a `while`, whose trips are not known."""
-    return int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+    """How often a body runs: the length of a `scan`, assumed trips of a `while` (whose test runs once more), else 1."""
+    match eqn.primitive.name:
+        case "scan":
+            return int(eqn.params["length"])
+        case "while":
+            return ASSUMED_TRIPS
+        case _:
+            return 1
 
 
 def new_scan(length: int, bindings: Sequence[Binding], equations: Sequence[JaxprEqn]) -> JaxprEqn:

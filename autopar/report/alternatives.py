@@ -126,7 +126,7 @@ class Study:
             return Outcome(choice, solution.objective)
         unlimited = solve(Problem(costs, dict(problem.edges)), self.solver, SECONDS)
         if unlimited.status == "infeasible":
-            why = "another restriction, or a loop of unknown length, leaves no way to have it so"
+            why = "another restriction leaves no way to have it so"
             return Outcome(choice, math.inf, why)
         body = self._lowered(unlimited.choices)
         peak = bytes_text(measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes)

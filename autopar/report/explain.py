@@ -291,7 +291,7 @@ def _forbidden(
         masked = [k for k in masked if k not in solved]
     if masked:
         shown = listed([names[k] for k in masked], MAX_FORBIDDEN, "  ")
-        rows.append((shown, reason or "it would communicate in a loop of unknown length", ""))
+        rows.append((shown, reason or "devices that share memory have no such collective", ""))
     rows += [(listed(found, MAX_FORBIDDEN, "  "), reason, "") for reason, found in grouped(impossible).items()]
     return Table(
         "Forbidden", (what, "by", f"{study.what} time without that"), tuple(rows), (), "" if rows else "nothing"

@@ -55,7 +55,7 @@ def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = Non
     `axis`: the axis of devices that split samples alone; None: all.
     """
     of_each: dict[JaxprEqn, float] = {}
-    alike: dict[JaxprEqn, tuple[Mapping[str, int], tuple[str, ...], bool]] = {}
+    alike: dict[JaxprEqn, tuple[Mapping[str, int], tuple[str, ...]]] = {}
     for sharded in stages:
         graph, axes = sharded.graph, sharded.mesh.axis_names
         seconds = OperationSeconds(graph, sharded.choices, device)
@@ -67,28 +67,22 @@ def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = Non
                 node = graph.nodes[index]
                 factors = factors_of(eqn, node.rule, graph.batch)
                 if factors and all(is_idle(node.strategies[sharded.choices[index]].choice[k]) for k in on):
-                    alike[eqn] = node.rule.sizes, factors, node.communicates
+                    alike[eqn] = node.rule.sizes, factors
     share = sum(of_each[eqn] for eqn in alike) / max(sum(of_each.values()), 1e-30)
     mesh = stages[0].mesh
     num_devices = mesh.num_devices if axis is None else mesh.axis_sizes[axis]
     if share <= TUNING.alike_work or num_devices == 1:
         return ""
     largest = max(alike, key=of_each.__getitem__)
-    sizes, factors, sends = alike[largest]
+    sizes, factors = alike[largest]
     rows = " x ".join(str(sizes[factor]) for factor in factors)
     devices, method = f"{num_devices} devices", "DataParallel"
     if axis is not None:
         devices, method = f'{devices} of the axis "{axis}"', "this axis"
-    why = (
-        f"has {rows} parts along the samples. Of all work, {method} splits only samples; larger chunks, or Auto(), which "
-        "splits other dims too, may be faster."
-        if sends
-        else "is in a loop whose number of trips depends on data (`lax.while_loop`), and in such loops devices send nothing: "
-        "one whose condition reads all samples runs whole on each. A loop with a fixed number of trips (`lax.scan`) is split."
-    )
     return (
         f"{share:.0%} of each device's time is work on samples that all {devices} do alike, most of it {describe(largest)}: it "
-        + why
+        f"has {rows} parts along the samples. Of all work, {method} splits only samples; larger chunks, or Auto(), which "
+        "splits other dims too, may be faster."
     )
 
 

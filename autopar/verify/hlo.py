@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.ir.region import ASSUMED_TRIPS
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
@@ -92,23 +94,23 @@ class Module:
     entry: str
     computations: Mapping[str, tuple[Hlo, ...]]
 
-    def trips(self, loop: Hlo) -> int | None:
-        """Return the trip count of a loop; None: it is not known.
+    def trips(self, loop: Hlo) -> int:
+        """Return the trip count of a loop; where it depends on data, the plan's assumption.
 
         XLA for GPUs states it; otherwise it is read off the condition, if that compares a counter with a constant.
         """
         found, condition = _TRIPS.search(loop.attributes), _CONDITION.search(loop.attributes)
         if found or not condition:
-            return int(found[1]) if found else None
+            return int(found[1]) if found else ASSUMED_TRIPS
         *_, last = self.computations[condition[1]]
         if last.opcode != "compare" or "direction=LT" not in last.attributes:
-            return None
+            return ASSUMED_TRIPS
         inside = {hlo.name: hlo for hlo in self.computations[condition[1]]}
         counter, limit = (inside.get(name) for name in last.operands)
         index = _INDEX.search(counter.attributes) if counter and counter.opcode == "get-tuple-element" else None
         begin = self._given(loop, int(index[1])) if index else None
         end = _number(limit)
-        return None if begin is None or end is None else max(0, end - begin)
+        return ASSUMED_TRIPS if begin is None or end is None else max(0, end - begin)
 
     def _given(self, loop: Hlo, index: int) -> int | None:
         """Return the initial value of a loop's counter; None: it is no constant."""

@@ -26,7 +26,7 @@ _NAMES = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "cus
 
 
 def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
-    """Planned bytes that a program copies; a loop of unknown length copies nothing."""
+    """Planned bytes that a program copies."""
     found: Counter[str] = Counter()
     for instruction in body.instructions:
         match instruction:
@@ -42,7 +42,7 @@ def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
 
 
 def executed_copies(module: Module) -> Counter[str]:
-    """Bytes that a compiled program copies; loops whose trip count XLA does not know count as 0.
+    """Bytes that a compiled program copies.
 
     One or two elements are no copy of the plan: waits on values in host memory read so much of them (`partition/order.py`).
     """
@@ -59,7 +59,7 @@ def _copies_in(module: Module, computation: str, types: Mapping[str, str]) -> Co
         if hlo.opcode == "conditional":
             found.update(max(inner, key=lambda each: sum(each.values())))
         elif inner:
-            times = module.trips(hlo) or 0 if hlo.opcode == "while" else 1
+            times = module.trips(hlo) if hlo.opcode == "while" else 1
             for each in inner:
                 found.update(_times(each, times))
         else:

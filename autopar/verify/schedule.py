@@ -147,7 +147,7 @@ class _Follower:
     def _kernels(self, hlo: Hlo, times: int) -> float:
         """Seconds of an instruction that is no collective."""
         if hlo.opcode == "while":
-            trips = self.module.trips(hlo) or 0  # loops whose trip count is not known count as 0
+            trips = self.module.trips(hlo)
             return trips * sum(self.run(name, times * trips) for name in hlo.called)
         if hlo.opcode in ("call", "conditional"):
             return max((self.run(name, times) for name in hlo.called), default=0.0)

@@ -10,6 +10,7 @@ import pytest
 from autopar.cost import reshard_seconds
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem, operation_seconds
+from autopar.ir.region import ASSUMED_TRIPS
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import Device, Link, LogicalMesh
 
@@ -93,9 +94,11 @@ def test_tied_nodes_are_one():
         assert tied.cost(chosen) == pytest.approx(free.cost([chosen[number] for number in class_of]))
 
 
-@pytest.mark.parametrize("trips", [1, 3])
-def test_a_loop_costs_all_its_trips(trips):
+@pytest.mark.parametrize("trips, known", [(1, True), (3, True), (ASSUMED_TRIPS, False)])
+def test_a_loop_costs_all_its_trips(trips, known):
     def loop(x, w):
+        if not known:
+            return jax.lax.while_loop(lambda x: x.sum() < 0, lambda x: jnp.tanh(x @ w[0]), x)
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
     graph = graph_of(loop, (M, K), (trips, K, K))

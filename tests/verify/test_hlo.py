@@ -2,6 +2,7 @@
 
 import pytest
 
+from autopar.ir.region import ASSUMED_TRIPS
 from autopar.verify.hlo import groups_of, parts_of, read_module, type_bytes
 
 TEXT = """HloModule jit_step, is_scheduled=true
@@ -32,7 +33,7 @@ def test_module():
     x, loop, done, call = module.computations["main"]
     assert (x.opcode, x.operands, x.num_bytes) == ("parameter", ("0",), 16)
     assert (module.trips(loop), loop.called, loop.num_bytes) == (12, ("cond.2", "body"), 20)
-    assert done.called == ("fused",) and done.is_synchronous and module.trips(done) is None
+    assert done.called == ("fused",) and done.is_synchronous and module.trips(done) == ASSUMED_TRIPS
     assert (call.target, call.operands, call.called) == ("mine", ("done", "x"), ("fused",))
     assert module.computations["body"][2].operands == ("arg", "get")
 
@@ -61,7 +62,13 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 @pytest.mark.parametrize(
     "limit, index, direction, trips",
-    [(9, 0, "LT", 7), (1, 0, "LT", 0), (9, 1, "LT", None), (9, 0, "NE", None), ("{4}", 0, "LT", None)],
+    [
+        (9, 0, "LT", 7),
+        (1, 0, "LT", 0),
+        (9, 1, "LT", ASSUMED_TRIPS),
+        (9, 0, "NE", ASSUMED_TRIPS),
+        ("{4}", 0, "LT", ASSUMED_TRIPS),
+    ],
 )
 def test_trips_of_a_loop_whose_condition_counts(limit, index, direction, trips):
     """As XLA for TPUs prints it, which says of no loop how often it runs."""
