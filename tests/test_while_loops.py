@@ -69,6 +69,31 @@ def each_sample_for_itself(params, x):
 
 
 @loop
+def samples_that_hear_of_others(params, x):
+    """`vmap` of a while whose body reads a mean over samples, also of those that have ended."""
+
+    def solve(row):
+        return lax.while_loop(
+            lambda c: (jnp.sum(c[0] ** 2) > 0.5) & (c[1] < 9),
+            lambda c: (0.6 * layer(params, c[0], row) + lax.pmean(c[0], "samples") / 8, c[1] + 1),
+            (row, 0),
+        )[0]
+
+    return jax.vmap(solve, axis_name="samples")(x)
+
+
+@loop
+def loops_for_each_of_each(params, x):
+    """`vmap` of `vmap` of a while, around another."""
+
+    def root(a):
+        inner = lax.while_loop(lambda v: v > 2.0, lambda v: v / 3, a)
+        return lax.while_loop(lambda v: jnp.abs(v * v - a) > 1e-4, lambda v: 0.5 * (v + a / v), 1 + inner)
+
+    return jax.vmap(jax.vmap(root))(1 + jnp.abs(x) * jnp.arange(1.0, 1 + WIDTH))
+
+
+@loop
 def a_sample_is_not_a_number(params, x):
     """A NaN ends a loop for its sample, and in a maximum over all samples the whole loop."""
     spoilt = x.at[5, 3].set(jnp.nan)
@@ -183,6 +208,8 @@ def test_equal_to_jit(name, method):
         ("until_no_sample_moves", autopar.DataParallel()),
         ("branches_in_loops", autopar.Auto()),
         ("loops_in_loops", autopar.ThreeD(data=2, tensor=2)),
+        ("each_sample_for_itself", autopar.ThreeD(data=2, tensor=2)),
+        ("samples_that_hear_of_others", autopar.DataParallel()),
         ("each_sample_for_itself", autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
         ("each_sample_for_itself", autopar.DataParallel(zero=3, num_microbatches=2)),
         ("until_the_sum_settles", autopar.PipelineParallel(num_stages=2, num_microbatches=1)),
@@ -224,6 +251,14 @@ def test_partial_sums_are_added_up_behind_the_loop():
     sent = planned("as_often_as_the_batch_says", autopar.DataParallel()).cost.collectives
     assert all(c.times == 1 for c in sent if c.bytes >= 4 * WIDTH * WIDTH), sent
     assert sum(c.kind == "all-reduce" and c.bytes >= 4 * WIDTH * WIDTH for c in sent) >= 2
+
+
+@pytest.mark.parametrize("name", ["each_sample_for_itself", "loops_for_each_of_each"])
+def test_devices_end_loops_alone_whose_samples_do(name):
+    """Nothing is sent in them, and none waits for the samples of others."""
+    assert all(c.times == 1 for c in planned(name, autopar.DataParallel()).cost.collectives)
+    sent = planned("samples_that_hear_of_others", autopar.DataParallel()).cost.collectives
+    assert sorted(c.bytes for c in sent if c.times > 1) == [1, 4 * WIDTH], "the condition, and the mean"
 
 
 def test_devices_that_may_not_agree_on_whether_a_loop_goes_on_are_found():

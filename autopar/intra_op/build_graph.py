@@ -37,6 +37,7 @@ from autopar.ir.region import Binding, Region, Role, bodies_of, is_region, regio
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial, survives_infinity
 from autopar.ir.signature import equation_signature
+from autopar.ir.split.carries import is_done_apart
 from autopar.mesh import LogicalMesh, Sharding
 
 
@@ -285,7 +286,7 @@ class _Builder:
             self.rules[same_rule] = rule_for(eqn)
         rule = self.rules[same_rule]
         carried = self.carried(eqn, rule)
-        return rule, carried, (same_rule, carried)
+        return rule, carried, (same_rule, carried, eqn in self.graph.own_ends)
 
     def carried(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[int, ...]:
         """Linear groups through which partial sums pass: those that preserve infinities; in backward contractions, all.
@@ -301,6 +302,8 @@ class _Builder:
     def region(self, eqn: JaxprEqn, around: _Place) -> None:
         """Add a port for each value at the boundary of a loop or branch, and the nodes of its bodies."""
         region = region_of(eqn)
+        if region.kind == "while" and is_done_apart(region):
+            self.graph.own_ends.update(region.bodies[0].eqns)
         within = _Place(around.weight * region.trips, region.kind == "scan")
         leaving: list[list[_Read]] = [[] for _ in region.bodies]
         for (role, k), b in region.named():

@@ -239,7 +239,7 @@ class _NodeCosts:
             seconds_of = {kernel: kernel_seconds(kernel, self.device) for kernel in dict.fromkeys(kernels)}
             seconds = np.array([seconds_of[kernel] for kernel in kernels])
         for k, strategy in enumerate(node.strategies):
-            for reduction, axes in strategy.reductions:
+            for reduction, axes in strategy.reductions if node.eqn not in self.graph.own_ends else ():
                 for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):
                     elements = num_elements(tuple(var.aval.shape)) / sharding.num_shards(self.mesh)
                     size = elements * reduced_itemsize(reduction, var.aval.dtype)

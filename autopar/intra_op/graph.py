@@ -170,6 +170,7 @@ class Graph:
         outputs: Port of each program output.
         batch: Batch dims.
         samples: Values on edges that have samples or that samples wait for.
+        own_ends: The `any`s by which loops go on that end for each sample by itself: nothing is sent for them (`alone.py`).
         signatures: What each node's signature stands for.
         tables: Caches shared with other programs on this mesh.
         derived: What was computed from the graph (`cached`).
@@ -190,6 +191,7 @@ class Graph:
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
     samples: AbstractSet[Var] = frozenset()
+    own_ends: set[JaxprEqn] = field(default_factory=set)
     signatures: list[object] = field(default_factory=list)
     tables: Tables = field(default_factory=Tables)
     derived: dict[Hashable, Any] = field(default_factory=dict)

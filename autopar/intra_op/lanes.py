@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import JaxprEqn, copies_to_or_from_host
+from autopar._jax import JaxprEqn, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds
 from autopar.intra_op.copied_rows import row_bytes
 from autopar.intra_op.host_order import host_waits
@@ -162,8 +162,8 @@ class _Build:
         ended = [copy for b, copy in zip(leaving, inner.outputs, strict=True) if b.role == "carry"]
         for _ in range(min(TUNING.loop_turns, trips)):
             maker = build.add(inner, given)
-            # the test of a `while` makes no carry
-            given = {copy: maker[out] for copy, out in zip(begun, ended, strict=False) if out in maker}  # type: ignore[index]
+            pairs = zip(begun, ended, strict=False)  # the test of a `while` makes no carry
+            given = {copy: maker[atom, s] for copy, (atom, s) in pairs if isinstance(atom, Var) and (atom, s) in maker}
             ends.append(_Clock(build.tasks, build.count, self.device.achieved.overlap).run())
         seconds, exposed = ends[-1]
         if trips <= TUNING.loop_turns:

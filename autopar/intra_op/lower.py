@@ -6,7 +6,8 @@ Method: values are converted when first needed, through the hub's sharding if th
         made on the way may be reused. Between phases a value waits in the sharding of its keep, to which it is converted
         after its last reader in the earlier phase; the later phase has that copy alone. A gather that is repeated waits
         for the results of the one before the last, so that at most one is ahead of its use.
-        Then unread copies are dropped (`unread.py`), sums sent early (`early.py`), and small collectives fused (`fuse.py`).
+        Then unread copies are dropped (`unread.py`), sums sent early (`early.py`), small collectives fused (`fuse.py`), and
+        conditions of loops are not sent where devices may differ (`alone.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
+from autopar.intra_op.alone import end_alone
 from autopar.intra_op.check import check_body
 from autopar.intra_op.early import send_early
 from autopar.intra_op.fuse import fuse_collectives, sent_together, small_bytes
@@ -109,6 +111,11 @@ LOWER: tuple[Pass[Lowered], ...] = (
         "fuse",
         "small collectives of one kind that are ready together are sent as one",
         lambda given: dataclasses.replace(given, body=fuse_collectives(given.body, given.graph.mesh, given.bucket)),
+    ),
+    Pass(
+        "alone",
+        "devices leave loops whose samples end by themselves when their own are done, if they send nothing in them",
+        lambda given: dataclasses.replace(given, body=end_alone(given.body, given.graph.own_ends, given.graph.mesh)),
     ),
 )
 """The passes that lower a step, or a task of a stage."""

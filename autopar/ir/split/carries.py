@@ -56,8 +56,8 @@ def is_done_apart(loop: Region) -> bool:
     """
     made_by = makers(eqn for body in loop.bodies for eqn in body.eqns)
     (predicate,) = loop.of_role("test")
-    test = made_by.get(predicate.value) if isinstance(predicate.value, Var) else None
-    if test is None or test.primitive.name != "reduce_or":
+    test = loop.bodies[0].eqns[0] if len(loop.bodies[0].eqns) == 1 else None
+    if test is None or test.primitive.name != "reduce_or" or predicate.value is not test.outvars[0]:
         return False
     going = next((b.var for b in loop.carries if b.inputs[0] is test.invars[0]), None)
 
