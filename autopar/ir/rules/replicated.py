@@ -27,7 +27,7 @@ STRUCTURED: tuple[str, ...] = (
     *"cond scan while".split(),
     # calls, inlined before any rule is asked for
     *"call call_exported checkpoint closed_call composite core_call core_closed_call custom_jvp_call".split(),
-    *"custom_linear_solve jit linear_solve pjit".split(),
+    *"custom_linear_solve jit pjit".split(),
     *"custom_jvp_call_jaxpr custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr remat remat2".split(),
     *"remat_opt xla_metadata_call".split(),
     # inlined as slices
