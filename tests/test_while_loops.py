@@ -171,8 +171,12 @@ def as_often_as_the_batch_says(params, x):
 
 @loop
 def one_element_decides(params, x):
-    """The condition reads one element of an array that devices share."""
-    return lax.while_loop(lambda z: z[5, 2] < 3.0, lambda z: z + 0.3 + jax.nn.softplus(layer(params, z, x)), x)
+    """The condition reads one element of an array that devices share, and a flag that the body hands on as a constant."""
+
+    def body(carry):
+        return carry[0] + 0.3 + jax.nn.softplus(layer(params, carry[0], x)), False
+
+    return lax.while_loop(lambda c: c[1] | (c[0][5, 2] < 3.0), body, (x, True))[0]
 
 
 @functools.cache

@@ -244,13 +244,14 @@ def test_optimizer_step(seed):
     traced(step, params, tx.init(params), X)
 
 
-def test_a_primitive_that_is_lowered_as_a_program_is_that_program():
+@pytest.mark.parametrize("name", ["product_of_a_library", "linear_solve"])
+def test_a_primitive_that_is_lowered_as_a_program_is_that_program(name):
     """Of a library: one that is a function with derivatives of its own, as solvers of differential equations have."""
 
     def product(w, x, *, times):
         return [x @ w * times, jnp.tanh(x)]
 
-    product_p = Primitive("product_of_a_library")
+    product_p = Primitive(name)
     product_p.multiple_results = True
     product_p.def_impl(product)
     product_p.def_abstract_eval(lambda w, x, *, times: [x, x])
