@@ -9,9 +9,9 @@ from __future__ import annotations
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import ancestors, inputs_of
-from autopar.ir.region import equations_within, is_region, region_of
+from autopar.ir.region import bodies_of, equations_within, is_region, kind_of, region_of
 from autopar.ir.source import source_line
-from autopar.ir.split.placement import SUM, Partial, Placement, Split
+from autopar.ir.split.placement import Partial, Placement, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
 
@@ -37,7 +37,7 @@ def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, c
             ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
             "another computation than the step's"
         )
-    return refused(solution.count, cause.eqn, wrong, advice)
+    return refused(solution.count, _loop_that_ends(cause, eqn) or cause.eqn, wrong, advice)
 
 
 def refused(count: int, eqn: JaxprEqn, wrong: str, advice: str) -> MicrobatchError:
@@ -56,11 +56,13 @@ def _reason(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn) -
     """What is wrong, and what to do other than use no microbatches; arguments as of `refusal`."""
     placement, shape = solution.of(cause.operand), tuple(cause.operand.aval.shape)
     needed = _needed(jaxpr, solution, cause)
-    if eqn.primitive.name == "while" and isinstance(placement, Partial) and placement != SUM:
+    if _loop_that_ends(cause, eqn) is not None:
         return (
-            f"{_named(eqn)} goes on until all samples of the whole batch have ended ({needed}), and those of a microbatch may "
-            "end before."
-        ), ", or give the loop a fixed number of turns (lax.scan), where those behind a sample's end leave it as it is"
+            f"it goes on until all samples of the whole batch have ended ({needed}), and those of a microbatch may end before."
+        ), (
+            ", or let each sample end by itself (jax.vmap of a loop over one sample), or after a fixed number of turns "
+            "(lax.scan)"
+        )
     advice = ""
     if isinstance(placement, Split):
         advice = (
@@ -103,7 +105,9 @@ def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:
         error.summary,
         given=error.given,
         wrong=f"{error.wrong} To do that of all samples at once, while the stages wait, is more than {limit:.0%} of the work.",
-        do=error.do.removesuffix(".")
+        do=error.do
+        if error.facts["operation"] == "while"
+        else error.do.removesuffix(".")
         + ", or, of a loss over pairs of samples, a smaller batch: what is done for all pairs grows with its square.",
         **error.facts,
     )
@@ -131,6 +135,18 @@ def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | Non
 
     behind = [var for var in ancestors([value], made_of) if var in maker and var not in beyond]
     return next((maker[var] for var in behind if not made_of(var)), None)
+
+
+def _loop_that_ends(cause: Cause, eqn: JaxprEqn) -> JaxprEqn | None:
+    """The loop in (or as) `eqn` whose condition reads all samples, so that they wait for each other; None: there is none."""
+    for found in (eqn, *(inner for body in bodies_of(eqn) for inner, _ in equations_within(body))):
+        if kind_of(found) == "while":
+            loop = region_of(found)
+            at_ends = (a for b in loop.bindings for a in b.values)
+            tested = (inner for inner, _ in equations_within(loop.bodies[0]))
+            if any(a is cause.operand for a in at_ends) or any(inner is cause.eqn for inner in tested):
+                return found
+    return None
 
 
 def _goes_by_trips(cause: Cause) -> bool:

@@ -117,10 +117,14 @@ def test_why_not():
 
 
 def test_a_loop_that_ends_with_its_last_sample():
-    with pytest.raises(
-        MicrobatchError, match="(?s)until all samples of the whole batch have ended.*fixed number of turns"
-    ):
-        split_case(Case(sgd(while_any_loss)), 2)
+    def around_another(params: Tree, batch: Tree) -> jax.Array:
+        return lax.fori_loop(0, 2, lambda _, loss: loss + lax.stop_gradient(while_any_loss(params, batch)), 0.0)
+
+    told = "(?s)until all samples of the whole batch have ended.*each sample end by itself.*fixed number of turns"
+    for loss in (while_any_loss, around_another):
+        with pytest.raises(MicrobatchError, match=told) as info:
+            split_case(Case(sgd(loss)), 2)
+        assert info.value.operation == "while"
 
 
 def balanced_loss(params: Tree, batch: Tree) -> jax.Array:

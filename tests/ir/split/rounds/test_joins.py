@@ -240,8 +240,20 @@ def test_too_much_at_once_is_told():
         return (pairs * (batch["x"] @ params["w2"])[:, :1]).mean()
 
     program, batch = trace_case(Case(sgd(loss)))
-    with pytest.raises(MicrobatchError, match="more than 20% of the work"):
+    with pytest.raises(MicrobatchError, match="(?s)more than 20% of the work.*loss over pairs"):
         split_at_joins(program.jaxpr, 2, batch)
+
+
+def test_what_to_do_about_a_loop_that_ends_for_all_samples():
+    def loss(params, batch):
+        x, square = jax.lax.stop_gradient(batch["x"]), jnp.ones((batch["x"].shape[1],) * 2)
+        z = jax.lax.while_loop(lambda z: jnp.sum(z**2) > 1, lambda z: jnp.tanh(z @ square @ square) / 2, x)
+        return (z @ params["w1"] @ params["w2"]).mean()
+
+    program, batch = trace_case(Case(sgd(loss)))
+    with pytest.raises(MicrobatchError, match="(?s)more than 20% of the work.*each sample end by itself") as info:
+        split_at_joins(program.jaxpr, 2, batch)
+    assert "pairs" not in str(info.value)
 
 
 def test_a_scan_that_adds_up_gradients_is_no_loop_of_steps():
