@@ -66,10 +66,12 @@ class ValueNumbers:
         name: The name of each value that equals an earlier one, or that depends on literals alone; other values are their
             own names.
         known: Signature and operands' names -> the first such equation.
+        numbers: Of results that depend on literals alone; what has one table has one name for equal ones.
     """
 
     name: dict[Var, Hashable] = field(default_factory=dict)
     known: dict[Hashable, JaxprEqn] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def of(self, atom: Atom) -> Hashable:
         """The name of a value."""
@@ -88,7 +90,8 @@ class ValueNumbers:
             self.name.update(zip(eqn.outvars, map(self.of, first.outvars), strict=True))
             return first
         if not any(isinstance(operand, Var) for operand in operands):  # depends on literals alone
-            self.name.update((var, (key, k)) for k, var in enumerate(eqn.outvars))
+            for k, var in enumerate(eqn.outvars):
+                self.name[var] = self.numbers.setdefault((key, k), len(self.numbers))
         return None
 
 

@@ -164,7 +164,7 @@ class _Twins:
     def scan(self, place: int, scan: Region) -> JaxprEqn:
         (body,) = scan.bodies
         if not is_backward(scan.eqn):
-            own = _Body(place, scan, ValueNumbers(self.names_of_consts(scan)))
+            own = _Body(place, scan, ValueNumbers(self.names_of_consts(scan), numbers=self.numbers.numbers))
             for eqn in body.eqns:
                 own.numbers.visit(eqn)
             self.bodies.append(own)
@@ -175,7 +175,8 @@ class _Twins:
             if other.scan.trips != scan.trips:
                 continue
             rows = _names_of_rows(other, scan)
-            numbers = ValueNumbers(self.names_of_consts(scan) | rows, dict(other.numbers.known))
+            names = self.names_of_consts(scan) | rows
+            numbers = ValueNumbers(names, dict(other.numbers.known), self.numbers.numbers)
             here = makers(body.eqns)
             for eqn in body.eqns if rows else ():
                 for var, old in self.visit(eqn, numbers, scan.eqn).items():

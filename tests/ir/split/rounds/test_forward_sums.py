@@ -7,6 +7,7 @@ import pytest
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, eval_jaxpr
 from autopar.ir.region import equations_within, kind_of, region_of
+from autopar.ir.signature import ValueNumbers
 from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from tests.ir.traced import traced
 
@@ -119,3 +120,22 @@ def test_a_sum_that_remat_makes_again_is_the_first_one(by_scan):
     better = with_forward_sums(jaxpr, sums_over_rows(jaxpr))
     same(jaxpr, better, X, KERNELS)
     assert (num_sums(jaxpr), num_sums(better)) == (4, 2)
+
+
+def test_names_of_values_of_literals_do_not_grow():
+    """Of sums with themselves: a name that held how they are made would double with each, and hashing it take as long."""
+
+    def doubled(x):
+        total = jnp.full(WIDTH, 0.5)
+        for _ in range(12):
+            total = total + total
+        return x + total
+
+    jaxpr = traced(doubled, X)
+    one = ValueNumbers()
+    other = ValueNumbers(numbers=one.numbers)
+    for eqn in jaxpr.eqns:
+        one.visit(eqn)
+        other.visit(eqn)
+    *_, last, _ = jaxpr.eqns
+    assert one.of(last.outvars[0]) == other.of(last.outvars[0]) and len(repr(one.name)) < 200 * len(jaxpr.eqns)
