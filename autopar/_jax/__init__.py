@@ -89,4 +89,5 @@ from autopar._jax.values import (
     resized,
     shaped,
     weakly_typed,
+    without_axes,
 )

@@ -148,11 +148,18 @@ def replace_eqn(
 
 
 def without_context_mesh(eqn: JaxprEqn) -> JaxprEqn:
-    """`eqn` without the context mesh that it was traced under, which JAX would refuse in a program over another mesh."""
-    if eqn.ctx.cur_abstract_mesh.empty:
+    """`eqn` without the mesh that it was traced under, which JAX would refuse in a program over another mesh.
+
+    Neither in its context nor as the type of its result: constraints stay.
+    """
+    params = eqn.params
+    typed = [name for name in ("sharding", "out_sharding") if params.get(name) is not None]
+    if typed and eqn.primitive.name != "sharding_constraint":
+        params = {**params, **dict.fromkeys(typed)}
+    if params is eqn.params and eqn.ctx.cur_abstract_mesh.empty:
         return eqn
-    context = _context_without_mesh(eqn.ctx)
-    return JaxprEqn(eqn.invars, eqn.outvars, eqn.primitive, eqn.params, eqn.effects, eqn.source_info, context)
+    context = eqn.ctx if eqn.ctx.cur_abstract_mesh.empty else _context_without_mesh(eqn.ctx)
+    return JaxprEqn(eqn.invars, eqn.outvars, eqn.primitive, params, eqn.effects, eqn.source_info, context)
 
 
 @functools.lru_cache(maxsize=64)

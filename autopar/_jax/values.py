@@ -67,6 +67,11 @@ def resized(aval: Any, shape: Sequence[int]) -> Any:
     return in_host_memory(made) if on_host(aval) else made
 
 
+def without_axes(aval: Any) -> Any:
+    """The same type outside of a `shard_map`, whose types say along which mesh axes values differ."""
+    return aval if aval.sharding.mesh.empty else _core.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
+
+
 def copies_to_or_from_host(eqn: JaxprEqn) -> bool:
     """Whether an equation copies values between device and host memory."""
     if eqn.primitive.name != "device_put":

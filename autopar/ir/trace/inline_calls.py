@@ -2,9 +2,10 @@
 
 In:     any jaxpr, the values of its constants, and its operands.
 Out:    flat equations in a `Block`. Inlined: `jit`, custom derivatives (nothing is differentiated after tracing), `remat`,
-        `composite`, `unstack`, linear solves, random bits, primitives without a rule that JAX itself lowers as a program.
+        `composite`, `unstack`, linear solves, random bits, primitives without a rule that JAX itself lowers as a program;
+        `shard_map` and `pmap`, as the work of all their devices.
         Kept, with flat bodies and without constants inside: `scan`, `while`, `cond`.
-        Kept whole: Pallas, FFI, callbacks, `shard_map`, and what `autopar.sharding_rule` made one operation.
+        Kept whole: Pallas, FFI, callbacks, and what `autopar.sharding_rule` made one operation.
 Method: one walk. A differentiated `remat` is inlined behind an `optimization_barrier` on its inputs, as JAX's own
         lowering does, so that no compiler merges the recomputation with the first computation. The call's name stack is
         put before that of each inlined equation, so that every backward equation has its `transpose(jvp(...))`.
@@ -46,6 +47,7 @@ from autopar._jax import (
     replace_eqn,
     shaped,
     trace,
+    without_axes,
     without_context_mesh,
 )
 from autopar.ir.region import Binding, closed_bodies, region_of
@@ -55,6 +57,7 @@ from autopar.ir.rules.replicated import list_of
 from autopar.ir.source import caller_traceback
 from autopar.ir.trace.fold import fold, is_identity
 from autopar.ir.trace.grouped_products import grouped_product, known_results
+from autopar.ir.trace.manual_axes import INVARIANT, TYPES_ONLY, ManualProgram, plain_collective
 from autopar.ir.trace.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 
 _JITS = ("jit", "pjit")
@@ -130,8 +133,8 @@ def append_function(walk: Walk, function: Function, operands: Sequence[Atom]) ->
 
 
 def fresh(aval: Aval) -> Var:
-    """A new variable; for typed keys, of their integers."""
-    return new_var(physical_aval(aval) if is_key(aval) else aval)
+    """A new variable; for typed keys, of their integers; in a `shard_map`, of no mesh."""
+    return new_var(physical_aval(aval) if is_key(aval) else without_axes(aval))
 
 
 def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: Sequence[Atom]) -> list[Atom]:
@@ -159,14 +162,13 @@ def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     name = eqn.primitive.name
     if name in _HANDLERS:
         return _HANDLERS[name](walk, eqn, operands)
-    if name in ALIASES or is_identity(eqn, operands):
+    if name in ALIASES or name in TYPES_ONLY or is_identity(eqn, operands):
         return operands[:1]
     if touches_keys(eqn):
         return _keys(walk, eqn, operands)
     if name == "device_put":
         return _device_put(walk, eqn, operands)
-    known = fold(eqn, operands)
-    if known is not None:
+    if (known := fold(eqn, operands)) is not None:
         return [known]
     stands_for = None if has_rule(eqn.primitive) or list_of(name) is not None else lowered_program(eqn)
     if stands_for is not None:
@@ -222,13 +224,22 @@ def _high_primitive(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Ato
     return append_flat(walk.instead_of(eqn), body, consts, operands)
 
 
-def _reduce_over_dims(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _shard_map(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    body = eqn.params["jaxpr"]
+    flat, values = walk.flatten(body, ())
+    program = ManualProgram.of(eqn, flat)
+    given = [*operands, *map(walk.block.constant, values)]
+    given = append_function(walk.instead_of(eqn), program.cut, given)
+    mapped, consts = open_jaxpr(trace(program.on_all_devices, *(a.aval for a in given)))
+    results = append_flat(walk.into(walk.block, body, eqn), mapped, consts, given)
+    return append_function(walk.instead_of(eqn), program.join, results)
+
+
+def _collective(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """A `psum` over dims by number, as `jax.vmap(..., axis_name=...)` leaves it: a plain reduction."""
-    axes = eqn.params["axes"]
+    axes = eqn.params.get("axes", ("",))
     if not all(isinstance(axis, int) for axis in axes):
-        return _keep(walk, eqn, operands)
-    if not axes:
-        return operands
+        return _keep(walk, plain_collective(eqn), operands)
     reduce = _REDUCTIONS[eqn.primitive.name]
     return append_function(walk.instead_of(eqn), lambda *arrays: [reduce(a, axes) for a in arrays], operands)
 
@@ -379,7 +390,8 @@ _HANDLERS: dict[str, Callable[[Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     "call_hi_primitive": _high_primitive,
     "call_hi_primitive_linearized": _high_primitive,
     "custom_linear_solve": _linear_solve,
-    **dict.fromkeys(_REDUCTIONS, _reduce_over_dims),
+    **dict.fromkeys((*_REDUCTIONS, *INVARIANT), _collective),
+    "shard_map": _shard_map,
     "scan": _region,
     "while": _region,
     "cond": _cond,
