@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import pulp
 from scipy.sparse import csr_array
 
 from autopar.errors import SolverError
@@ -24,6 +23,7 @@ from autopar.options import Prover
 
 if TYPE_CHECKING:
     import highspy
+    import pulp
 
 LOOK_SECONDS = 0.1
 """Interval at which the waiting main thread handles signals, on every platform."""
@@ -131,6 +131,8 @@ def run_stoppable(highs: highspy.Highs, seconds: float) -> None:
 
 
 def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:
+    import pulp  # it imports all solvers, which takes as long as a small plan
+
     solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
     if not solver.available():
         raise _not_installed("cbc", "PuLP does not find it.")
@@ -175,6 +177,8 @@ def _not_installed(name: str, wrong: str) -> SolverError:
 
 def _cbc(**settings: Any) -> Any:
     """CBC as PuLP finds it: its own copy (PuLP 3), or the one that `cbcbox` installs (PuLP 4)."""
+    import pulp
+
     for kind in ("PULP_CBC_CMD", "COIN_CMD"):
         made = getattr(pulp, kind, None)
         if made is not None and made(msg=False).available():
@@ -188,5 +192,7 @@ def _cbc(**settings: Any) -> Any:
 
 def _expression(terms: list[tuple[Any, float]]) -> pulp.LpAffineExpression:
     """The sum of (variable, factor) terms, in PuLP 3 and 4."""
+    import pulp
+
     make = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)
     return make(terms)

@@ -47,10 +47,18 @@ def ray_started() -> Iterator[None]:
     wait_until_gone(started)
 
 
+@pytest.fixture(scope="package")
+def one_host(ray_started: None) -> Iterator[autopar.Cluster]:
+    """One host of four devices, whose workers go from test to test; where one kills them, the next step starts others."""
+    cluster = make_cluster(1, 4)
+    yield cluster
+    cluster.machine.close()
+
+
 @pytest.fixture(scope="module")
-def clusters(ray_started: None) -> Iterator[dict[tuple[int, int], autopar.Cluster]]:
+def clusters(one_host: autopar.Cluster) -> Iterator[dict[tuple[int, int], autopar.Cluster]]:
     """Clusters by hosts and devices per host; those of one shape share their workers."""
-    made = {shape: make_cluster(*shape) for shape in ((1, 4), (1, 8), (4, 2))}
-    yield made
-    for cluster in made.values():
+    larger = {shape: make_cluster(*shape) for shape in ((1, 8), (4, 2))}
+    yield {(1, 4): one_host, **larger}
+    for cluster in larger.values():
         cluster.machine.close()

@@ -17,7 +17,6 @@ from autopar import checkpoint
 from autopar.errors import WorkerError
 from tests.models.registry import CASES
 from tests.patience import PATIENCE_SECONDS, wait_until
-from tests.ray.cluster import make_cluster
 from tests.sweep import _host
 
 pytestmark = pytest.mark.ray
@@ -48,40 +47,37 @@ def batches(case):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_started, case, batches, tmp_path_factory):
+def directory(tmp_path_factory):
+    """Where the run on workers that live saves its state."""
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(one_host, case, batches, directory):
     """State and metrics of a run on workers that live."""
-    cluster = make_cluster(1, 4)
-    directory = tmp_path_factory.mktemp("undisturbed")
-    found = autopar.fit(make_step(case, cluster), case.state, batches, checkpoint_dir=directory, save_every=2)
-    found = jax.tree.map(_host, found)
-    cluster.machine.close()
-    return found
+    found = autopar.fit(make_step(case, one_host), case.state, batches, checkpoint_dir=directory, save_every=2)
+    return jax.tree.map(_host, found)
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_killed_worker_changes_nothing(case, batches, undisturbed, tmp_path, at):
-    cluster = make_cluster(1, 4)
-    step, killed = make_step(case, cluster), []
+def test_a_killed_worker_changes_nothing(case, batches, undisturbed, one_host, tmp_path, at):
+    step, killed = make_step(case, one_host), []
 
     def on_step(number, metrics):
         if number == at and not killed:
             killed.append(number)
             kill_one(step)
 
-    try:
-        state, metrics = autopar.fit(
-            step, case.state, batches, checkpoint_dir=tmp_path, save_every=2, on_step=on_step, cluster=lambda: cluster
-        )
-        state = jax.tree.map(_host, state)
-    finally:
-        cluster.machine.close()
+    state, metrics = autopar.fit(
+        step, case.state, batches, checkpoint_dir=tmp_path, save_every=2, on_step=on_step, cluster=lambda: one_host
+    )
+    state = jax.tree.map(_host, state)
     assert killed == [at] and sorted(metrics) == list(range(NUM_STEPS))
     jax.tree.map(np.testing.assert_array_equal, (state, metrics), undisturbed)
 
 
-def test_the_user_may_want_to_know(case, batches, ray_started, tmp_path):
-    cluster = make_cluster(1, 4)
-    step = make_step(case, cluster)
+def test_the_user_may_want_to_know(case, batches, one_host, tmp_path):
+    step = make_step(case, one_host)
 
     def on_step(number, metrics):
         if number == 2:
@@ -100,17 +96,13 @@ def test_the_user_may_want_to_know(case, batches, ray_started, tmp_path):
             on_failure="raise",
             on_step=on_step,
         )
-    cluster.machine.close()
     assert checkpoint.latest(tmp_path) == 2, "what was saved is there"
 
 
-def test_any_plan_reads_what_workers_hold(case, batches, undisturbed, ray_started, tmp_path):
+def test_any_plan_reads_what_workers_hold(case, undisturbed, directory):
     """Saved from workers, restored in this process."""
-    cluster = make_cluster(1, 4)
-    state, _ = autopar.fit(make_step(case, cluster), case.state, batches, checkpoint_dir=tmp_path, save_every=2)
-    restored = checkpoint.restore(tmp_path, case.state)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(_host, state), jax.tree.map(_host, restored))
-    cluster.machine.close()
+    restored = checkpoint.restore(directory, case.state)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(_host, restored), undisturbed[0])
 
 
 LOST = """

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ HANDS = [
 ]
 
 
+@functools.cache
 def planned(method, budget):
     method = type(method)(**{**vars(method), "memory_budget_bytes": budget, "offload": "never"})
     step = autopar.parallelize(train_step, cluster=QUICK, method=method)
