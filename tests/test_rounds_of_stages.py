@@ -302,9 +302,17 @@ def test_stages_split_each_step_of_a_loop():
     assert x[0] is None and x[1] == "data", x
 
 
-def test_rounds_are_told():
-    step, state, batch = parallel(*CELLS[0][1:])
-    with pytest.warns(match="goes 2 times forwards and backwards through the stages"):
+@pytest.mark.parametrize(
+    "cell, told",
+    [
+        (0, "goes through the stages 2 times forwards and 2 backwards, since gradients"),
+        (4, "through the stages 4 times forwards and 2 backwards"),
+        (5, "through the stages 2 times forwards and 1 backwards"),
+    ],
+)
+def test_rounds_are_told(cell, told):
+    step, state, batch = parallel(*CELLS[cell][1:])
+    with pytest.warns(match=told):
         step.plan(state, batch(0))
 
 

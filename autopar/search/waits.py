@@ -41,10 +41,11 @@ def waits_text(planned: PipelinePlan) -> str:
     if cut.chain.num_rounds > 1:
         led = next((eqn for eqn in cut.split.between if cut.after_pass[eqn.outvars[0]] % 2), None)
         where = "" if led is None else f" (from {describe(_joined(cut, led))} on)"
+        forwards, backwards = (sum(number % 2 == way for number in set(cut.chain.passes)) for way in (0, 1))
         found.append(
-            f"a step goes {cut.chain.num_rounds} times forwards and backwards through the stages, since a gradient is taken "
-            f"at a point that depends on another gradient{where}: each of these rounds begins when all microbatches have "
-            "finished the one before."
+            f"a step goes through the stages {forwards} times forwards and {backwards} backwards, since gradients, "
+            f" or what is measured, depend on earlier gradients of all microbatches{where}: each of these passes begins "
+            "when all microbatches have finished the one before."
         )
     return " ".join(found)
 
