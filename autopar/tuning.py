@@ -262,8 +262,8 @@ class Tuning:
     uneven_stage: float = 1.5
     """Times an equal share of the work. The user is warned of a stage with more."""
     alike_work: float = 0.25
-    """Part of each device's time. Under a method that splits samples alone, the user is warned of more work on samples that all
-    devices do alike."""
+    """Part of each device's time. Under a method that splits samples alone, the user is warned of more work that all devices do
+    alike."""
     most_parts: int = 16
     """The most parts that scans over layers are split into for even stages: each is a loop of its own to compile."""
     parts_tolerance: float = 0.05

@@ -118,6 +118,26 @@ def test_chunks_that_do_not_divide(size, told, method, recwarn):
     assert all(part in text for text in texts for part in wanted)
 
 
+@pytest.mark.parametrize("method", [DataParallel(), ThreeD(data=8)], ids=["data parallel", "three axes"])
+@pytest.mark.parametrize("turns, told", [(5, True), (0, False)], ids=["products of gradients", "gradients"])
+def test_work_without_samples(turns, told, method, recwarn):
+    """An optimizer that makes gradients orthogonal by products; a mere update is what data parallelism does alike."""
+
+    def orthogonal(g):
+        g = g / (jnp.linalg.norm(g) + 1e-6)
+        for _ in range(turns):
+            g = 1.5 * g - 0.5 * g @ g.T @ g
+        return g
+
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.mean(jnp.tanh(x @ params["w"] @ params["v"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * orthogonal(g), params, grads)
+
+    planned(method, step, (state(), np.ones((16, 16), np.float32)))
+    texts = [str(w.message) for w in recwarn if "do alike" in str(w.message)]
+    assert len(texts) == told and all("it has no samples" in text and "(orthogonal)" in text for text in texts)
+
+
 def test_the_automatic_plan_takes_any_batch():
     assert planned(mesh(), arguments=(state(), batch(30))).cost.step_seconds > 0
 

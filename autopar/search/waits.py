@@ -13,6 +13,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.intra_op.batch import factors_of
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.hand_plans import is_idle
+from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import computed, describe
 from autopar.ir.dataflow import ancestors, inputs_of, makers
@@ -44,14 +45,14 @@ def waits_text(planned: PipelinePlan) -> str:
         forwards, backwards = (sum(number % 2 == way for number in set(cut.chain.passes)) for way in (0, 1))
         found.append(
             f"a step goes through the stages {forwards} times forwards and {backwards} backwards, since gradients, "
-            f" or what is measured, depend on earlier gradients of all microbatches{where}: each of these passes begins "
+            f"or what is measured, depend on earlier gradients of all microbatches{where}: each of these passes begins "
             "when all microbatches have finished the one before."
         )
     return " ".join(found)
 
 
 def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = None) -> str:
-    """A warning that devices which may only split samples do much of the work on them alike; "": little of it.
+    """A warning that devices which may only split samples do much of the work alike; "": little of it.
 
     `axis`: the axis of devices that split samples alone; None: all.
     """
@@ -66,8 +67,14 @@ def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = Non
             index = graph.op_node.get(eqn)
             if index is not None:
                 node = graph.nodes[index]
-                factors = factors_of(eqn, node.rule, graph.batch)
-                if factors and all(is_idle(node.strategies[sharded.choices[index]].choice[k]) for k in on):
+                factors, choice = (
+                    factors_of(eqn, node.rule, graph.batch),
+                    node.strategies[sharded.choices[index]].choice,
+                )
+                is_work = factors or is_contraction(
+                    node.rule
+                )  # elementwise updates of state are meant to be done alike
+                if is_work and all(is_idle(choice[k]) for k in on):
                     alike[eqn] = node.rule.sizes, factors
     share = sum(of_each[eqn] for eqn in alike) / max(sum(of_each.values()), 1e-30)
     mesh = stages[0].mesh
@@ -77,13 +84,13 @@ def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = Non
     largest = max(alike, key=of_each.__getitem__)
     sizes, factors = alike[largest]
     rows = " x ".join(str(sizes[factor]) for factor in factors)
+    has, more = (f"{rows} parts along the samples", "larger chunks, or ") if factors else ("no samples", "")
     devices, method = f"{num_devices} devices", "DataParallel"
     if axis is not None:
         devices, method = f'{devices} of the axis "{axis}"', "this axis"
     return (
-        f"{share:.0%} of each device's time is work on samples that all {devices} do alike, most of it {describe(largest)}: it "
-        f"has {rows} parts along the samples. Of all work, {method} splits only samples; larger chunks, or Auto(), which "
-        "splits other dims too, may be faster."
+        f"{share:.0%} of each device's time is work that all {devices} do alike, most of it {describe(largest)}: it has {has}. "
+        f"Of all work, {method} splits only samples; {more}Auto(), which splits other dims too, may be faster."
     )
 
 
