@@ -28,6 +28,7 @@ from autopar.ir.region import equations_within, is_region
 from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
+from autopar.ir.rewrite.swapped_products import swap_products
 from autopar.ir.rewrite.unrolled_steps import unroll_steps
 from autopar.ir.split.layers.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
@@ -221,6 +222,11 @@ FREE: Pass[Any] = Pass(
     "barriers hold back only what has to wait",
     lambda step: step.by(lambda jaxpr: drop_barriers(jaxpr, step.roles.batch)),
 )
+SWAPPED: Pass[Any] = Pass(
+    "swapped_products",
+    "sums over microbatches lie as their reader wants them",
+    lambda step: step.by(swap_products) if step.count > 1 else step,
+)
 APART: tuple[Pass[TakenApart], ...] = (
     Pass(
         "unrolled_steps",
@@ -237,6 +243,7 @@ APART: tuple[Pass[TakenApart], ...] = (
     Pass("layers", "scans over layers in parts", _in_parts),
     LEAN,
     FREE,
+    SWAPPED,
 )
 """The passes of a step that is cut into stages."""
 

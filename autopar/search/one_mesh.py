@@ -13,7 +13,7 @@ from functools import partial
 
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError
-from autopar.inter_op.cut import FREE, LEAN, SORTED, Rewritten, check_rewritten
+from autopar.inter_op.cut import FREE, LEAN, SORTED, SWAPPED, Rewritten, check_rewritten
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
@@ -54,6 +54,7 @@ MICROBATCHES: tuple[Pass[Rewritten], ...] = (
     Pass("late_narrowing", "casts to 16 bits leave loops", lambda step: step.by(narrow_late)),
     LEAN,
     FREE,
+    SWAPPED,
     Pass(
         "rounds",
         "before the loop over microbatches, the loop as a scan, behind it; where samples wait, twice",
