@@ -1,5 +1,6 @@
 """What a pipeline holds while it runs, array by array."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +21,15 @@ def most_live_bytes(compiled: CompiledStep, arrays: Sequence[Any]) -> list[int]:
     most = [0] * len(streams.instructions)
     for act in pipeline._acts:
         act(0, held)
-        now = [0] * len(most)
-        under_way = [(goes_to[message], array) for (_, message), own in pipeline._under_way.items() for array in own]
+        now: list[Counter[Any]] = [Counter() for _ in most]
+        under_way = [
+            (goes_to[message], array)
+            for (_, message), own in pipeline._under_way.items()
+            for parts in own
+            for array in parts
+        ]
         for mesh, array in (*((mesh_of[at], array) for at, array in held.items()), *under_way):
             if not array.is_deleted():
-                now[mesh] += array.addressable_shards[0].data.nbytes
-        most = list(map(max, most, now))
+                now[mesh].update({shard.device: shard.data.nbytes for shard in array.addressable_shards})
+        most = [max(before, *of.values()) for before, of in zip(most, now, strict=True)]
     return most

@@ -74,6 +74,7 @@ from autopar._jax.types import (
 from autopar._jax.values import (
     as_key,
     buffer_addresses,
+    copied_to,
     copies_to_or_from_host,
     empty_in_host_memory,
     in_host_memory,

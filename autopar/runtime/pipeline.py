@@ -40,7 +40,7 @@ from autopar.runtime.failure import (
 from autopar.runtime.memory import let_go
 from autopar.runtime.placing import Placing
 from autopar.runtime.stacks import Stack, births, plainly_typed
-from autopar.runtime.transfer import make_transfer
+from autopar.runtime.transfer import Transfer, make_transfer
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import measured
 from autopar.streams.instructions import BufferId, Instruction, MeshId, Recv, Run, Send, writes
@@ -71,7 +71,7 @@ class Pipeline:
         self.num_compiled = compiled.num_compiled
         updates = {n for n, plan in streams.programs.items() if plan.task.kind == "U"}
         self._order = merged(streams.instructions, updates)
-        self._steps, self._under_way = itertools.count(), dict[tuple[int, int], list[jax.Array]]()
+        self._steps, self._under_way = itertools.count(), dict[tuple[int, int], list[list[jax.Array]]]()
         watched = {name for name, function in self.functions.items() if function.calls_host}
         sends, receives = self._ways()
         self._acts = [
@@ -100,23 +100,25 @@ class Pipeline:
         """The functions that send and receive each message; copies are in flight while both meshes work."""
         received = {i.message: i.buffers for _, i in self._order if isinstance(i, Recv)}
         sent = {i.message: i.buffers for _, i in self._order if isinstance(i, Send)}
-        sends = {message: self._sender(message, sent[message], received[message]) for message in sent}
-        return sends, {message: functools.partial(self._receive, message) for message in received}
+        moves = {message: self._moves(sent[message], received[message]) for message in sent}
+        return (
+            {message: functools.partial(self._send, message, own) for message, own in moves.items()},
+            {message: functools.partial(self._receive, message, own) for message, own in moves.items()},
+        )
 
-    def _sender(self, message: int, sent: Sequence[BufferId], received: Sequence[BufferId]) -> SendTo:
+    def _moves(self, sent: Sequence[BufferId], received: Sequence[BufferId]) -> list[Transfer]:
         ends = [[self._streams.buffers[at] for at in pair] for pair in zip(sent, received, strict=True)]
-        moves = [
+        return [
             make_transfer(a.value.type.array, self._places[a.stage], b.value.type.array, self._places[b.stage])
             for a, b in ends
         ]
 
-        def send(step: int, arrays: Sequence[jax.Array]) -> None:
-            self._under_way[step, message] = [move(array) for move, array in zip(moves, arrays, strict=True)]
+    def _send(self, message: int, moves: Sequence[Transfer], step: int, arrays: Sequence[jax.Array]) -> None:
+        self._under_way[step, message] = [move.start(array) for move, array in zip(moves, arrays, strict=True)]
 
-        return send
-
-    def _receive(self, message: int, step: int) -> list[jax.Array]:
-        return self._under_way.pop((step, message))
+    def _receive(self, message: int, moves: Sequence[Transfer], step: int) -> list[jax.Array]:
+        arriving = self._under_way.pop((step, message))
+        return [move.finish(parts) for move, parts in zip(moves, arriving, strict=True)]
 
     def _watch_acts(self, updates: Collection[str], watched: Collection[str]) -> None:
         """Check for exceptions of callbacks before the first update is started, and at the end of the step."""
@@ -220,13 +222,19 @@ class Pipeline:
         jax.block_until_ready(list(live.values()))
         seconds: dict[tuple[MeshId, int], float] = {}
         at = dict.fromkeys(self._streams.instructions, 0)
+        sent_at: dict[int, tuple[MeshId, int]] = {}
 
         def timed(carry_out: Act, mesh: MeshId, instruction: Instruction, step: int, live: Live) -> None:
             started = time.perf_counter()
             carry_out(step, live)
             made = [live[b] for b in writes(instruction)]
             jax.block_until_ready(self._under_way[step, instruction.message] if isinstance(instruction, Send) else made)
-            seconds[mesh, at[mesh]] = time.perf_counter() - started
+            place = mesh, at[mesh]
+            if isinstance(instruction, Send):
+                sent_at[instruction.message] = place
+            elif isinstance(instruction, Recv):
+                place = sent_at[instruction.message]  # what is done there belongs to the message
+            seconds[place] = seconds.get(place, 0.0) + time.perf_counter() - started
             at[mesh] += 1
 
         acts = [functools.partial(timed, own, *place) for place, own in zip(self._order, self._acts, strict=True)]

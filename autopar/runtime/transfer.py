@@ -1,10 +1,10 @@
 """Transfers arrays from one submesh to another, in this process.
 
 In:     an array's types and the devices of both meshes; `TransferPlan` (`streams/transfers.py`).
-Out:    `Transfer`: called with an array on the source, returns it on the target.
-Method: if each source device holds what its counterpart wants, one `jax.device_put` moves the array. Otherwise tiles are cut
-        on the devices that hold them, copied to the devices that want them and assembled there; a general `jax.device_put`
-        to another mesh would go through the host. Copies inside the target are made by an all-gather. Nothing waits.
+Out:    `Transfer`: starts to send an array on the source, and makes the one on the target.
+Method: if each source device holds what its counterpart wants, one copy moves the array. Otherwise one program per device
+        cuts the tiles that it holds, and one per device that wants them assembles them; a general `jax.device_put` to another
+        mesh would go through the host. Copies inside the target are made by an all-gather. Nothing waits.
 """
 
 from __future__ import annotations
@@ -12,39 +12,59 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import takes_packed
+from autopar._jax import copied_to, takes_packed
 from autopar.grouping import grouped
 from autopar.mesh import ArrayType, Box, boxes
-from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
+from autopar.streams.transfers import Tile, TransferPlan, crossing, plan_transfer
 
-Transfer = Callable[[jax.Array], jax.Array]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """Moves an array from one mesh to another.
+
+    Attributes:
+        start: Starts to send it; returns what is on its way.
+        finish: Makes the array on the target of that.
+    """
+
+    start: Callable[[jax.Array], list[jax.Array]]
+    finish: Callable[[Sequence[jax.Array]], jax.Array]
+
+    def __call__(self, array: jax.Array) -> jax.Array:
+        """Do both."""
+        return self.finish(self.start(array))
 
 
 def make_transfer(
     source: ArrayType, source_places: jax.sharding.Mesh, target: ArrayType, target_places: jax.sharding.Mesh
 ) -> Transfer:
-    """The function that moves an array from one mesh to the other."""
+    """How an array moves from one mesh to the other."""
     have, want = source.on(source_places), target.on(target_places)
-    if have == want:
-        return lambda array: jnp.array(array, copy=True)
-    plan = plan_transfer(source.shape, source.sharding, source.mesh, target.sharding, target.mesh)
     shared = set(source_places.devices.flat) & set(target_places.devices.flat)
-    held = source.boxes()
-    if held == target.boxes() or shared or source.on_host or not math.prod(source.shape):
+    if have == want:
+        return Transfer(lambda array: [jnp.array(array, copy=True)], lambda arrived: arrived[0])
+    if shared or source.on_host or not math.prod(source.shape):
         # If both stages are on the same devices, the sender's program may donate the array, so it is copied. Tiles of an
         # array in host memory need not be cut on a device.
-        return lambda array: jax.device_put(array, want, may_alias=False)
-    if held == boxes(source.shape, plan.middle, target.mesh):
-        middle = ArrayType(source.shape, source.dtype, plan.middle, target.mesh).on(target_places)
-        gather = _gather(source, middle, want)
-        return lambda array: gather(jax.device_put(array, middle, may_alias=False))
-    return _by_tiles(plan, source, source_places, target, target_places)
+        return Transfer(lambda array: [jax.device_put(array, want, may_alias=False)], lambda arrived: arrived[0])
+    way = crossing(source, target)
+    if way.is_cut:
+        plan = plan_transfer(source.shape, source.sharding, source.mesh, target.sharding, target.mesh)
+        return _by_tiles(plan, source, source_places, target, target_places)
+    middle = ArrayType(source.shape, source.dtype, way.middle, target.mesh).on(target_places)
+    gather = _only if middle.spec == want.spec else _gather(source, middle, want)
+    return Transfer(lambda array: copied_to([array], [middle]), lambda arrived: gather(*arrived))
+
+
+def _only(array: jax.Array) -> jax.Array:
+    return array
 
 
 def _by_tiles(
@@ -57,21 +77,19 @@ def _by_tiles(
     shape, dtype = source.shape, source.dtype
     senders = list(source_places.devices.flat)
     receivers = list(target_places.devices.flat)
-    held = source.boxes()
-    arriving = boxes(shape, plan.middle, target.mesh)
-    cuts = [cut_tile(held[tile.source], tile.box) for tile in plan.tiles]
-    joins = joins_by_device(plan.tiles, arriving, dtype)
+    held, arriving = source.boxes(), boxes(shape, plan.middle, target.mesh)
+    tiles = sorted(plan.tiles, key=lambda tile: tile.source)
+    cuts = cuts_by_device(tiles, held)
+    joins = joins_by_device(tiles, arriving, dtype)
     middle, want = ArrayType(shape, dtype, plan.middle, target.mesh).on(target_places), target.on(target_places)
     finish = None if middle.spec == want.spec else _gather(source, middle, want)
-    targets = [receivers[tile.target] for tile in plan.tiles]
-    put = put_together(shape, middle, joins, plan.forwards, dict(enumerate(receivers)), finish)
+    targets = [jax.sharding.SingleDeviceSharding(receivers[tile.target]) for tile in tiles]
 
-    def transfer(array: jax.Array) -> jax.Array:
+    def start(array: jax.Array) -> list[jax.Array]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        parts = [cut(data[senders[tile.source]]) for tile, cut in zip(plan.tiles, cuts, strict=True)]
-        return put(jax.device_put(parts, targets))
+        return copied_to([part for k, (_, cut) in cuts.items() for part in cut(data[senders[k]])], targets)
 
-    return transfer
+    return Transfer(start, put_together(shape, middle, joins, plan.forwards, dict(enumerate(receivers)), finish))
 
 
 Joins = dict[int, tuple[list[int], Callable[[Sequence[jax.Array]], jax.Array]]]
@@ -84,7 +102,7 @@ def put_together(
     joins: Joins,
     forwards: Sequence[tuple[int, int]],
     devices: Mapping[int, jax.Device],
-    finish: Transfer | None,
+    finish: Callable[[jax.Array], jax.Array] | None,
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """The function that makes an array from the tiles on these devices: assembles, forwards, and copies inside the target."""
 
@@ -98,18 +116,30 @@ def put_together(
     return put
 
 
-def cut_tile(held: Box, box: Box) -> Callable[[jax.Array], jax.Array]:
-    """The function that cuts a tile from what a device holds."""
-    if held == box:
-        return lambda array: array
-    start = tuple(b[0] - h[0] for b, h in zip(box, held, strict=True))
-    stop = tuple(b[1] - h[0] for b, h in zip(box, held, strict=True))
-    return functools.partial(_slice, start, stop)
+Cuts = dict[int, tuple[list[int], Callable[[jax.Array], Sequence[jax.Array]]]]
+"""For each device that sends tiles: which ones, and the function that cuts them from what it holds."""
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _slice(start: tuple[int, ...], stop: tuple[int, ...], array: jax.Array) -> jax.Array:
-    return lax.slice(array, start, stop)
+def cuts_by_device(tiles: Sequence[Tile], held: Sequence[Box]) -> Cuts:
+    """How each device cuts the tiles that it sends, all of them by one program."""
+    return {
+        device: (own, _cut_tiles(held[device], [tiles[k].box for k in own]))
+        for device, own in grouped((tile.source, k) for k, tile in enumerate(tiles)).items()
+    }
+
+
+def _cut_tiles(held: Box, tiles: Sequence[Box]) -> Callable[[jax.Array], Sequence[jax.Array]]:
+    if all(tile == held for tile in tiles):
+        return lambda array: [array] * len(tiles)
+    limits = tuple(
+        tuple(tuple(b[end] - h[0] for b, h in zip(tile, held, strict=True)) for end in (0, 1)) for tile in tiles
+    )
+    return functools.partial(_slices, limits)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _slices(limits: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], array: jax.Array) -> list[jax.Array]:
+    return [lax.slice(array, start, stop) for start, stop in limits]
 
 
 def joins_by_device(tiles: Sequence[Tile], arriving: Sequence[Box], dtype: Any) -> Joins:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from autopar.cost.collectives import transfer_seconds
+from autopar.cost.collectives import collective_seconds, transfer_seconds
 from autopar.errors import PipelineError
 from autopar.inter_op.stage import TASKS, StepKind, TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
 from autopar.intra_op.liveness import host_peak_bytes
-from autopar.mesh import Cluster
-from autopar.streams.instructions import Instruction, Run, Send, Streams
+from autopar.mesh import ArrayType, Cluster, Device
+from autopar.streams.instructions import Instruction, Recv, Run, Send, Streams
 from autopar.streams.schedules import Schedule, Step, num_chunks
 from autopar.streams.schedules.schedule import clocks
 from autopar.streams.simulate import Simulation, simulate
 from autopar.streams.timeline import Event, EventKind, Timeline
+from autopar.streams.transfers import crossing
 
 
 def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Tasks, num_stages: int) -> None:
@@ -88,11 +89,11 @@ def simulate_streams(
         link = cluster.link_at(level_between(first_device, stages, mesh, send.peer, cluster))
         total = sum(streams.buffers[b].value.type.num_bytes for b in send.buffers)
         sent = transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
-        # Each array costs a copy into new memory, as a program's result does.
-        receiving = total / stages[send.peer].mesh.num_devices
-        return sent + len(send.buffers) * achieved.program_seconds(receiving / max(1, len(send.buffers)))
+        pairs = zip(send.buffers, received[send.message], strict=True) if shares else ()
+        return sent + sum(local_seconds(kinds[a], kinds[b], cluster.device) for a, b in pairs)
 
-    achieved = cluster.device.achieved
+    shares, kinds = cluster.device.achieved.host_cores > 0, [b.value.type.array for b in streams.buffers]
+    received = {i.message: i.buffers for own in streams.instructions.values() for i in own if isinstance(i, Recv)}
     resident: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
     for _, at in streams.arguments:
         resident[streams.buffers[at].mesh].append(at)
@@ -107,6 +108,22 @@ def simulate_streams(
         watched,
         sharing(stages, first_device, cluster),
     )
+
+
+def local_seconds(source: ArrayType, target: ArrayType, device: Device) -> float:
+    """Seconds of what an array's transfer between meshes starts on devices that share their host's cores.
+
+    That are a copy into new memory, which costs what a program does; where tiles are cut and joined, the programs that do
+    both; and a gather inside the target.
+    """
+    way = crossing(source, target)
+    seconds = (3 if way.is_cut else 1) * device.achieved.program_seconds(target.local_bytes)
+    split, wanted = ([axis for dim in sharding.dims for axis in dim] for sharding in (way.middle, target.sharding))
+    axes = tuple(axis for axis in split if axis not in wanted)
+    if axes:
+        seconds += device.achieved.program_seconds(target.local_bytes)
+        seconds += collective_seconds("all-gather", target.local_bytes, axes, target.mesh)
+    return seconds
 
 
 def most_host_bytes(

@@ -8,8 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.mesh import ArrayType, Link, LogicalMesh, Sharding, boxes
+from autopar.cost.collectives import collective_seconds
+from autopar.mesh import Achieved, ArrayType, Device, Link, LogicalMesh, Sharding, boxes
+from autopar.runtime import transfer
 from autopar.runtime.transfer import make_transfer
+from autopar.streams.clock import local_seconds
 from autopar.streams.transfers import plan_transfer
 
 LINK = Link(1e-6, 1e9)
@@ -57,6 +60,14 @@ def test_holders_of_copies_take_turns():
     assert sorted(tile.source for tile in plan.tiles) == [0, 1, 2, 3]
 
 
+def test_shards_cross_as_they_lie():
+    """Where the target holds copies: it gathers along the dim that the source splits; along another each shard was cut."""
+    split = Sharding(((), ("x",)))
+    plan = plan_transfer(SHAPE, split, mesh(4), Sharding.replicated(2), mesh(4))
+    assert plan.middle == split
+    assert [tile.box for tile in plan.tiles] == boxes(SHAPE, split, mesh(4))
+
+
 def test_a_scalar_crosses_once_and_is_handed_on():
     plan = plan_transfer((), Sharding(()), mesh(2), Sharding(()), mesh(3))
     assert plan.num_elements == 1 and plan.forwards == ((0, 1), (0, 2))
@@ -76,6 +87,36 @@ def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh,
     got = make_transfer(have, here, want, there)(sent)
     sent.delete()
     np.testing.assert_array_equal(np.asarray(got), 1)
+
+
+def test_one_program_per_device_cuts_all_that_it_sends(monkeypatch):
+    cut, cuts = transfer._slices, []
+    monkeypatch.setattr(transfer, "_slices", lambda *given: cuts.append(given) or cut(*given))
+    of, number = mesh(4), np.dtype(np.float32)
+    rows, columns = (
+        ArrayType(SHAPE, number, Sharding((("x",), ())), of),
+        ArrayType(SHAPE, number, Sharding(((), ("x",))), of),
+    )
+    here, there = places(of, jax.devices()), places(of, jax.devices()[4:])
+    value = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
+    move = make_transfer(rows, here, columns, there)
+    parts = move.start(jax.device_put(value, rows.on(here)))
+    assert len(cuts) == 4 and len(parts) == 16
+    assert all(part.devices() <= set(there.devices.flat) for part in parts)
+    np.testing.assert_array_equal(np.asarray(move.finish(parts)), value)
+
+
+def test_a_transfer_costs_what_it_starts():
+    """On devices that share cores: a copy; or programs that cut, copies, and programs that join; and a gather."""
+    device = Device("cpu", achieved=Achieved(host_cores=2, dispatch_seconds=1.0))
+    by_rows, by_columns, whole = (
+        ArrayType(SHAPE, np.dtype(np.float32), sharding, mesh(4))
+        for sharding in (Sharding((("x",), ())), Sharding(((), ("x",))), Sharding.replicated(2))
+    )
+    gather = collective_seconds("all-gather", 4.0 * SHAPE[0] * SHAPE[1], ("x",), mesh(4))
+    assert local_seconds(by_rows, by_rows, device) == local_seconds(whole, whole, device) == 1.0
+    assert local_seconds(by_rows, by_columns, device) == 3.0
+    assert local_seconds(by_columns, whole, device) == pytest.approx(2.0 + gather)
 
 
 @pytest.mark.parametrize("seed, shape", [*((seed, SHAPE) for seed in range(6)), (6, (0, 24)), (7, (0, 24))])

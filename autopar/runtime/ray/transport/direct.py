@@ -28,7 +28,7 @@ from autopar.runtime.ray.transport.parcels import Message, box_shape
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
 from autopar.runtime.ray.transport.transport import WaitError
 from autopar.runtime.ray.worker.places import Places
-from autopar.runtime.transfer import cut_tile, joins_by_device, put_together
+from autopar.runtime.transfer import cuts_by_device, joins_by_device, put_together
 from autopar.streams.instructions import MeshId
 from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
@@ -62,19 +62,26 @@ class Direct:
         moves = []
         for have, want, over in zip(message.sent, message.received, message.overwritten, strict=True):
             held = have.boxes()
-            own = [t for t in self._tiles(_planned(have, want), message) if t.source in self._seat.devices]
+            tiles = [t for t in self._tiles(_planned(have, want), message) if t.source in self._seat.devices]
             moves.append(
-                [(t, _own if over and t.box == held[t.source] else cut_tile(held[t.source], t.box)) for t in own]
+                [
+                    (
+                        [tiles[k] for k in own],
+                        functools.partial(_of_copy, cut) if over and tiles[own[0]].box == held[source] else cut,
+                    )
+                    for source, (own, cut) in cuts_by_device(tiles, held).items()
+                ]
             )
         devices = [self._places.devices(kind) for kind in message.sent]
 
         def cut_all(arrays: Sequence[jax.Array]) -> list[tuple[jax.Array, int, int]]:
-            tiles = []
+            found = []
             for array, own, cuts in zip(arrays, devices, moves, strict=True):
                 data = {shard.device: shard.data for shard in array.addressable_shards}
-                for tile, cut in cuts:
-                    tiles.append((cut(data[own[tile.source - self._seat.first]]), tile.source, tile.target))
-            return tiles
+                for tiles, cut in cuts:
+                    parts = cut(data[own[tiles[0].source - self._seat.first]])
+                    found += [(part, tile.source, tile.target) for tile, part in zip(tiles, parts, strict=True)]
+            return found
 
         def send(step: int, arrays: Sequence[jax.Array]) -> None:
             tiles = cut_all(arrays)
@@ -208,6 +215,6 @@ def _planned(have: ArrayType, want: ArrayType) -> TransferPlan:
     return plan_transfer(have.shape, have.sharding, have.mesh, want.sharding, want.mesh)
 
 
-def _own(array: jax.Array) -> jax.Array:
-    """A copy in memory of its own, since a later program overwrites the original."""
-    return jnp.array(array, copy=True)
+def _of_copy(cut: Callable[[jax.Array], Sequence[jax.Array]], array: jax.Array) -> Sequence[jax.Array]:
+    """The tiles in memory of their own, since a later program overwrites the original."""
+    return cut(jnp.array(array, copy=True))
