@@ -2,9 +2,10 @@
 
 In:     the meshes' streams, and which programs are the updates.
 Out:    `merged`: (mesh, instruction), in the order of dispatch; or `StreamError`.
-Method: meshes take turns, one run each; a message is sent before it is received. Since sends do not block, the order of turns
-        does not matter: if one order completes, all do. Updates come last: programs that overwrite the state start after
-        everything that may fail.
+Method: meshes take turns, one run each; a message is sent in an earlier round of turns than it is received, so that it crosses
+        while others run: XLA's CPU client executes programs of several devices one after the other, in the order of dispatch.
+        Since sends do not block, the order of turns does not matter: if one order completes, all do. Updates come last:
+        programs that overwrite the state start after everything that may fail.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def merged(
     found: list[tuple[MeshId, Instruction]] = []
     waiting = bool(last)
     while any(at[mesh] < len(stream) for mesh, stream in streams.items()):
-        moved = False
+        moved, arrived = False, frozenset(sent)
         for mesh, stream in streams.items():
             ran = False
             while at[mesh] < len(stream):
                 instruction = stream[at[mesh]]
-                if isinstance(instruction, Recv) and instruction.message not in sent:
+                if isinstance(instruction, Recv) and instruction.message not in arrived:
                     break
                 if isinstance(instruction, Run):
                     if ran or (waiting and instruction.program in last):

@@ -28,3 +28,13 @@ def test_updates_last():
     order = merged(STREAMS, {"0/U", "1/U"})
     assert names(order)[-2:] == ["0/U", "1/U"] and len(order) == 10
     assert sorted(map(id, (i for _, i in order))) == sorted(id(i) for s in STREAMS.values() for i in s)
+
+
+def test_a_message_crosses_while_others_run():
+    """XLA's CPU client runs one program of several devices at a time: one that waits for its message would hold up the rest."""
+    streams = {
+        0: (run("0/F0", 0), Send((0,), 1, 0), run("0/F1", 0), Send((1,), 1, 1)),
+        1: (Recv((2,), 0, 0), run("1/F0", 1), Recv((3,), 0, 1), run("1/F1", 1)),
+    }
+    order = names(merged(streams))
+    assert order == ["0/F0", "Send", "0/F1", "Send", "Recv", "1/F0", "Recv", "1/F1"]
