@@ -55,9 +55,9 @@ class Chain:
         """Per segment, the work of its forward and backward equations."""
         return self._work(np.array(self.segment) >= 0)
 
-    def work_of_pass(self, is_backward: bool) -> np.ndarray:
-        """Per segment, the work of its backward equations, or of its forward ones."""
-        return self._work((np.array(self.segment) >= 0) & (np.array(self.backward) == is_backward))
+    def work_of_pass(self, number: int) -> np.ndarray:
+        """Per segment, the work of its equations in the pass of this number."""
+        return self._work((np.array(self.segment) >= 0) & (np.array(self.passes) == number))
 
     def _work(self, inside: np.ndarray) -> np.ndarray:
         return np.bincount(np.array(self.segment)[inside], np.array(self.work_of)[inside], self.num_segments)

@@ -3,9 +3,9 @@
 In:     a step that is cut, its work in seconds (`inter_op/weigh.py`), the stages' sizes, the schedule, the cluster.
 Out:    the plan within the best borders that fit.
 Method: for a few limits on the largest stage, the borders over which the fewest bytes cross (`inter_op/borders.py`), timed in
-        the order of the schedule, with the seconds of each pass of a stage and of each transfer. What uneven stages cost
-        depends on the schedule: under 1F1B a short last stage is little worse than an even one. Where stacks of layers are
-        split, only the largest limit holds: equal parts of a stack are one array for the user.
+        the order in which the steps run, round by round, with the seconds of each pass of a stage and of each transfer. What
+        uneven stages cost depends on that order: under 1F1B a short last stage is little worse than an even one. Where
+        stacks of layers are split, only the largest limit holds: equal parts of a stack are one array for the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.inter_op.chain import Chain
 from autopar.inter_op.cut import CutStep
 from autopar.mesh import Cluster
 from autopar.search.pipeline import SlowerError
-from autopar.streams.assemble import PipelinePlan
+from autopar.streams.assemble import PipelinePlan, steps_in_order
 from autopar.streams.schedules import Schedule, Step, num_chunks
 from autopar.streams.schedules.schedule import clocks
 from autopar.tuning import TUNING
@@ -69,7 +69,7 @@ def borders_by_speed(cut: CutStep, sizes: Sequence[int], schedule: Schedule, clu
     found = list(dict.fromkeys(balanced_borders(chain, len(sizes), slack, sizes) for slack in slacks))
     if len(found) == 1:
         return found
-    order = schedule.order(len(sizes) // num_chunks(schedule), cut.split.count)
+    order = steps_in_order(cut, len(sizes) // num_chunks(schedule), schedule)
     seconds = {borders: _seconds(chain, borders, sizes, order, cluster) for borders in found}
     best = found[0]
     for borders in found[1:]:
@@ -85,13 +85,14 @@ def _seconds(
     speed = np.array(sizes) / min(sizes)
     is_split = any(step.kind == "W" for steps in order for step in steps)
     link = cluster.inter if cluster.hosts > 1 else cluster.intra
-    forward, backward = (np.add.reduceat(chain.work_of_pass(way), borders) / speed for way in (False, True))
+    passes = [np.add.reduceat(chain.work_of_pass(n), borders) / speed for n in range(2 * chain.num_rounds)]
 
     def length(stage: int, step: Step) -> float:
-        return float(forward[stage] if step.kind == "F" else backward[stage] / (1 + is_split))
+        forward = step.kind == "F"
+        return float(passes[2 * step.round + (not forward)][stage]) / (1 if forward else 1 + is_split)
 
     def sent(sender: int, receiver: int) -> float:
-        each_way = float(chain.cut_bytes[borders[max(sender, receiver)]]) / 2
+        each_way = float(chain.cut_bytes[borders[max(sender, receiver)]]) / len(passes)
         return transfer_seconds(each_way, sizes[sender], sizes[receiver], link)
 
     try:

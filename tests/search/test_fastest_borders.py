@@ -34,9 +34,10 @@ def cluster(bytes_per_second=1e9, hosts=1):
     return autopar.Cluster(hosts, 4 // hosts, autopar.Device("slow", 1e8, memory_bytes_per_second=1e9), link, link)
 
 
-def cut_of(chain, parts=1):
-    """A step that is cut, of which only these are known."""
-    return SimpleNamespace(chain=chain, split=SimpleNamespace(count=COUNT), stacks=SimpleNamespace(count=parts))
+def cut_of(chain, parts=1, after_pass=()):
+    """A step that is cut, of which only these are known; `after_pass`: passes whose end values wait for."""
+    counts = {"split": SimpleNamespace(count=COUNT), "stacks": SimpleNamespace(count=parts)}
+    return SimpleNamespace(chain=chain, after_pass=dict(enumerate(after_pass)), **counts)
 
 
 def begin(chain, num_stages, schedule="1f1b", parts=1, **rate):
@@ -61,6 +62,13 @@ def test_what_a_short_last_stage_costs_depends_on_the_schedule():
     chain = chain_of([4.0, 7.0, 8.0, 2.0], [0, 5, 7, 3, 0])
     assert begin(chain, 3, "1f1b") == (0, 2, 3)
     assert begin(chain, 3, "gpipe") == begin(chain, 3, "zb-h1") == (0, 1, 2)
+
+
+def test_backward_passes_that_wait_for_all_microbatches_run_in_another_order():
+    """That of GPipe, whatever the schedule says."""
+    chain = chain_of([4.0, 7.0, 8.0, 2.0], [0, 5, 7, 3, 0])
+    cut = cut_of(chain, after_pass=[0])
+    assert borders_by_speed(cut, [1] * 3, find_schedule("1f1b"), cluster())[0] == begin(chain, 3, "gpipe")
 
 
 @pytest.mark.parametrize("schedule, wanted", [("1f1b", (0, 4)), ("zb-h1", (0, 4)), ("interleaved", (0, 2, 6, 8))])
