@@ -8,8 +8,9 @@ Method: an argument is state if a subtree of the outputs has its structure, shap
         (frozen weights may have one) it is the one along which the step can be computed row by row. A single array that
         comes back after other state may be a batch of which the step returns a reconstruction: it is the batch if no other
         argument can be, or if it has the batch's leading dim. A random key, typed or as integers, has no samples, and
-        arguments that the step does not read do not count. Where no argument has one leading dim, all of them hold batches if
-        each can be split (one of each task). Samples may lie behind time (`time_major.py`). What the user names is no state.
+        arguments that the step does not read do not count. Of arrays that differ in their leading dims (a batch of each task,
+        a mask beside samples) those are batch by which work is split (`samples_among`). Samples may lie behind time
+        (`time_major.py`). What the user names is no state.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autopar.errors import BatchError, listed, warn
 from autopar.grouping import grouped
 from autopar.ir.dims import Dims
 from autopar.ir.program import Program
-from autopar.ir.split.rounds.rounds import all_are_samples, rows_are_samples
+from autopar.ir.split.rounds.rounds import rows_are_samples, samples_among
 from autopar.ir.split.rounds.steps import dims_of_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
@@ -112,8 +113,8 @@ def batch_text(program: Program, roles: Roles) -> str:
 
 def _rows(program: Program, dims: Mapping[int, int]) -> list[str]:
     """The sizes of these leaves' dims, each with the leaves that have it."""
-    shapes = {k: tuple(program.in_avals[k].shape) for k in dims}
-    paths = grouped((shape[dims[k]], program.in_paths[k]) for k, shape in shapes.items() if shape)
+    avals = program.in_avals
+    paths = grouped((avals[k].shape[dims[k]], program.in_paths[k]) for k in dims if avals[k].shape)
     return [f"{size} rows in {listed(names, 3)}" for size, names in paths.items()]
 
 
@@ -121,19 +122,20 @@ def _dims(program: Program, leaves: Sequence[int]) -> dict[int, Dims]:
     """The leaves that hold samples, and along which dims.
 
     Other leaves hold a number, or a key, for each step of a loop. Of those that differ in the size of what may be samples
-    within a step, those of most bytes hold them.
+    within a step, those of most bytes hold them. Outside of loops, `samples_among` says which.
     """
     invars, found = program.jaxpr.invars, dict[int, Dims]()
     for k, (_, dims) in zip(leaves, dims_of_samples(program.jaxpr, [invars[k] for k in leaves]).items(), strict=True):
         most = len(program.in_avals[k].shape) - (k in program.raw_keys)
         if any(d < most for d in dims):
             found[k] = frozenset(d for d in dims if d < most)
-    bytes_of: dict[int, int] = {}
+    first = [k for k, dims in found.items() if dims == {0}]
+    if len({program.in_avals[k].shape[0] for k in first}) > 1:
+        others = set(first).difference(samples_among(program.jaxpr, first) or first)
+        found = {k: dims for k, dims in found.items() if k not in others}
     within = [k for k, dims in found.items() if 0 not in dims]
-    for k in within:
-        size = program.in_avals[k].shape[min(found[k])]
-        bytes_of[size] = bytes_of.get(size, 0) + num_bytes(invars[k])
-    most = max(bytes_of, key=bytes_of.__getitem__, default=0)
+    sizes = grouped((program.in_avals[k].shape[min(found[k])], num_bytes(invars[k])) for k in within)
+    most = max(sizes, key=lambda size: sum(sizes[size]), default=0)
     return {k: dims for k, dims in found.items() if k not in within or program.in_avals[k].shape[min(dims)] == most}
 
 
@@ -213,19 +215,18 @@ def _leaves(arguments: Sequence[tuple[int, int]], numbers: Iterable[int]) -> lis
 def _leaves_by_size(
     program: Program, arguments: Sequence[tuple[int, int]], candidates: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for number, size in candidates.items():
-        found.setdefault(size, []).extend(k for k in range(*arguments[number]) if program.in_avals[k].shape)
-    return found
+    spans = [(size, range(*arguments[number])) for number, size in candidates.items()]
+    return grouped((size, k) for size, span in spans for k in span if program.in_avals[k].shape)
 
 
 def _of_several_sizes(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> tuple[int, ...]:
-    """Arguments outside `state` whose leaves differ in their leading dims, if each of these runs over samples."""
+    """Arguments outside `state` whose leaves differ in their leading dims, if some of these run over samples."""
     objects = objects_in(program.out_tree).arguments
     read, numbers = _read_inputs(program), [n for n in range(len(arguments)) if n not in state and n not in objects]
     leaves = [k for n in numbers for k in range(*arguments[n]) if k in read and program.in_avals[k].shape]
     keys = any(is_key(program.in_avals[k]) or k in program.raw_keys for k in leaves)
-    return tuple(numbers) if leaves and not keys and all_are_samples(program.jaxpr, leaves) else ()
+    samples = set(samples_among(program.jaxpr, leaves) if leaves and not keys else ())
+    return tuple(n for n in numbers if not samples.isdisjoint(range(*arguments[n])))
 
 
 def _scanned_by_steps(
@@ -239,8 +240,7 @@ def _scanned_by_steps(
 def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> dict[int, int]:
     """Arguments outside `state` whose leaves share their leading dim, and that dim.
 
-    An argument that the step does not read (a random key of a net without dropout) counts only if one that it reads has
-    the same leading dim.
+    One that the step does not read (the key of a net without dropout) counts only if one that it reads has the same dim.
     """
     found = {}
     read = _read_inputs(program)

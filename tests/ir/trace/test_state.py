@@ -189,6 +189,25 @@ def test_the_batch_of_what_is_known_not_to_be_state():
         find_batch(program, ())
 
 
+def test_what_the_batch_holds_beside_samples():
+    """Weights of classes, positions, a mask: read whole, whether their rows divide as the samples do or not."""
+
+    def step(params, batch):
+        def loss(p):
+            logits = (batch["x"] + jnp.sin(batch["positions"])) @ p["w"]
+            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1)[:, 0]
+            return jnp.sum(picked * batch["weights"][batch["y"]]) / 16
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    for classes in (8, 5):
+        params, weights = {"w": array(8, classes)}, array(classes)
+        labels = jax.ShapeDtypeStruct((16,), jnp.int32)
+        batch = {"x": array(16, 8), "y": labels, "positions": array(8), "weights": weights}
+        for said in ("auto", 1):
+            assert roles_of(step, (params, batch), None, said)[1] == ["batch/x", "batch/y"]
+
+
 def test_a_batch_for_each_task():
     """Of several sizes, each split by itself; a graph, whose nodes depend on each other, holds no samples."""
 

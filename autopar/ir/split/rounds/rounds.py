@@ -13,6 +13,7 @@ Method: the program is cut at the values that samples wait for, into one that ma
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from typing import TypeAlias
 from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, new_var, replace_eqn
 from autopar.debug import check_after
 from autopar.errors import MicrobatchError
+from autopar.grouping import grouped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, needed, read_by, variables
 from autopar.ir.split.microbatches.accumulate import accumulate
@@ -33,7 +35,7 @@ from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from autopar.ir.split.rounds.turns import split_turns
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
-from autopar.ir.work import Work
+from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
 
 Decide: TypeAlias = Callable[[Jaxpr], LoopSolution]
@@ -115,19 +117,45 @@ def first_of_samples(jaxpr: Jaxpr, ways: Sequence[Mapping[int, int]]) -> Mapping
     return None
 
 
-def all_are_samples(jaxpr: Jaxpr, inputs: Sequence[int]) -> bool:
-    """Whether the rows of each of these inputs, of whatever number, are independent samples: one round reads none whole."""
+def samples_among(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
+    """Of inputs of several leading dims, those whose rows are independent samples: one round reads none of them whole.
+
+    Inputs without which as much work is done by microbatches (weights of classes, a mask, positions) are read whole. If not
+    all of them may be samples, some are if most of the work is theirs.
+    """
+    by_size = grouped((jaxpr.invars[k].aval.shape[0], k) for k in inputs)
+    groups = sorted(by_size.values(), key=lambda group: sum(num_bytes(jaxpr.invars[k]) for k in group))
+    most = _work_by_samples(jaxpr, inputs)
+    enough = 0.0 if most else sum(Work().of_equations(jaxpr.eqns)) / 2
+    while len(groups) > 1:
+        ways = [[other for other in groups if other is not group] for group in groups]
+        works = [_work_by_samples(jaxpr, list(itertools.chain(*way))) for way in ways]
+        best = works.index(max(works))
+        if works[best] < (1 - _NO_WORK) * most:
+            break
+        groups, most = ways[best], works[best]
+    return sorted(itertools.chain(*groups)) if most > enough else []
+
+
+_NO_WORK = 0.01
+"""The part of the work that samples have to be read by to count as such."""
+
+
+def _work_by_samples(jaxpr: Jaxpr, inputs: Sequence[int]) -> float:
+    """The work of the loop over microbatches whose samples are the rows of these inputs; 0 if it reads one whole."""
     size = math.gcd(*(jaxpr.invars[k].aval.shape[0] for k in inputs))
     if size < 2:
-        return False
+        return 0.0
     count = _least_divisor(size)
     jaxpr = sort_in_parts(jaxpr, 1, count)
     try:
         found = find_phases(jaxpr, count, inputs)
     except (MicrobatchError, SamplesWaitError):
-        return False
+        return 0.0
     whole = _Round(jaxpr, solution=found)
-    return all(_reads_samples(whole, [k]) and jaxpr.invars[k] not in found.read_as for k in inputs)
+    if not all(_reads_samples(whole, [k]) and jaxpr.invars[k] not in found.read_as for k in inputs):
+        return 0.0
+    return sum(Work().of_equations([eqn for eqn in jaxpr.eqns if found.phase[eqn] == "loop"]))
 
 
 def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Batch, rounds: Callable[[Jaxpr, Decide], list[_Round]]) -> bool:
