@@ -8,7 +8,7 @@ Method: Ray lists its nodes and their GPUs. Nodes without GPUs are hosts of virt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import ClusterError
@@ -25,6 +25,7 @@ class RayHost:
     address: str
 
 
+@dataclass(eq=False, repr=False)
 class RayMachine:
     """A Ray cluster, and autopar's workers on it.
 
@@ -38,18 +39,13 @@ class RayMachine:
         groups: The started groups of workers, by the devices of their meshes.
     """
 
-    def __init__(
-        self,
-        hosts: tuple[RayHost, ...],
-        devices_per_host: int,
-        accelerator: str | None,
-        wait_seconds: float,
-        silence_seconds: float,
-        start_seconds: float,
-    ):
-        self.hosts, self.devices_per_host, self.accelerator = hosts, devices_per_host, accelerator
-        self.wait_seconds, self.silence_seconds, self.start_seconds = wait_seconds, silence_seconds, start_seconds
-        self.groups: dict[Any, Any] = {}
+    hosts: tuple[RayHost, ...]
+    devices_per_host: int
+    accelerator: str | None
+    wait_seconds: float
+    silence_seconds: float
+    start_seconds: float
+    groups: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def workers(self, layout: Any, start: Callable[[], Any]) -> Any:
         """The workers of a layout; started at first use, and again after they have ended."""
