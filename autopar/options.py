@@ -7,6 +7,7 @@ Out:    `Options`, frozen; passes read it and nothing else (no environment, no g
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
@@ -46,8 +47,8 @@ class Settings:
             `"random"`, `"greedy"`, `"beam"`, `"bfs"`, `"halving"`, `"mcmc"` or `"mcts"`.
         solver_seconds: Time limit of the solver on one mesh, or on one stage on its mesh; the best answer found by then
             is used, and its gap is in the plan.
-        planning_seconds: Time limit of planning as a whole: then the best plan so far is taken, but a first plan is always
-            finished. None: no limit.
+        planning_seconds: Time limit of planning as a whole: then the best plan so far is taken. A first plan is finished all
+            the same, as soon as one is found, except within memory, where an error then says what was found. None: no limit.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: where samples need a sum over the batch (batch statistics), each microbatch uses its own.
         memory: `"predicted"`: the plan fits by the planner's own estimate; `"compiler"`: by XLA's, which compiles it for
@@ -78,11 +79,13 @@ class Options(Settings):
         goal: What to minimize: `"step"`, the seconds of one step; `"calls"`, the seconds between calls that do not wait for
             each other's results.
         repaying_steps: Steps of training within which planning time must be repaid by faster steps.
+        ends: When planning is to end, by `time.monotonic()`.
     """
 
     recompute: Recompute = "auto"
     goal: Goal = "step"
     repaying_steps: float = math.inf
+    ends: float = math.inf
 
     def __post_init__(self) -> None:
         solvers = get_args(Prover) + get_args(Searcher)
@@ -115,6 +118,11 @@ class Options(Settings):
     def repays(self, won_seconds: float, planning_seconds: float) -> bool:
         """As the function `repays`, within `repaying_steps`."""
         return repays(self.repaying_steps, won_seconds, planning_seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether planning is to end."""
+        return time.monotonic() >= self.ends
 
     def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
         """For each stage, the operations that may be recomputed for each byte saved; None: the planner decides.

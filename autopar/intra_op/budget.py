@@ -23,6 +23,7 @@ from autopar.intra_op.floor import Floor
 from autopar.intra_op.liveness import Liveness
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.sharded import Body, Copy, Fused, move_bytes
+from autopar.intra_op.time_limit import TimeLimit
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
@@ -33,6 +34,7 @@ class BudgetSearch:
     Attributes:
         budget: The budget, bytes per device.
         mesh: The mesh.
+        limit: The time limit of the search.
         least: The least peak of the assignments that did not fit, and its moment.
     """
 
@@ -42,8 +44,9 @@ class BudgetSearch:
         mesh: LogicalMesh,
         rows_at: Callable[[Sequence[int]], list[MemoryRow]],
         prove: Callable[[], Floor],
+        limit: TimeLimit,
     ):
-        self.budget, self.mesh = budget, mesh
+        self.budget, self.mesh, self.limit = budget, mesh, limit
         self.least = Floor(np.inf, "")
         self._rows_at, self._prove = rows_at, prove
 
@@ -69,8 +72,16 @@ class BudgetSearch:
 
         Raises:
             InfeasibleError: It is proved that none fits.
-            NoPlanFoundError: None was found.
+            NoPlanFoundError: None was found, or none in time.
         """
+        in_time, longer = (" in time", "give planning more time; or ") if self.limit.is_over else ("", "")
+        if not problem.rows and in_time:
+            raise NoPlanFoundError(
+                "no sharding that keeps all pins was found in time.",
+                given=f"the constraints, on {self.mesh}",
+                wrong="planning was to end before the solver had an answer.",
+                do=f"{longer}drop one of them.",
+            )
         if not problem.rows:
             raise InfeasibleError(
                 "no sharding keeps all pins.",
@@ -93,11 +104,11 @@ class BudgetSearch:
                 needed_bytes=math.ceil(floor.num_bytes),
             )
         raise NoPlanFoundError(
-            "no sharding was found that fits the memory budget.",
+            f"no sharding was found{in_time} that fits the memory budget.",
             given=given,
             wrong=f"the smallest that was found has {least.num_bytes:.0f} bytes alive on a device during {least.label}, "
             f"{least.num_bytes - budget:.0f} more than there are; proved is only that {floor.num_bytes:.0f} are needed.",
-            do=f"memory_budget_bytes={math.ceil(least.num_bytes)} will do; or {do}",
+            do=f"{longer}memory_budget_bytes={math.ceil(least.num_bytes)} will do; or {do}",
             budget_bytes=int(budget),
             needed_bytes=math.ceil(least.num_bytes),
         )

@@ -75,8 +75,9 @@ def solve_constrained(
     unlikely = least_share(problem) > 1.0
     if is_hopeless() or is_far_over(problem) or (unlikely and not search.fits_somehow()):
         return dataclasses.replace(base, choices=(), status="infeasible")
-    if num_pairs(problem) <= TUNING.rows_core:
-        exact = search.cut(gap)
+    if num_pairs(problem) <= TUNING.rows_core and not limit.is_spent:
+        with limit.half():
+            exact = search.cut(gap)
         if exact.status != "infeasible":
             return exact
     # Rows describe the program that they were read from, and may overestimate another: infeasible rows prove nothing.
@@ -127,13 +128,16 @@ class _Search:
             broken = self.broken_rows(answer.choices)
             if not broken:
                 return True
+            if self.limit.is_over:
+                break
             problem.rows.extend(broken)
         return False
 
     def cut(self, gap: float) -> Solution:
         """Solve with rows as cutting planes, until none is violated, or none of the answers can beat `known`.
 
-        Begins with the rows of the problem before, without which most of them would be found once more, one solve each. Where
+        Ends without an answer when its time is spent. Begins with the rows of the problem before, without which most of them
+        would be found once more, one solve each. Where
         rows that an answer violates did not make the next one dearer, there are many such answers, which cost the same: then
         one that fits is looked for below the budgets of the rows, and taken if what it costs above the bound is allowed, or
         less than further solves repay.
@@ -144,8 +148,9 @@ class _Search:
         before, share = -np.inf, 0.0
         for _ in range(TUNING.cutting_planes):
             solution = solve(problem, self.solver, self.limit, gap)
+            solution = solution.bounded(max(solution.bound, self.base.bound)) if solution.choices else solution
             if not solution.choices:
-                if not self.learnt.rows:
+                if not self.learnt.rows or self.limit.is_spent:
                     return solution
                 problem.rows[:], self.learnt.rows = own, []  # they may overestimate what is alive now
                 continue
@@ -171,6 +176,8 @@ class _Search:
             if fitting is not None and self.is_enough(fitting.objective - solution.bound, gap * fitting.objective):
                 self.learnt.rows = list(problem.rows)
                 return dataclasses.replace(fitting, status="feasible").bounded(solution.bound)
+            if self.limit.is_spent:
+                break
         if fitting is not None:
             return dataclasses.replace(fitting, status="feasible").bounded(solution.bound)
         return dataclasses.replace(solution, status="infeasible", choices=())
@@ -224,6 +231,8 @@ class _Search:
                 high = learnt.price = price
             # If the excess costs many steps already, and a higher price changed nothing, no price will help.
             if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
+                break
+            if self.limit.is_over:
                 break
             price = high / TUNING.price_step if high else TUNING.price_step * price
         mixed = self.mix(rows, answers, gap)

@@ -79,7 +79,7 @@ def shard(
         explore: Whether to solve, too, as if all kinds of conversion were hidden that no program has shown.
 
     Raises:
-        InfeasibleError: A pin or the memory budget cannot be met; says which and by how much.
+        InfeasibleError: A pin or the memory budget cannot be met, or was not in time; says which and by how much.
         ConstraintError: A pin does not fit the array or the mesh.
         Pruned: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
@@ -102,7 +102,7 @@ def shard(
     wider = instance.prices.problem(expected) if known else problem
     for other in known if best is not None or not is_far_over(problem) else ():
         best = _with_known(instance, best, other, wider, expected, tried)
-    while best is None and instance.send_less(problem):
+    while best is None and not instance.limit.is_over and instance.send_less(problem):
         solution = instance.solve(problem)
         if solution.choices:
             best, _ = _follow_clock(instance, instance.read_off(problem, solution, exposure), [solution.choices])
@@ -134,11 +134,11 @@ class _Instance:
         self.graph, self.allowed, self.device = setting.graph, setting.allowed, setting.device
         self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
         self.class_of, self.prices = setting.class_of, setting.priced
-        budget = options.budget_bytes(self.device.memory_bytes)
-        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
-        self.bucket = BUCKET_BYTES
         # Shared by all problems: if the first one uses it up, the others get almost none.
-        self.limit = TimeLimit(options.solver_seconds, options.repaying_steps)
+        self.limit = TimeLimit(options.solver_seconds, options.repaying_steps, options.ends)
+        budget = options.budget_bytes(self.device.memory_bytes)
+        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor, self.limit)
+        self.bucket = BUCKET_BYTES
         # Caches of one entry: a body is as large as the program.
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
@@ -233,7 +233,7 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
     """
     best = last = first
     for _ in range(1, TUNING.exposure_turns):
-        if not _misjudged(last):
+        if instance.limit.is_over or not _misjudged(last):
             break
         exposure = _shown(last)
         problem, solution = instance.solve_under(exposure, (1 + TUNING.known_far) * best.step_seconds)
@@ -257,7 +257,7 @@ def _explore(
     Otherwise a plan unlike those seen before (experts over devices, where all seen so far split samples) would be priced
     with its conversions exposed in full. Arguments and results as in `_follow_clock`.
     """
-    if last.exposure is None:
+    if last.exposure is None or instance.limit.is_over:
         return best, last
     exposure = _shown(last).hopeful()
     problem, solution = instance.solve_under(exposure, (1 - TUNING.exposure_same) * best.step_seconds)
@@ -297,7 +297,7 @@ def _around(
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     for turn in range(turns):
         off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
-        if before is None or max(best.gap, off) <= TUNING.rough_gap:
+        if before is None or max(best.gap, off) <= TUNING.rough_gap or instance.limit.is_over:
             break
         exposure = _shown(last).as_in(shown, before)
         problem, solution = instance.solve_under(exposure)
@@ -382,9 +382,9 @@ def _with_known(
 
 
 def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> bool:
-    """Whether an answer of a problem may be faster than the best, by its price."""
-    if _is_off_price(best):
-        return True
+    """Whether an answer of a problem may be faster than the best, by its price, and there is time to see."""
+    if limit.is_over or _is_off_price(best):
+        return not limit.is_over
     if num_pairs(problem) <= TUNING.small_core and len(best.graph.nodes) <= TUNING.untied_each:
         return True  # solving takes no longer than finding out
     if np.isfinite(problem.cost(best.solution.choices)):

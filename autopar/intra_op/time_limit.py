@@ -1,6 +1,6 @@
 """Limits the time of solvers, shared by all problems that one plan takes.
 
-In:     seconds; how often the plan is used.
+In:     seconds; how often the plan is used; when planning is to end.
 Out:    `TimeLimit`, which all solves draw on; `Work`, the clock that it uses.
 Method: only the ILP solver's time counts: what message passing does depends on the size of a problem alone, so that unless
         a solver runs out of time the same input always has the same plan. Processor time is measured, since wall-clock time
@@ -23,16 +23,18 @@ class Work:
     """Measures processor time since its creation, in this process and in child processes that it has waited for.
 
     Other threads are counted, too, but never more seconds than have passed.
+
+    Attributes:
+        begun: When that was, by `time.monotonic()`.
     """
 
     def __init__(self) -> None:
-        self._begun = time.monotonic(), _processor_seconds()
+        self.begun, self._worked = time.monotonic(), _processor_seconds()
 
     @property
     def seconds(self) -> float:
         """Seconds of work so far."""
-        passed, worked = self._begun
-        return min(time.monotonic() - passed, _processor_seconds() - worked)
+        return min(time.monotonic() - self.begun, _processor_seconds() - self._worked)
 
 
 def _processor_seconds() -> float:
@@ -47,23 +49,29 @@ class TimeLimit:
         seconds: The whole budget.
         left: Seconds left.
         steps: Number of training steps that gain from a better plan; work that does not repay over them is not begun.
+        ends: When planning is to end, by `time.monotonic()`: then nothing is begun that can be left out.
     """
 
     LEAST = 0.05
     """Fraction of the budget below which it counts as spent; a solver that has to run anyway gets this much."""
 
-    def __init__(self, seconds: float, steps: float = math.inf):
+    def __init__(self, seconds: float, steps: float = math.inf, ends: float = math.inf):
         self.seconds = self.left = seconds
-        self.steps = steps
+        self.steps, self.ends = steps, ends
 
     def repays(self, won_seconds: float, work_seconds: float) -> bool:
-        """As in `options.repays`."""
-        return repays(self.steps, won_seconds, work_seconds)
+        """As in `options.repays`; nothing does once planning is to end."""
+        return not self.is_over and repays(self.steps, won_seconds, work_seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether planning is to end."""
+        return time.monotonic() >= self.ends
 
     @property
     def is_spent(self) -> bool:
         """Whether too little is left to start a solver."""
-        return self.left < self.LEAST * self.seconds
+        return self.left < self.LEAST * self.seconds or self.is_over
 
     @contextlib.contextmanager
     def thorough(self, is_asked: bool = True) -> Iterator[None]:
@@ -79,9 +87,19 @@ class TimeLimit:
         """Context in which a solver runs; yields its time limit, and charges its work."""
         work = Work()
         try:
-            yield max(self.left, self.LEAST * self.seconds)
+            yield max(min(self.left, self.ends - work.begun), self.LEAST * self.seconds)
         finally:
             self.left -= work.seconds
+
+    @contextlib.contextmanager
+    def half(self) -> Iterator[None]:
+        """Context with half of the time: the other half is for another way."""
+        kept, ends, now = self.left / 2, self.ends, time.monotonic()
+        self.left, self.ends = kept, ends if ends == math.inf else min(ends, (now + ends) / 2)
+        try:
+            yield
+        finally:
+            self.left, self.ends = self.left + kept, ends
 
 
 def time_limit(seconds: float | TimeLimit) -> TimeLimit:

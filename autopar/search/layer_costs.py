@@ -251,11 +251,14 @@ class LayerCosts:
 
         try:
             made = solve(endless)
-            fits = peak_bytes_here(made) <= own.budget_bytes
-            if within and not fits:
-                made, fits = solve(own), True
         except (InfeasibleError, ConstraintError):
             return None, True
+        fits = peak_bytes_here(made) <= own.budget_bytes
+        if within and not fits:
+            # A layer for which nothing is found is told by its bytes: in a stage with others it may fit.
+            with contextlib.suppress(InfeasibleError):
+                made = solve(own)
+            fits = True
         others = [lower_stage(with_tasks(program, t), self._cluster.device, made.sharded) for t in tasks[1:]]
         return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True)), fits
 

@@ -192,7 +192,7 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
             request.roles.donated,
             lambda sharded: sharded.liveness.peak_bytes <= budget,
             options.solver,
-            TimeLimit(options.solver_seconds, options.repaying_steps),
+            TimeLimit(options.solver_seconds, options.repaying_steps, options.ends),
         )
         return settled(alone)
 
@@ -218,6 +218,8 @@ def _turns(sharded: Sharded, options: Options) -> int:
 def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> str:
     """Why a mesh is left out; "": it is not."""
     options = request.options
+    if searched.failure and options.is_over:
+        return "left out: planning was to end"
     if not searched.results:
         # There is no starting point, and a step that does not fit on two axes seldom fits on three.
         is_large = len(request.program.jaxpr.eqns) > TUNING.third_axis_equations

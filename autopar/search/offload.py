@@ -82,7 +82,7 @@ def within_memory(plan: Callable[[Request], Planned], request: Request) -> tuple
     ways.attempt(NOTHING)
     if ways.best is None:
         ways.where_nothing_fits()
-    elif method.offload == "auto" and _memory_binds(ways.best.step, request):
+    elif method.offload == "auto" and not request.options.is_over and _memory_binds(ways.best.step, request):
         ways.activations()
     return ways.found()
 
@@ -132,7 +132,7 @@ class _Ways:
             share /= 2
             if self.best is not None and copying >= self.best.step.seconds:
                 continue
-            if not self.attempt(Offloaded(arguments, count)):
+            if self.request.options.is_over or not self.attempt(Offloaded(arguments, count)):
                 return
 
     def where_nothing_fits(self) -> None:
@@ -140,7 +140,7 @@ class _Ways:
         failure, method = self.failures[0], self.request.method
         program, roles = self.request.program, self.request.roles
         optimizer, state = (offloadable_state(program, roles, parameters=too) for too in (False, True))
-        if not hasattr(failure, "budget_bytes"):
+        if not hasattr(failure, "budget_bytes") or self.request.options.is_over:
             raise failure
         if method.offload == "never":
             if not state and not find_residuals(program.jaxpr).values:

@@ -121,6 +121,8 @@ class _PipelinePlanner:
                 failures.append(error)
             else:
                 fitting.append(planned)
+            if fitting and self.terms.options.is_over:
+                break
             if min([self.beat, *(p.seconds_for(goal) for p in fitting)]) * (1 - TUNING.near) <= self.fastest:
                 break
         if not fitting:

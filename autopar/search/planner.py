@@ -76,12 +76,12 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     """
     started = time.perf_counter()
     dump("program", program.__str__)
-    request = Request(program, roles, cluster, method)
+    anytime = Anytime(report, method.planning_seconds)
+    request = Request(program, roles, cluster, method, ends=anytime.ends)
     _check_one_kind(cluster)
     _check_rows(program, roles)
     # Reports mistakes in constraints before any work.
     find_pins(program.in_paths, request.options.constraints, program.out_paths)
-    anytime = Anytime(report, method.planning_seconds)
     planned, offloaded = within_memory(lambda asked: _with_padding(asked, anytime), request)
     dump_plan(planned.step)
     plan = describe_plan(request, planned.step, time.perf_counter() - started)
@@ -109,7 +109,7 @@ def _with_padding(request: Request, report: Anytime) -> Planned:
     try:
         planned, tried, shown = _planned(request, report)
     except InfeasibleError as error:
-        if not lengths:
+        if not lengths or report.reason:
             raise
         failure = error
     if planned is not None:

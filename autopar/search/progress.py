@@ -6,8 +6,8 @@ Out:    a progress bar, removed at the end; in logs, a line every ten seconds. A
         each pass, and why planning ended early.
 Method: the time left is extrapolated from the fraction done. Work is counted in problems to solve, which differ in size, so
         that the bar is an estimate; it never goes back. Passes report before each piece of work, and can end there, when the
-        time is up or the user presses Ctrl-C. As long as there is no plan, the limit does not apply, and Ctrl-C aborts, as it
-        always does when not on a terminal or in a notebook.
+        time is up or the user presses Ctrl-C. As long as there is no plan, a pass goes on, but none is begun behind it; and
+        Ctrl-C aborts, as it always does when not on a terminal or in a notebook.
 """
 
 from __future__ import annotations
@@ -165,13 +165,15 @@ class Anytime:
 
     Attributes:
         reason: Why planning ended early; "": it did not.
+        ends: When planning is to end, by `time.monotonic()`.
         tried: What was tried: (what, its seconds or why not).
     """
 
     def __init__(self, report: Report, seconds: float | None):
         self.reason = ""
+        self.ends = time.monotonic() + (seconds or math.inf)
         self.tried: Sequence[tuple[str, str]] = ()
-        self._report, self._limit, self._started = report, seconds or math.inf, time.monotonic()
+        self._report, self._limit = report, seconds or math.inf
         self._best = math.inf
         self._passes: list[tuple[str, float]] = []
 
@@ -184,7 +186,7 @@ class Anytime:
         """Pass on progress, as in `Report`. Raises `TimeIsUp`: the limit is reached, and there is a plan."""
         self._best = min(self._best, best)
         self._report(text, done, best, gap)
-        if math.isfinite(self._best) and time.monotonic() - self._started > self._limit:
+        if math.isfinite(self._best) and time.monotonic() > self.ends:
             raise TimeIsUp
 
     @contextlib.contextmanager
@@ -194,13 +196,14 @@ class Anytime:
         try:
             yield
         except TimeIsUp:
-            if not has_plan():
-                raise AssertionError("a best step was reported, and there is no plan") from None
             self.reason = self.time_is_up
         except KeyboardInterrupt:
             if not (has_plan() and (sys.stderr.isatty() or in_notebook())):
                 raise
             self.reason = "it was stopped"
+        else:
+            if not has_plan() and time.monotonic() > self.ends:
+                self.reason = self.time_is_up
         finally:
             self._passes.append((name, time.process_time() - started))
 

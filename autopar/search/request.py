@@ -46,6 +46,7 @@ class Request:
         beat: Seconds of the best step known without this rewriting: slower plans are of no use.
         narrowed: What to search of it, if the step without this rewriting has shown that; None: all that the method allows.
         thorough: Whether all work repays, as where the user names a mesh.
+        ends: When planning is to end, by `time.monotonic()`.
     """
 
     program: Program
@@ -55,11 +56,16 @@ class Request:
     beat: float = math.inf
     narrowed: Narrowed | None = None
     thorough: bool = False
+    ends: float = math.inf
 
     @functools.cached_property
     def options(self) -> Options:
         """The method's options."""
-        options = self.method.options()
+        return self.options_of(self.method)
+
+    def options_of(self, method: Method) -> Options:
+        """The options of a method that may differ from the request's."""
+        options = dataclasses.replace(method.options(), ends=self.ends)
         return dataclasses.replace(options, repaying_steps=math.inf) if self.thorough else options
 
     @property

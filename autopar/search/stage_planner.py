@@ -65,7 +65,7 @@ def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Rep
     first, *others = SCHEDULES_TRIED
     best = pipeline_under(request, dataclasses.replace(method, schedule=first), report)
     for name in others:
-        if best.waiting_share <= TUNING.much_waiting:
+        if best.waiting_share <= TUNING.much_waiting or request.options.is_over:
             break
         with contextlib.suppress(InfeasibleError, PipelineError):
             other = pipeline_under(request, dataclasses.replace(method, schedule=name), report)
@@ -127,7 +127,7 @@ def pipeline_under(
         MicrobatchError: The microbatches requested would change what the step computes.
         InfeasibleError: A stage does not fit.
     """
-    options, program, cluster = method.options(), request.program, request.cluster
+    options, program, cluster = request.options_of(method), request.program, request.cluster
     schedule = find_schedule(method.schedule)
     chunks = num_chunks(schedule)
     num_meshes = _num_meshes(method, program, chunks)
@@ -195,7 +195,7 @@ def _planner(
     cluster, schedule = request.cluster, find_schedule(method.schedule)
     of_stages = [meshes or _meshes(method, cluster, size) for size in sizes]
     gap = TUNING.hand_gap if isinstance(method, ThreeD) else TUNING.stage_gap
-    terms = Terms(cluster, method.options(), Solved(), gap)
+    terms = Terms(cluster, request.options_of(method), Solved(), gap)
 
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
         return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
@@ -273,7 +273,8 @@ def _best_in_memory(
         return planned
     parts = parts_apart(request.program, request.roles, planned)
     finer = cut_in(parts) if parts not in (0, cut.stacks.count) else cut
-    if finer is not cut and finer.stacks.count == parts:
+    is_over = planned is not None and request.options.is_over
+    if finer is not cut and finer.stacks.count == parts and not is_over:
         report(
             f"cutting {request.program.name} into {parts} layers, each by itself: memory demands that some run again"
         )

@@ -31,7 +31,7 @@ def limits(monkeypatch):
         found.append(seconds)
         return real(problem, solver, 60.0, gap)
 
-    monkeypatch.setattr(time_limit, "Work", lambda: types.SimpleNamespace(seconds=10.0))
+    monkeypatch.setattr(time_limit, "Work", lambda: types.SimpleNamespace(seconds=10.0, begun=7.0))
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
     return found
 
@@ -58,6 +58,22 @@ def test_without_time_message_passing_answers(limits):
         assert limits == [], "no solver is begun"
         assert found.choices and found.objective == pytest.approx(problem.cost(found.choices))
         assert found.bound <= least.objective + 1e-9 and found.objective <= 1.5 * least.objective
+
+
+def test_nothing_is_begun_once_planning_is_to_end(limits, monkeypatch):
+    monkeypatch.setattr(time_limit.time, "monotonic", lambda: 7.0)
+    limit = TimeLimit(30.0, ends=9.0)
+    assert limit.repays(1.0, 1.0) and not limit.is_over
+    with limit.running() as seconds:
+        assert seconds == 2.0
+    with limit.half(), limit.running() as seconds:
+        assert limit.left == 10.0 and seconds == 1.5, (
+            "half of what the last solve left; but a solver gets a twentieth of all"
+        )
+    assert limit.left == 10.0 and limit.ends == 9.0
+    over = TimeLimit(60.0, ends=7.0)
+    assert over.is_spent and not over.repays(1.0, 0.0)
+    assert solve(hard(0), seconds=over).choices and not limits
 
 
 def test_rows_are_kept_without_time(limits):
