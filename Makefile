@@ -40,13 +40,15 @@ bench-scripts: $(STAMP)
 	  echo "== $$script"; $(RUN) "$$script" || exit 1; done
 
 # Every model of tests/models under every mesh and method, and as every pipeline, as tables; then a thousand random small
-# programs under random plans. `make test` runs a sample of each. In pieces: SWEEP_ARGS="--seconds 400 --record FILE", again
+# programs under random plans; then, planned only, ten models by every method and by Auto(), which must not be slower on any of
+# four machines. `make test` runs a sample of each. In pieces: SWEEP_ARGS="--seconds 400 --record FILE", again
 # and again; what FILE says is right is left out. Or --part 1/2 of the models here and 2/2 there.
 SWEEP_ARGS ?= --processes 2
 sweep: $(STAMP)
 	$(RUN) -m tests.sweep $(SWEEP_ARGS)
 	$(RUN) -m tests.pipeline_sweep $(SWEEP_ARGS)
 	$(RUN) -m tests.random_sweep $(SWEEP_ARGS)
+	$(RUN) -m tests.method_sweep $(SWEEP_ARGS)
 
 # On a machine with NVIDIA GPUs, and no network: what needs one, in parts, as a table and in gpu.json; started again it goes on.
 # PYTHON is one that has JAX for GPUs. GPU_ARGS: --rehearse, --only PARTS, --again.

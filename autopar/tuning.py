@@ -357,6 +357,8 @@ class Tuning:
     """Part of the step. Where devices idle longer, schedules that send or keep more to avoid it are tried too."""
     bubble_left: float = 0.5
     """Part of 1F1B's bubble that these schedules are assumed to leave."""
+    stages_quick: float = 2.0
+    """Seconds. Where memory binds, stages are searched if that takes no longer, whatever it may win."""
     calls_in_a_row: int = 64
     """Calls that stand for many: where calls do not wait for each other, a pipeline fills once for all of them."""
 

@@ -31,15 +31,22 @@ class Rounds:
     Attributes:
         calls: Number of calls of the step in a row that do not wait for each other, and share one bubble.
         bubble: Fraction of 1F1B's bubble that the best schedule leaves.
+        returns: Whether microbatches come back, through the backward pass.
     """
 
     calls: int = 1
     bubble: float = 1.0
+    returns: bool = True
 
-    def seconds(self, times: np.ndarray, count: int) -> float:
-        """Seconds of a call with `count` microbatches, each of which takes `times` in the stages."""
-        slowest = float(times.max())
-        return count * slowest + self.bubble * (float(times.sum()) - slowest) / self.calls
+    def seconds(self, times: np.ndarray, count: int, sent: float = 0.0) -> float:
+        """Seconds of a call with `count` microbatches, each of which takes `times` in the stages.
+
+        `sent`: seconds of a microbatch's transfers, there and back. The first stage begins a microbatch when one of as many
+        as there are stages is back.
+        """
+        slowest, whole = float(times.max()), float(times.sum())
+        each = max(slowest, (whole + sent) / len(times)) if self.returns and sent else slowest
+        return count * each + (self.bubble * (whole - slowest) + sent) / self.calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +167,10 @@ def equal_candidates(estimates: Estimates, count: int) -> list[Candidate]:
         if left or not 2 <= num_stages <= estimates.most_stages:
             continue
         best = None
-        sent = (num_stages - 1) * float(np.mean(estimates.crossing(count)[1:])) / estimates.rounds.calls
+        sent = (num_stages - 1) * float(np.mean(estimates.crossing(count)[1:]))
         for times, lower, mesh in equal_stages(estimates.layers, size, num_stages, count, estimates.budget):
-            latency, least = (estimates.rounds.seconds(each, count) + sent for each in (times, lower))
+            latency = estimates.rounds.seconds(times, count, sent)
+            least = estimates.rounds.seconds(lower, count) + sent / estimates.rounds.calls
             if best is None or latency < best.seconds:
                 best = Candidate(count, latency, least, (size,) * num_stages, None, ((mesh,),) * num_stages)
         found += [best] if best is not None else []
@@ -199,11 +207,11 @@ def _best_slicing(estimates: Estimates, kinds: Kinds, count: int) -> Candidate |
     stages = slicing.stages
     alike = len({s.last - s.first for s in stages}) == 1
     times, lower = (np.array([of[s.first, s.last, s.submesh] for s in stages]) for of in (kinds.seconds, kinds.least))
-    sent = sum(float(crossing[s.first]) for s in stages[1:]) / rounds.calls
+    sent = sum(float(crossing[s.first]) for s in stages[1:])
     return Candidate(
         count,
-        rounds.seconds(times, count) + sent,
-        rounds.seconds(lower, count) + sent,
+        rounds.seconds(times, count, sent),
+        rounds.seconds(lower, count) + sent / rounds.calls,
         tuple(kinds.sizes[s.submesh] for s in stages),
         None if alike else tuple(s.first for s in stages),
         tuple((kinds.meshes[s.first, s.last, s.submesh],) for s in stages),

@@ -328,7 +328,9 @@ def _can_gain(request: Request, searched: Searched) -> bool:
     best = searched.best
     won, options = best.step_seconds - best.shared_seconds, request.options
     takes = min(TUNING.stages_seconds, TUNING.stages_solves * planning_seconds(best.problem))
-    repaid = options.goal == "calls" or options.repays(TUNING.hoped * won, takes)
+    # Solving within memory takes longer than a search for small stages, which hold less.
+    is_quick = memory_binds(searched) and takes <= TUNING.stages_quick
+    repaid = options.goal == "calls" or is_quick or options.repays(TUNING.hoped * won, takes)
     return repaid and won > TUNING.stages_gain * best.step_seconds
 
 

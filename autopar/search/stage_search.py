@@ -80,7 +80,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     telling = part_of(report, 0.0, TUNING.layers_share)
     layers = LayerCosts(cuts.of, borders, work, sizes, batch_sizes, counts, terms, telling)
     calls = TUNING.calls_in_a_row if options.goal == "calls" else 1
-    rounds = Rounds(calls, 1.0 if forward_only else TUNING.bubble_left)
+    rounds = Rounds(calls, 1.0 if forward_only else TUNING.bubble_left, not forward_only)
     affordable = TUNING.finalist_equations // max(1, len(cut.program.jaxpr.eqns))
     effort = max(TUNING.finalists, min(TUNING.most_finalists, affordable))
     crossing_bytes = reference * np.array([cut.chain.cut_bytes[k] for k in borders], float)

@@ -18,6 +18,7 @@ from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import shard_on
 from autopar.search.request import Request
+from tests.method_sweep import faster_methods
 from tests.small_mlp import train_step as mlp_step
 from tests.small_transformer import arguments, train_step
 
@@ -61,6 +62,13 @@ def test_none_is_faster(text, memory):
     assert sum(seconds is not None for seconds in others.values()) > 3
     for method, seconds in others.items():
         assert seconds is None or best <= seconds * ROUNDING, method
+
+
+def test_none_is_faster_on_a_model_of_the_table():
+    """One of ten models on one of four machines; `make sweep` plans them all. On (2, 2), begun with what (4,) had shown, it
+    ended 1.4 % above that mesh named, though its price was right."""
+    _, others, faster = faster_methods("mlp_schedule_clip", "1x4 a100")
+    assert len(others) >= 8 and not faster, {method: others[method] for method in faster}
 
 
 def test_the_best_mesh_is_planned_as_if_it_were_the_only_one():
