@@ -2,10 +2,11 @@
 
 In:     a decision graph, what is allowed, a seed.
 Out:    one choice per node.
-Method: every decision is drawn on its own, so that unlikely shardings meet; only where a loop may not communicate are
-        choices made to agree, by solving for random costs. Most choices split something, so each decision draws first
-        what it would rather do: keep things whole, hold partial sums, split as far as it can, or any of all. Then tables
-        are whole and sliced where they are read, and casts and products meet sums that are not added up yet.
+Method: every decision is drawn on its own, so that unlikely shardings meet; only where something may not be sent (arrays
+        in host memory) are choices made to agree, by solving for random costs. Most choices split something, so each
+        decision draws first what it would rather do: keep things whole, hold partial sums, split as far as it can, or any
+        of all. Then tables are whole and sliced where they are read, and casts and products meet sums that are not added
+        up yet.
 """
 
 from __future__ import annotations
