@@ -178,6 +178,10 @@ class Tuning:
     """Program points over budget that become memory rows of the problem at once."""
     peak_fallen: float = 0.99
     """Part of a peak. Once memory falls below this, the next peak is another one, and may become a row of its own."""
+    placed_part: float = 2e-4
+    """Part of the most bytes alive at once. Smaller arrays are not placed: they fit in any gap."""
+    placing_turns: int = 3
+    """How often a program is sharded, at most, until it fits with the gaps between its arrays."""
     floor_moments: int = 4
     """Program points of each body, the fullest, for which the bytes that every sharding needs are proved."""
     rows_core: int = 10_000

@@ -51,7 +51,7 @@ def fused_stage(program: StageProgram, sharded: Sharded) -> StagePlan:
         sharded.communication_seconds,
         sharded.exposed_seconds,
         0.0,
-        max(0, sharded.liveness.peak_bytes - sum(v.num_bytes for v in inputs)),
+        max(0, sharded.peak_bytes - sum(v.num_bytes for v in inputs)),
         sharded.collectives,
     )
     return StagePlan(program, sharded, (plan,))

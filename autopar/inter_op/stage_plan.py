@@ -31,6 +31,7 @@ from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.graph import Graph, Tables, stacked
+from autopar.intra_op.heap import gap_bytes
 from autopar.intra_op.held import held_values
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Waiting, fullest_moments, measure_liveness
@@ -326,7 +327,7 @@ class _Lowering:
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))
         lanes = run_lanes(body, self.operations.of, self.mesh, self.device)
-        own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
+        own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes) + gap_bytes(body, self.mesh, self.stored)
         made = sum(b.num_bytes for b in outputs)  # these reuse operands' memory, or are allocations of their own
         return TaskPlan(
             task,

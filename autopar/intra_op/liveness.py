@@ -183,22 +183,10 @@ def _peaks(
 ) -> list[Liveness]:
     """Up to `count` local peaks of a body, the highest first.
 
-    Bytes alive at each instruction are appended to `curve`. Copies in `free` are counted by the caller, those `in_place`
-    overwrite inputs. All peaks but the highest have more than `over` bytes. `given`: inputs are in the layout given.
+    Bytes alive at each instruction are appended to `curve`. All peaks but the highest have more than `over` bytes. Other
+    arguments as in `sized_versions`.
     """
-    made = find_versions(body, pinned, stored, given)
-    made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
-    times = _times(made, body, waiting)
-    size = [0] * len(made.copies)
-    known: dict[Any, int] = {}  # of equal types that are sharded alike
-    for k, (copy, start) in enumerate(zip(made.copies, made.starts, strict=True)):
-        elsewhere = copy[0] in waiting.elsewhere or copy in (in_place if start >= 0 else free)
-        if made.takes_memory(k) and not elsewhere:
-            same = copy[0].aval, copy[1]
-            num_bytes = known.get(same)
-            if num_bytes is None:
-                num_bytes = known[same] = local_bytes(*copy, mesh)
-            size[k] = times[k] * num_bytes
+    made, size, times = sized_versions(body, mesh, stored, pinned, free, waiting, in_place, given)
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
     peaks: list[Liveness] = []
@@ -219,6 +207,36 @@ def _peaks(
     first, *others = sorted((*peaks, most), key=lambda peak: -peak.peak_bytes)[:count]
     fullest = (first, *(peak for peak in others if peak.peak_bytes > over))
     return [dataclasses.replace(p, alive=(*_alive(made, body, p.moment, size, times), *p.alive)) for p in fullest]
+
+
+def sized_versions(
+    body: Body,
+    mesh: LogicalMesh,
+    stored: Mapping[Var, int],
+    pinned: AbstractSet[Copy],
+    free: AbstractSet[Copy] = frozenset(),
+    waiting: Waiting = ONE_PROGRAM,
+    in_place: AbstractSet[Copy] = frozenset(),
+    given: bool = False,
+) -> tuple[Versions, list[int], list[int]]:
+    """The versions of a body's copies, and of each its bytes on one device and its number of instances.
+
+    Copies in `free` are counted by the caller, those `in_place` overwrite inputs. `given`: inputs are in the layout given.
+    """
+    made = find_versions(body, pinned, stored, given)
+    made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
+    times = _times(made, body, waiting)
+    size = [0] * len(made.copies)
+    known: dict[Any, int] = {}  # of equal types that are sharded alike
+    for k, (copy, start) in enumerate(zip(made.copies, made.starts, strict=True)):
+        elsewhere = copy[0] in waiting.elsewhere or copy in (in_place if start >= 0 else free)
+        if made.takes_memory(k) and not elsewhere:
+            same = copy[0].aval, copy[1]
+            num_bytes = known.get(same)
+            if num_bytes is None:
+                num_bytes = known[same] = local_bytes(*copy, mesh)
+            size[k] = times[k] * num_bytes
+    return made, size, times
 
 
 def _times(made: Versions, body: Body, waiting: Waiting) -> list[int]:
@@ -247,25 +265,34 @@ def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
     return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 
 
+def workspace_of(instruction: Instruction, mesh: LogicalMesh) -> int:
+    """Bytes that an instruction without bodies needs beyond its operands and results: for packing, or its workspace."""
+    if isinstance(instruction, Fused):
+        return sum(packed_bytes(move, mesh) for move in instruction.moves)
+    return workspace_at(instruction, mesh) if isinstance(instruction, Compute) else 0
+
+
+def shared_inputs(region: Region, body: Body) -> frozenset[Copy]:
+    """The inputs of a region's body that are its operands themselves.
+
+    A scan's constants and carries are; its scanned inputs arrive as slices of their own.
+    """
+    count = len(region.eqn.invars)
+    if kind_of(region.eqn) == "scan":
+        count = sum(s == o for (_, s), o in zip(body.inputs, region.operands, strict=False))
+    return frozenset(body.inputs[:count])
+
+
 def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var, int], waiting: Waiting) -> Liveness:
     """What an instruction needs beyond its operands and results: packing, workspace, or the peak of its bodies."""
-    if isinstance(instruction, Fused):
-        num_bytes = sum(packed_bytes(move, mesh) for move in instruction.moves)
-        return Liveness(num_bytes, 0, packed=instruction.moves)
-    if isinstance(instruction, Compute):
-        num_bytes = workspace_at(instruction, mesh)
-        return Liveness(num_bytes, 0) if num_bytes else _EMPTY
+    num_bytes = workspace_of(instruction, mesh)
+    if num_bytes:
+        return Liveness(num_bytes, 0, packed=instruction.moves if isinstance(instruction, Fused) else ())
     if not isinstance(instruction, Region):
         return _EMPTY
     most = _EMPTY
-    is_scan = kind_of(instruction.eqn) == "scan"
-    num_shared = len(instruction.eqn.invars)
     for body in instruction.bodies:
-        num_whole = (
-            sum(s == o for (_, s), o in zip(body.inputs, instruction.operands, strict=False)) if is_scan else num_shared
-        )
-        # A scan's constants and carries are the operands themselves; its scanned inputs arrive as slices of their own.
-        shared = frozenset(body.inputs[:num_whole])
+        shared = shared_inputs(instruction, body)
         within = dataclasses.replace(waiting, elsewhere=frozenset())
         inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within)
         most = max(most, *inner, key=lambda peak: peak.peak_bytes)

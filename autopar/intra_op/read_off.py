@@ -17,6 +17,7 @@ from autopar.cost import collective_seconds
 from autopar.intra_op.costs import OperationSeconds, build_problem
 from autopar.intra_op.exposure import Exposure, OwnExposure, show
 from autopar.intra_op.graph import Graph, Node
+from autopar.intra_op.heap import gap_bytes
 from autopar.intra_op.held import held_values
 from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.lanes import run_lanes
@@ -72,6 +73,19 @@ class Sharded:
     def step_seconds(self) -> float:
         """Predicted seconds of one step: kernels and exposed collectives."""
         return self.compute_seconds + sum(self.exposed_seconds)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes on one device, with those that are lost to gaps between arrays; cached in the graph."""
+        graph, body = self.graph, self.body
+        return self.liveness.peak_bytes + graph.cached(
+            ("gaps", body), lambda: gap_bytes(body, self.mesh, held_values(graph))
+        )
+
+    def fits(self, budget: float) -> bool:
+        """Whether it takes no more than so many bytes; gaps do not double what is alive."""
+        alive = self.liveness.peak_bytes
+        return 2 * alive <= budget or (alive <= budget and self.peak_bytes <= budget)
 
     @property
     def shared_seconds(self) -> float:

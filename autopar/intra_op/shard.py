@@ -313,7 +313,7 @@ def _around(
         tried.append(solution.choices)
         last = instance.read_off(problem, solution, exposure)
         shown += show(last.graph, last.body, last.exposed_seconds)
-        if last.liveness.peak_bytes <= budget:
+        if last.fits(budget):
             best = min(best, last, key=lambda sharded: sharded.step_seconds)
         if problem.rows and solution.gap > TUNING.rough_gap:
             break  # what is left is of the memory rows: no exposure closes it

@@ -192,7 +192,7 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
             sharded,
             device,
             request.roles.donated,
-            lambda sharded: sharded.liveness.peak_bytes <= budget,
+            lambda sharded: sharded.fits(budget),
             options.solver,
             TimeLimit(options.solver_seconds, options.repaying_steps, options.ends),
         )

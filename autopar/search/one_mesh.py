@@ -7,12 +7,13 @@ Method: the method and the user's pins restrict choices; well-known plans are co
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
 
 from autopar.debug import dump
-from autopar.errors import BatchError, InfeasibleError
+from autopar.errors import BatchError, InfeasibleError, NoPlanFoundError
 from autopar.inter_op.cut import FREE, LEAN, SORTED, SWAPPED, Rewritten, check_rewritten
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.exposure import Exposure
@@ -34,6 +35,7 @@ from autopar.plan.words import mesh_text
 from autopar.search.methods import DataParallel, Method
 from autopar.search.pins import find_pins
 from autopar.search.request import Request
+from autopar.tuning import TUNING
 
 
 def count_of(method: Method) -> int:
@@ -95,21 +97,43 @@ def shard_on(
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` it with data parallelism.
 
-    `like`: the graph of the program on another mesh. Other arguments as in `shard`.
+    If the answer fits the memory but for the gaps between its arrays, it is done again within the rest. `like`: the graph of
+    the program on another mesh. Other arguments as in `shard`.
     """
-
-    roles, device = request.roles, request.cluster.device
-    return shard(
-        build_graph(request.program.jaxpr, mesh, roles.aliases, roles.dims, like=like),
-        device,
-        request.options,
-        partial(restrict_plan, request, mesh),
-        roles.donated,
-        _known_plans(request, mesh) if compare and not isinstance(request.method, DataParallel) else (),
-        beat,
-        exposure=exposure or Exposure(1 - device.achieved.overlap),
-        begin=begin,
-        explore=explore,
+    roles, device, options = request.roles, request.cluster.device, request.options
+    graph = build_graph(request.program.jaxpr, mesh, roles.aliases, roles.dims, like=like)
+    known = _known_plans(request, mesh) if compare and not isinstance(request.method, DataParallel) else ()
+    budget, found = options.budget_bytes(device.memory_bytes), None
+    for _ in range(TUNING.placing_turns):
+        try:
+            found = shard(
+                graph,
+                device,
+                options,
+                partial(restrict_plan, request, mesh),
+                roles.donated,
+                known,
+                beat,
+                exposure=exposure or Exposure(1 - device.achieved.overlap),
+                begin=begin,
+                explore=explore,
+            )
+        except InfeasibleError:
+            if found is None:
+                raise
+            break
+        if found.fits(budget):
+            return found
+        gaps = found.peak_bytes - found.liveness.peak_bytes
+        options = dataclasses.replace(options, memory_budget_bytes=budget - gaps)
+    assert found is not None, "there is a turn"
+    raise NoPlanFoundError(
+        "no sharding was found that fits the memory budget.",
+        given=f"memory_budget_bytes={budget:.0f} on each device of {mesh}",
+        wrong=f"the last that was tried takes {found.peak_bytes}, {gaps} of them for gaps between arrays of different sizes.",
+        do="raise the budget, use more devices, wrap layers in jax.checkpoint, or use a smaller batch.",
+        budget_bytes=int(budget),
+        needed_bytes=found.peak_bytes,
     )
 
 

@@ -50,7 +50,9 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
         seconds[phases[eqn]] += times * seconds_of(eqn)
     # The step counts only the longest branch of conditions: scale to its total.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
-    curve = _thinned([(float(k), size) for k, size in enumerate(sharded.liveness.curve)])
+    alive = sharded.liveness
+    gaps = {alive.peak_bytes: sharded.peak_bytes}
+    curve = _thinned([(float(k), gaps.get(size, size)) for k, size in enumerate(alive.curve)])
     return Profile(
         tuple(Work(0, kind, float(time * scale)) for kind, time in seconds.items() if time),
         (Memory(0, "operations", curve, _parts_of_program(planned.program, sharded, phases)),),
@@ -91,7 +93,8 @@ def _parts_of_program(
     for alive in sharded.liveness.alive:
         name = maker.get(alive.copy[0], "inside a loop")
         totals[name] = totals.get(name, 0) + alive.num_bytes
-    return _largest_parts(totals, sharded.liveness.peak_bytes)
+    totals["gaps between arrays"] = sharded.peak_bytes - sharded.liveness.peak_bytes
+    return _largest_parts(totals, sharded.peak_bytes)
 
 
 def argument_group(path: str) -> str:

@@ -183,7 +183,7 @@ def assemble_step(program: Program, roles: Roles, num_microbatches: int, sharded
     assert isinstance(run, Run)
     # The peak comes from the program's liveness: operands and results alone would not tell it.
     seconds = sharded.step_seconds
-    simulation = Simulation(seconds, (Interval(0, 0.0, seconds, run),), {0: sharded.liveness.peak_bytes}, {0: seconds})
+    simulation = Simulation(seconds, (Interval(0, 0.0, seconds, run),), {0: sharded.peak_bytes}, {0: seconds})
     stacks, home = whole_stacks(program.jaxpr), dict.fromkeys(program.jaxpr.invars, 0)
     return StepPlan(program, roles, stacks, num_microbatches, home, (stage,), (0,), streams, simulation)
 

@@ -1,0 +1,63 @@
+"""Places of arrays in memory: by hand, and of programs; and budgets that only gaps exceed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import Cluster, ShardParallel
+from autopar.errors import InfeasibleError
+from autopar.intra_op.heap import Range, gap_bytes, lost_bytes
+from autopar.intra_op.liveness import measure_liveness
+from tests.intra_op.test_liveness import lowered
+
+N = 16
+PART = 64 * N * N * 4
+
+
+@pytest.mark.parametrize(
+    "ranges, want",
+    [
+        ([(8, 0, 1), (8, 2, 3)], 0),  # the second takes the place of the first
+        ([(6, 0, 1), (5, 0, 3), (3, 2, 3), (4, 2, 3)], 0),  # the longest-lived first
+        ([(5, 0, 0), (4, 1, 3), (3, 0, 2), (2, 1, 1)], 1),  # 3 is above 5, and 2 not between it and 4, but above both
+        ([], 0),
+    ],
+)
+def test_by_hand(ranges, want):
+    assert lost_bytes([Range(1000 * size, begin, end) for size, begin, end in ranges]) == 1000 * want
+
+
+def step(w, two, three, four, five):
+    """Makes arrays of 5, 3, 4 and 2 times the size of `w`, which are alive as in the third case above."""
+    five, three = five @ w, three @ w
+    four = four @ (five[0] * w)
+    two = two @ (four[0] * w)
+    total = jnp.sum(three) + jnp.sum(two[0])
+    return jnp.sum(four) + jnp.sum(four * total)
+
+
+SHAPES = [(N, N), *((64 * k * N, N) for k in (2, 3, 4, 5))]
+
+
+def test_of_a_program():
+    body, mesh, stored = lowered(step, *SHAPES)
+    peak = measure_liveness(body, mesh, stored)
+    alive = peak.peak_bytes - peak.argument_bytes
+    assert 9 * PART < alive < 9.1 * PART
+    assert alive + gap_bytes(body, mesh, stored) == 10 * PART
+
+
+def test_a_budget_holds_with_gaps():
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
+
+    def plan(budget):
+        method = ShardParallel(mesh_shape=(1,), memory_budget_bytes=budget)
+        return autopar.parallelize(step, cluster=Cluster(1, 1), method=method, batch_argnums=()).plan(*arguments)
+
+    (peak,) = plan(None).cost.peak_bytes
+    assert peak == 14 * PART + N * N * 4 + 10 * PART
+    assert plan(peak).cost.peak_bytes == (peak,)
+    with pytest.raises(InfeasibleError, match="for gaps between arrays") as caught:
+        plan(peak - PART // 2)
+    assert caught.value.needed_bytes == peak
