@@ -7,19 +7,21 @@ Method: only the update reads the sum of a gradient over devices. A scheduler th
         to overlap with. Until then the unreduced gradients, and what they are computed from, stay in memory.
         So the work that leads to a later gradient waits for the earlier sums, except the last ones of together half of
         a bucket, or an eighth of all, which may still run beside it. It also waits for other sums that free memory and
-        lead to none of these, such as gradients of a norm's scale. The wait is put on an elementwise operation, which fuses
-        it: of those before a gradient, the last of those that lead furthest. A loop that communicates waits for all: nothing
+        lead to none of these, such as gradients of a norm's scale, and for products whose results are sent later, together
+        with others. The wait is put on an elementwise operation, which fuses it: of those before a gradient, the last of
+        those that lead furthest. A loop that communicates waits for all: nothing
         is sent beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost.steps import AllReduce, ReduceScatter, Step
+from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, communicates
-from autopar.intra_op.traffic import takes_waits
+from autopar.intra_op.traffic import is_fused, takes_waits
 from autopar.tuning import TUNING
 
 LATE_BYTES = TUNING.late_bytes
@@ -80,7 +82,10 @@ def _last_sums(body: Body, num_bytes: Bytes) -> _Sums:
 def _find_waits(body: Body, num_bytes: Bytes, found: _Sums) -> list[Wait]:
     sums, furthest = found.before, found.furthest
     loops = {at for at, i in enumerate(body.instructions) if isinstance(i, Region) and i.reads and communicates(i)}
-    ends = [at for at, i in enumerate(body.instructions) if furthest[at] < 0 and _is_sum(i, num_bytes)]
+    packed = set(_packed_products(body, sums))
+    ends = [
+        at for at, i in enumerate(body.instructions) if (furthest[at] < 0 or at in packed) and _is_sum(i, num_bytes)
+    ]
     beside = min(body.bucket / 2, sum(sums.values()) / 8)
     waits: list[Wait] = []
     sent: list[int] = []  # sums that nothing waits for yet, in order
@@ -121,6 +126,18 @@ def _is_sum(instruction: Instruction, num_bytes: Bytes) -> bool:
         return False
     largest = max(map(num_bytes, instruction.reads), default=0)
     return largest >= LATE_BYTES and 2 * sum(map(num_bytes, instruction.makes)) < largest
+
+
+def _packed_products(body: Body, sums: Iterable[int]) -> Iterator[int]:
+    """Products whose results, perhaps cast, are sent together with others by one of the sums."""
+    made_at = {copy: at for at, i in enumerate(body.instructions) for copy in i.makes}
+    for together in (i for at in sums if isinstance(i := body.instructions[at], Fused)):
+        for copy in together.reads:
+            while (at := made_at.get(copy)) is not None and isinstance(maker := body.instructions[at], Compute):
+                if not is_fused(maker) or len(maker.reads) != 1:
+                    yield from [at] if is_contraction(maker.rule) else []
+                    break
+                (copy,) = maker.reads
 
 
 def _furthest(body: Body, sums: Mapping[int, int]) -> list[int]:

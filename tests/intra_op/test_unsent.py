@@ -98,6 +98,28 @@ def test_sums_that_are_not_sent_apart_are_waited_for_too(backward):
     assert any(made_by[copy].eqn.primitive.name == "reduce_sum" for copy in awaited if not is_sent(made_by[copy]))
 
 
+def test_products_that_are_sent_together_later_are_waited_for():
+    """They free what they read; nothing would make them run before the message that they are all in."""
+
+    def step(params, batch):
+        gradient, new = batch["y"], []
+        for p in params:
+            inner = jnp.tanh(gradient) * batch["x"]
+            new.append({name: w - inner.T @ gradient[:, : w.shape[1]] for name, w in p.items()})
+            gradient = inner @ p["w"].T
+        return new
+
+    params = [{"w": types(4096, 4096), "small": types(4096, 64)} for _ in range(LAYERS)]
+    batch = {"x": types(8192, 4096), "y": types(8192, 4096)}
+    method = autopar.DataParallel(zero=3)
+    made = autopar.parallelize(step, cluster=autopar.Cluster.of("8 h100"), method=method, batch_argnums=(1,))
+    body, mesh = program(made, (params, batch))
+    together = [i for i in body.instructions if isinstance(i, Fused) and isinstance(i.moves[0].step, ReduceScatter)]
+    assert len(together) == 1 and len(together[0].moves) == LAYERS
+    awaited = {copy for delay in delays_of(body, mesh) for copy in delay.awaited}
+    assert len(awaited.intersection(together[0].reads)) >= LAYERS - 2
+
+
 @pytest.mark.parametrize("zero, step", [(0, AllReduce), (3, ReduceScatter)])
 def test_messages_of_many_gradients_are_waited_for_too(zero, step):
     body, mesh = program(*planned(autopar.Cluster.of("8 h100"), 1536, 8192, types, layers=24, zero=zero))
