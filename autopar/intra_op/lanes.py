@@ -136,6 +136,8 @@ class _Build:
         ):
             own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
             kernel = kernel or self.device.turning_seconds(transposed_bytes(instruction, self.mesh)) or None
+            if kernel is None and own and all(c.kind in self.device.achieved.awaited for c in own):
+                kernel = 0.0  # one that reduces at once
         if not kernel and not own:
             return None
         sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)

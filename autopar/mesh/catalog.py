@@ -154,6 +154,10 @@ def _card(
     )
 
 
+_AWAITED_ON_TPUS = "all-reduce", "reduce-scatter"
+"""XLA for TPUs runs them one by one, unless its flags say otherwise, as its compiled programs show (`autopar verify`)."""
+
+
 def _tpu(
     name: str,
     tflops: Mapping[str, float],
@@ -171,7 +175,7 @@ def _tpu(
     """A TPU chip: hosts are connected by the same links as the chips of one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
     # A program is compiled as a whole, so there are no launches; the matrix units process tiles of 128 or 256 in sequence.
-    achieved = Achieved(product=product, memory=_MEMORY, fused=fused, overlap=0.95)
+    achieved = Achieved(product=product, memory=_MEMORY, fused=fused, overlap=0.95, awaited=_AWAITED_ON_TPUS)
     host = host_gigabytes / per_host * 1e9
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9

@@ -64,6 +64,7 @@ class Achieved:
         turning: How many times as long a pass takes that reads an array in another order of dims than its layout's.
             Kernels on GPUs transpose tiles in fast memory; loops on CPUs compute the place of each element, and use one
             of each cache line.
+        awaited: Kinds of collective beside which no kernel runs, whatever `overlap` is.
 
     Raises:
         ClusterError: A fraction that is not between 0 and 1, or a negative number.
@@ -88,12 +89,13 @@ class Achieved:
     update_passes: float = 1.0
     turned: float = 1.0
     turning: float = 1.0
+    awaited: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shares = "product", "memory", "fused", "overlap"
         factors = "convolution", "narrow", "passes", "update_passes", "turned", "turning"
         positive = *shares[:3], *factors, "fresh_bytes_per_second"
-        for name in (part.name for part in dataclasses.fields(self) if part.name != "tile"):
+        for name in (part.name for part in dataclasses.fields(self) if part.name not in ("tile", "awaited")):
             least, most = None if name in positive else 0, 1.0 if name in shares else math.inf
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)
 

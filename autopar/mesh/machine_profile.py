@@ -219,9 +219,10 @@ _link_of = reader_of(
 )
 _achieved = reader_of(
     Achieved,
-    later=("narrow", "kept_bytes", "passes", "update_passes", "turned", "turning"),
+    later=("narrow", "kept_bytes", "passes", "update_passes", "turned", "turning", "awaited"),
     infinite=("fresh_bytes_per_second",),
     tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
+    awaited=lambda entry: entry.items(Entry.text),
 )
 _device_of = reader_of(
     Device,

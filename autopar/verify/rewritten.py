@@ -4,17 +4,18 @@ In:     a compiled program for TPUs.
 Out:    `find_rewritten`: for some of its collectives, what the program asked for.
 Method: by dataflow. A reduce-scatter becomes an all-reduce of which each device takes its part; in one fusion with it, it
         is still sent as a reduce-scatter, of rows padded to whole tiles, and permutes move the surplus to the neighbours.
-        A small all-gather becomes an all-reduce of zeros into which each device has put its part. XLA names the operation of
+        A small all-gather becomes an all-reduce of zeros into which each device has put its part. One all-reduce may stand for
+        several collectives, of an operand each. XLA names the operation of
         the program that an instruction comes from, so a permute without a name is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.steps import CollectiveKind
-from autopar.verify.hlo import Hlo, Module, groups_of, type_bytes
+from autopar.verify.hlo import Hlo, Module, groups_of, parts_of, type_bytes
 
 _PERMUTES = ("collective-permute", "collective-permute-start")
 _VIEWS = ("bitcast", "copy", "reshape", "transpose")
@@ -35,28 +36,51 @@ class Asked:
     sent_as: CollectiveKind
 
 
-def find_rewritten(module: Module, num_devices: int) -> dict[str, Asked]:
-    """What the program asked for, by the name of the collective that runs."""
-    found: dict[str, Asked] = {}
+def find_rewritten(module: Module, num_devices: int) -> dict[str, tuple[Asked, ...]]:
+    """What the program asked for, by the name of the collective that runs; several if that has several operands."""
+    found: dict[str, tuple[Asked, ...]] = {}
     for lines in module.computations.values():
         made = {hlo.name: hlo for hlo in lines}
         for hlo in lines:
             if hlo.opcode == "all-reduce":
-                asked = _asked(module, lines, made, hlo, num_devices)
-                found |= {} if asked is None else {hlo.name: asked}
+                parts = list(_parts(lines, hlo))
+                asked = [_asked(module, lines, made, hlo, *part, num_devices) for part in parts]
+                if any(asked):
+                    pairs = zip(asked, parts, strict=True)
+                    found[hlo.name] = tuple(a or Asked("all-reduce", size, "all-reduce") for a, (*_, size) in pairs)
             elif hlo.opcode in _PERMUTES and "op_name=" not in hlo.attributes:
-                found[hlo.name] = Asked(None, 0, "collective-permute")
+                found[hlo.name] = (Asked(None, 0, "collective-permute"),)
     return found
 
 
-def _asked(module: Module, lines: Sequence[Hlo], made: dict[str, Hlo], hlo: Hlo, num_devices: int) -> Asked | None:
-    """What an all-reduce stands for; None: for itself."""
-    operand, size = made[hlo.operands[0]], hlo.num_bytes
+def _parts(lines: Sequence[Hlo], hlo: Hlo) -> Iterator[tuple[str, str, int]]:
+    """The operands of an all-reduce, the name of each one's result, and its bytes."""
+    if len(hlo.operands) == 1:
+        yield hlo.operands[0], hlo.name, hlo.num_bytes
+        return
+    elements = [line for line in lines if line.opcode == "get-tuple-element" and hlo.name in line.operands]
+    for k, (operand, kind) in enumerate(zip(hlo.operands, parts_of(hlo.type), strict=True)):
+        own = (line.name for line in elements if f"index={k}," in f"{line.attributes},")
+        yield operand, next(own, ""), type_bytes(kind)
+
+
+def _asked(
+    module: Module,
+    lines: Sequence[Hlo],
+    made: dict[str, Hlo],
+    hlo: Hlo,
+    operand_name: str,
+    result: str,
+    size: int,
+    num_devices: int,
+) -> Asked | None:
+    """What an all-reduce of an operand stands for; None: for itself."""
+    operand = made[operand_name]
     part = size // max(map(len, groups_of(hlo.attributes, num_devices)))
     if lines[-1].opcode == "dynamic-slice" and lines[-1].num_bytes == part:
         given = sum(line.num_bytes for line in lines if line.opcode == "parameter")
         return Asked("reduce-scatter", given, "reduce-scatter")
-    if _reads_parts(module, lines, hlo.name, part):
+    if _reads_parts(module, lines, result, part):
         return Asked("reduce-scatter", size, "all-reduce")
     if operand.opcode == "dynamic-update-slice" and type_bytes(made[operand.operands[1]].type) == part:
         whole = made[operand.operands[0]]

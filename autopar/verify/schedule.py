@@ -116,7 +116,7 @@ class _Follower:
         self.seen = Followed()
         self.type_of = {hlo.name: hlo.type for lines in module.computations.values() for hlo in lines}
         self.axes_of = dict(_groups_of_axes(mesh))
-        self.rewritten: Mapping[str, Asked] = {}
+        self.rewritten: Mapping[str, tuple[Asked, ...]] = {}
 
     def run(self, computation: str, times: int) -> float:
         now = network = 0.0
@@ -211,13 +211,16 @@ class _Follower:
     def _note(self, hlo: Hlo, times: int, is_async: bool, hidden: float) -> None:
         runs = kind_of(hlo.opcode)
         assert runs is not None
-        asked = self.rewritten.get(hlo.name) or Asked(runs, self._bytes(hlo), runs)
-        is_added, kind = asked.kind is None, asked.kind or runs
-        num_bytes = self._bytes(hlo) if is_added else asked.bytes
-        sent_as = asked.sent_as if asked.sent_as != kind else None
-        self.seen.collectives.append(
-            Emitted(kind, self._axes(hlo), num_bytes, times, is_async, self._seconds(hlo), hidden, sent_as, is_added)
-        )
+        all_asked = self.rewritten.get(hlo.name) or (Asked(runs, self._bytes(hlo), runs),)
+        total = sum(asked.bytes for asked in all_asked)
+        for asked in all_asked:
+            is_added, kind = asked.kind is None, asked.kind or runs
+            num_bytes = self._bytes(hlo) if is_added else asked.bytes
+            sent_as = asked.sent_as if asked.sent_as != kind else None
+            seconds = self._seconds(hlo) * (asked.bytes / total if total else 1.0)
+            self.seen.collectives.append(
+                Emitted(kind, self._axes(hlo), num_bytes, times, is_async, seconds, hidden, sent_as, is_added)
+            )
 
     def _bytes(self, hlo: Hlo) -> int:
         if hlo.opcode == "all-gather":
@@ -236,7 +239,7 @@ class _Follower:
 
     def _seconds(self, hlo: Hlo) -> float:
         asked = self.rewritten.get(hlo.name)
-        kind = kind_of(hlo.opcode) if asked is None else asked.sent_as
+        kind = kind_of(hlo.opcode) if asked is None else asked[0].sent_as
         assert kind is not None
         return collective_seconds(kind, self._bytes(hlo), self._axes(hlo), self.mesh)
 

@@ -13,11 +13,11 @@ from autopar.cost import collective_seconds
 from autopar.intra_op.lanes import run_lanes
 
 
-def device(overlap):
-    return Device("d", 1e12, memory_bytes_per_second=1e12, achieved=Achieved(overlap=overlap))
+def device(overlap, awaited=()):
+    return Device("d", 1e12, memory_bytes_per_second=1e12, achieved=Achieved(overlap=overlap, awaited=awaited))
 
 
-def plan_of(scanned, zero, rate, overlap, layers=8, width=256, batch=256, budget=None):
+def plan_of(scanned, zero, rate, overlap, layers=8, width=256, batch=256, budget=None, awaited=()):
     """A stack of layers under data parallelism."""
 
     def loss_of(params, x):
@@ -36,7 +36,7 @@ def plan_of(scanned, zero, rate, overlap, layers=8, width=256, batch=256, budget
     stack = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
     params = stack if scanned else [shape] * layers
     x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
-    cluster = Cluster(1, 4, device(overlap), Link(1e-7, rate), Link(1e-7, rate))
+    cluster = Cluster(1, 4, device(overlap, awaited), Link(1e-7, rate), Link(1e-7, rate))
     method = DataParallel(zero=zero, memory_budget_bytes=budget)
     return autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(params, x)
 
@@ -76,6 +76,18 @@ def test_gradients_are_reduced_behind_the_backward_pass():
     exposed, total = sum(quick.cost.exposed_seconds), quick.cost.communication_seconds
     assert exposed < 0.5 * total
     assert plan_of(False, 0, 2e11, 0.0, width=2048, batch=4096).cost.step_seconds > quick.cost.step_seconds
+
+
+def test_kernels_wait_for_the_kinds_that_a_device_awaits():
+    def exposed_share(awaited):
+        plan = plan_of(False, 0, 2e11, 1.0, width=2048, batch=4096, awaited=(awaited,))
+        sums = zip(plan.cost.exposed_seconds, plan.cost.collectives, strict=True)
+        shown = [(seconds, c) for seconds, c in sums if c.kind == "all-reduce"]
+        sent = sum(collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for _, c in shown)
+        return sum(seconds for seconds, _ in shown) / sent
+
+    assert exposed_share("all-reduce") == pytest.approx(1.0)
+    assert exposed_share("all-to-all") < 0.5
 
 
 def test_the_same_program_twice_is_the_same():

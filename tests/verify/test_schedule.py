@@ -260,6 +260,34 @@ def test_collectives_that_xla_for_tpus_runs_in_another_form():
     assert set(follow_program(module, MESH, DEVICE).bytes_of) == {"all-reduce", "collective-permute"}
 
 
+TOGETHER = """
+%part (p.0: f32[8,10], p.1: u32[]) -> f32[10] {
+  %p.0 = f32[8,10]{1,0} parameter(0)
+  %p.1 = u32[] parameter(1)
+  %row = f32[1,10]{1,0} dynamic-slice(%p.0, %p.1, %p.1), dynamic_slice_sizes={1,10}
+  ROOT %flat = f32[10]{0} bitcast(%row)
+}
+
+ENTRY %main (y: f32[8,10], loss: f32[], i: u32[]) -> f32[10] {
+  %y = f32[8,10]{1,0} parameter(0)
+  %loss = f32[] parameter(1)
+  %i = u32[] parameter(2)
+  %summed = (f32[8,10]{1,0}, f32[]) all-reduce(%y, %loss), replica_groups={}
+  %mean = f32[] get-tuple-element(%summed), index=1
+  %rows = f32[8,10]{1,0} get-tuple-element(%summed), index=0
+  ROOT %own = f32[10]{0} fusion(%rows, %i), kind=kLoop, calls=%part
+}
+"""
+
+
+def test_one_all_reduce_of_xla_for_tpus_may_stand_for_several_collectives():
+    seen = follow_program(read_module(TOGETHER), MESH, DEVICE, on_tpus=True)
+    found = [(c.kind, c.bytes, c.sent_as) for c in seen.collectives]
+    assert found == [("reduce-scatter", 320, "all-reduce"), ("all-reduce", 4, None)]
+    total = collective_seconds("all-reduce", 324, ("x", "y"), MESH)
+    assert sum(c.seconds for c in seen.collectives) == pytest.approx(total) == pytest.approx(seen.exposed_seconds)
+
+
 def test_kernels_of_the_program():
     """Not those of XLA, which has names for parts of its own, nor of libraries."""
     named = ["ConcatBitcast f32[8]", "AllocateBuffer", "__cublas$lt$matmul f32[8]", "tpu_custom_call f32[8]", "mine"]
