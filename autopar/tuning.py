@@ -19,7 +19,7 @@ class Tuning:
     # Programs: before anything is sharded
 
     hoisted_work: float = 0.02
-    """Part of the step's work. A value of the whole batch (a mask's denominator) that takes no more is hoisted before the
+    """Part of the work on samples. A value of the whole batch (a mask's denominator) that takes no more is hoisted before the
     loop over microbatches: every microbatch waits for it, and it saves a second loop."""
     joined_work: float = 0.2
     """Part of the step's work: the most that joins of all samples, between a pipeline's forward and backward passes while the

@@ -20,13 +20,14 @@ from autopar.ir.dataflow import inputs_of, makers, read_by
 from autopar.ir.split.placement import REPLICATED, Partial, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
-from autopar.tuning import TUNING
 
 
 class Hoist:
     """Hoists equations of one step out of its loop.
 
-    `gathered`: the first equation for which samples were hoisted; None: there was none.
+    Attributes:
+        limit: The most work that is cheap.
+        gathered: The first equation for which samples were hoisted; None: there was none.
     """
 
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):
@@ -34,7 +35,7 @@ class Hoist:
         self.solution, self.late, self.maker = solution, late, makers(jaxpr.eqns)
         self.eqns = jaxpr.eqns
         self.cost = dict(zip(jaxpr.eqns, cost, strict=True))
-        self.limit = TUNING.hoisted_work * sum(cost)
+        self.limit = 0.0
         self.gathered: Cause | None = None
         self._rearranged: dict[Var, int] = {}
         self._longest: dict[Var, float] = {}

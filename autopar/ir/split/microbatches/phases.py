@@ -125,6 +125,7 @@ class _Phases:
         self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
+        self.of_samples: dict[JaxprEqn, float] = {}  # the work of what depends on samples
         self.waiting: dict[JaxprEqn, None] = {}
         self.error: MicrobatchError | None = None  # of the first of them
         self.copies = copies_of_arguments(jaxpr) if apart else {}
@@ -132,6 +133,12 @@ class _Phases:
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
 
     def run(self, batch: Batch, blocks: int = 1) -> None:
+        samples = {self.jaxpr.invars[position] for position in batch}
+        for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
+            if not samples.isdisjoint(inputs_of(eqn)):
+                samples.update(eqn.outvars)
+                self.of_samples[eqn] = cost
+        self.hoist.limit = TUNING.hoisted_work * sum(self.of_samples.values())
         for position, dim in sample_dims(batch).items():
             self.solution.placement_of[self.jaxpr.invars[position]] = Split(dim, blocks)
         matters = feeds_backward(self.jaxpr)
@@ -285,11 +292,11 @@ class _Phases:
     # Work.
 
     def check_early_work(self) -> None:
-        """Raise if reading inputs whole has left less work in the loop than before it."""
+        """Raise if reading inputs whole has left less of the work on samples in the loop than before it."""
         cause = self.hoist.gathered
         if cause is not None:
             of_phase = dict.fromkeys(("before", "loop", "between", "after"), 0.0)
-            for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
+            for eqn, cost in self.of_samples.items():
                 of_phase["loop" if eqn in self.whole else self.solution.phase[eqn]] += cost
             if of_phase["before"] > of_phase["loop"]:
                 self.solution.read_as.pop(cause.operand, None)
