@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from autopar.calibrate.blocks import blocks
 from autopar.calibrate.cases import all_cases
 from autopar.calibrate.fit import Sample, as_measured, fit
-from autopar.calibrate.timing import dispatch_seconds, fresh_memory, shared_cores, turn_times, undisturbed
+from autopar.calibrate.timing import dispatch, fresh_memory, shared_cores, turn_times, undisturbed
 from autopar.errors import ClusterError, ProfileError, check_number
 from autopar.mesh import Achieved, Device, Link, MachineProfile
 from autopar.mesh.find_device import known_device
@@ -106,7 +106,7 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
     tell("starting programs", 0.0)
     is_cpu = devices[0].platform == "cpu"
     cases = all_cases(len(devices), is_cpu, blocks(is_cpu))
-    own: dict[str, Any] = {"dispatch_seconds": dispatch_seconds(devices)}
+    own: dict[str, Any] = dict(dispatch(devices))
     if is_cpu:  # other backends pool memory
         own["host_cores"] = shared_cores(devices)
         if deadline - time.monotonic() > LONG_SECONDS:

@@ -35,8 +35,8 @@ CALL_SECONDS = 0.02
 """Approximate length of a call, which determines its number of turns."""
 MOST_TURNS = 1 << 14
 REPEATS = 5
-NUM_ARGUMENTS = 8
-"""Number of arrays that the empty program takes and returns."""
+NUM_ARGUMENTS = 1, 64
+"""Numbers of arrays that empty programs take and return."""
 _Call = Callable[[int], tuple[float, float]]
 """Runs so many turns; returns wall-clock seconds, and busy seconds per core."""
 
@@ -145,11 +145,19 @@ def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.
     return jax.jit(fill, out_shardings=sharding)()
 
 
-def dispatch_seconds(devices: Sequence[jax.Device]) -> float:
-    """Seconds of an empty program, from its call to its end."""
+def dispatch(devices: Sequence[jax.Device]) -> dict[str, float]:
+    """Measure what it takes to start a program, and for each of the arrays that it takes and makes."""
+    few, many = NUM_ARGUMENTS
+    with_few, with_many = (_started(devices, count) for count in NUM_ARGUMENTS)
+    each = max(0.0, with_many - with_few) / (2 * (many - few))
+    return {"dispatch_seconds": max(0.0, with_few - 2 * few * each), "array_seconds": each}
+
+
+def _started(devices: Sequence[jax.Device], num_arguments: int) -> float:
+    """Seconds of a program that does next to nothing with so many arrays, from its call to its end."""
     places = jax.sharding.Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(places, PartitionSpec("x"))
-    arrays = [jax.device_put(np.zeros(len(devices), np.float32), sharding) for _ in range(NUM_ARGUMENTS)]
+    arrays = [jax.device_put(np.zeros(len(devices), np.float32), sharding) for _ in range(num_arguments)]
     compiled = jax.jit(dispatched()).lower(*arrays).compile()
     taken = []
     for _ in range(4 * REPEATS):

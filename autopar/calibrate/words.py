@@ -48,7 +48,8 @@ def _facts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     yield "", f"{achieved.turning:.1f} times as long over arrays in another order of dims"
     yield (
         "launch",
-        f"{seconds_text(achieved.launch_seconds)} a kernel, {seconds_text(achieved.dispatch_seconds)} a program",
+        f"{seconds_text(achieved.launch_seconds)} a kernel, {seconds_text(achieved.dispatch_seconds)} a program, "
+        f"{seconds_text(achieved.array_seconds)} each of its arrays",
     )
     if achieved.host_cores:
         yield "shared", f"{achieved.host_cores} cores by {profile.num_devices} devices; rates are of one while all work"

@@ -334,7 +334,7 @@ class _Lowering:
             body,
             inputs,
             outputs,
-            lanes.seconds + self.achieved.program_seconds(max(0, own_bytes - made)),
+            lanes.seconds + self.achieved.program_seconds(max(0, own_bytes - made), len(inputs) + len(outputs)),
             communication,
             lanes.exposed,
             self.batchless(body),

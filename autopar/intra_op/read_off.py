@@ -178,7 +178,8 @@ def read_off(
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
     lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device)
     liveness = liveness or measure_liveness(body, graph.mesh, held_values(graph), donated)
-    besides = device.achieved.program_seconds(max(0, liveness.peak_bytes - liveness.argument_bytes))
+    own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
+    besides = device.achieved.program_seconds(own_bytes, len(body.inputs) + len(body.outputs))
     return Sharded(
         graph,
         tuple(choices),

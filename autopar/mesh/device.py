@@ -53,6 +53,7 @@ class Achieved:
             are busy, and are higher while fewer are (`sharing_speed`); 0: every device has its own.
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
             cannot compute meanwhile; other devices compute while the next program is started.
+        array_seconds: The same for each array that the program takes or makes.
         fresh_bytes_per_second: Rate at which a program gets memory for its results, if each run allocates from the system
             anew, as XLA's CPU programs do; inf: memory is kept.
         kept_bytes: A program that needs no more than this reuses memory that the C library keeps.
@@ -83,6 +84,7 @@ class Achieved:
     narrow: float = 1.0
     host_cores: int = 0
     dispatch_seconds: float = 0.0
+    array_seconds: float = 0.0
     fresh_bytes_per_second: float = math.inf
     kept_bytes: float = 0.0
     passes: float = 1.0
@@ -99,9 +101,12 @@ class Achieved:
             least, most = None if name in positive else 0, 1.0 if name in shares else math.inf
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)
 
-    def program_seconds(self, num_bytes: float) -> float:
-        """Seconds of a program besides kernels and collectives: to start, and to allocate `num_bytes` beyond its operands."""
-        starting = self.dispatch_seconds if self.host_cores else 0.0
+    def program_seconds(self, num_bytes: float, num_arrays: int = 0) -> float:
+        """Seconds of a program besides kernels and collectives: to start, and to allocate `num_bytes` beyond its operands.
+
+        `num_arrays`: how many it takes and makes.
+        """
+        starting = self.dispatch_seconds + num_arrays * self.array_seconds if self.host_cores else 0.0
         return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > self.kept_bytes else 0.0)
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:

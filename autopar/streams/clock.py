@@ -117,12 +117,12 @@ def local_seconds(source: ArrayType, target: ArrayType, device: Device) -> float
     both; and a gather inside the target.
     """
     way = crossing(source, target)
-    seconds = (3 if way.is_cut else 1) * device.achieved.program_seconds(target.local_bytes)
+    program = device.achieved.program_seconds(target.local_bytes, num_arrays=2)
+    seconds = (3 if way.is_cut else 1) * program
     split, wanted = ([axis for dim in sharding.dims for axis in dim] for sharding in (way.middle, target.sharding))
     axes = tuple(axis for axis in split if axis not in wanted)
     if axes:
-        seconds += device.achieved.program_seconds(target.local_bytes)
-        seconds += collective_seconds("all-gather", target.local_bytes, axes, target.mesh)
+        seconds += program + collective_seconds("all-gather", target.local_bytes, axes, target.mesh)
     return seconds
 
 

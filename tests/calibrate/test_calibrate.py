@@ -127,6 +127,7 @@ def test_this_machine(profile, tmp_path):
     """Within a few seconds, on 8 virtual devices: a profile that is written, read, and planned with."""
     assert (profile.platform, profile.num_devices) == ("cpu", 8)
     assert profile.device.achieved.host_cores >= 1 and profile.device.achieved.dispatch_seconds > 0
+    assert profile.device.achieved.array_seconds > 0
     assert profile.intra is None or profile.intra.shared_memory
     assert all(m.seconds > 0 and m.fitted_seconds > 0 for m in profile.measured)
     assert {"host", "jax", "cores"} <= set(profile.machine)

@@ -118,8 +118,9 @@ def test_what_a_program_takes_besides():
     keeping = Achieved(fresh_bytes_per_second=1e9, kept_bytes=2e7)
     assert (keeping.program_seconds(1e7), keeping.program_seconds(4e7)) == (0.0, 0.04)
     assert Achieved(dispatch_seconds=1e-3).program_seconds(1e8) == 0.0
-    shared = Achieved(dispatch_seconds=1e-3, host_cores=2, fresh_bytes_per_second=1e9)
+    shared = Achieved(dispatch_seconds=1e-3, array_seconds=1e-5, host_cores=2, fresh_bytes_per_second=1e9)
     assert shared.program_seconds(1e6) == pytest.approx(2e-3)
+    assert shared.program_seconds(1e6, num_arrays=100) == pytest.approx(3e-3)
     assert [shared.sharing_speed(busy, 8) for busy in (8, 4, 2, 1)] == [1.0, 2.0, 4.0, 4.0]
     assert own.sharing_speed(1, 8) == 1.0
     with pytest.raises(ClusterError, match="more than 0"):

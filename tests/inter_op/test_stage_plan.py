@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import autopar
 from autopar import Cluster, PipelineParallel, ThreeD
@@ -71,3 +72,24 @@ def test_what_lies_otherwise_than_the_loop_wants_it_is_made_once():
         given = {value.key: value.type for value in first.inputs}
         copies = [value for value in first.outputs if value.kind == "const"]
         assert len(copies) == LAYERS // 2 and all(given[copy.var] != copy.type for copy in copies)
+
+
+@pytest.mark.parametrize("num_stages, num_arrays", [(1, 3 + 2), (2, 23)])
+def test_each_array_that_a_program_takes_or_makes_takes_time(num_stages, num_arrays):
+    """On devices that share their host's cores, which hand over every one of them."""
+
+    def step(params, x):
+        def loss(params):
+            return jnp.mean((jnp.tanh(x @ params[0]) @ params[1]) ** 2)
+
+        return [p - g for p, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+    def seconds(each):
+        device = autopar.Device("cpu", 1e12, achieved=autopar.mesh.Achieved(host_cores=num_stages, array_seconds=each))
+        cluster = autopar.Cluster(1, num_stages, device, autopar.Link(0.0, 1e12), autopar.Link(0.0, 1e12))
+        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        method = autopar.PipelineParallel(num_stages, num_microbatches=1) if num_stages > 1 else None
+        plan = autopar.parallelize(step, cluster=cluster, method=method).plan([shape, shape], shape)
+        return sum(task.seconds for stage in plan.attached.pipeline.stages for task in stage.tasks)
+
+    assert seconds(1.0) - seconds(0.0) == pytest.approx(num_arrays)
