@@ -53,19 +53,20 @@ def _add_ranges(
     Inputs among those `elsewhere` have memory already. A program's results have memory of their own.
     """
     made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=is_program)
+    count, own = len(body.instructions), body.results if is_program else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
     for instruction in body.instructions:
         first.append(begin)
-        found.append(Range(workspace_of(instruction, mesh), begin, begin))
+        if num_bytes := workspace_of(instruction, mesh):
+            found.append(Range(num_bytes, begin, begin))
         begin += 1
         if isinstance(instruction, Region):
             for inner in instruction.bodies:
                 begin = _add_ranges(found, begin, inner, mesh, stored, shared_inputs(instruction, inner))
     first.append(begin)
     for num_bytes, copy, start, end in zip(size, made.copies, made.starts, made.ends, strict=True):
-        stays = end == len(body.instructions)
-        if not (is_program and stays and copy in body.results):
-            last = begin if stays else first[max(start, end) + 1] - 1
+        if num_bytes and not (end == count and copy in own):
+            last = begin if end == count else first[max(start, end) + 1] - 1
             found.append(Range(num_bytes, first[max(start, 0)], max(first[max(start, 0)], last)))
     return begin
 
