@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-from autopar._jax import copies_to_or_from_host, on_host
+from autopar._jax import Var, copies_to_or_from_host, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region
 from autopar.intra_op.traffic import is_fused, takes_waits
 from autopar.ir.region import kind_of
@@ -56,6 +56,18 @@ def fetched_late(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
             last = position + isinstance(instruction, Region)
     order = sorted(range(len(instructions)), key=lambda k: (begins[k], begins[k] == k, k))
     return tuple(instructions[k] for k in order)
+
+
+def fetched_first(instruction: Instruction) -> Iterator[tuple[Copy, Copy]]:
+    """Of a scan, the rows that a trip fetches from stacks in host memory, and the stacks."""
+    if not isinstance(instruction, Region) or kind_of(instruction.eqn) != "scan":
+        return
+    for body in instruction.bodies:
+        stacks = dict(zip(body.inputs, zip(instruction.eqn.invars, instruction.operands, strict=True), strict=True))
+        for inner in filter(copies_host, body.instructions):
+            atom, sharding = stacks.get(inner.reads[0], (None, None))
+            if isinstance(atom, Var) and sharding is not None and on_host(atom.aval):
+                yield inner.makes[0], (atom, sharding)
 
 
 def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar._jax import Literal, Var, on_host
-from autopar.intra_op.host_order import arrivals, copies_host
+from autopar.intra_op.host_order import arrivals, copies_host, fetched_first
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
@@ -73,17 +73,22 @@ def find_versions(
 ) -> Versions:
     """Find the versions of a body.
 
-    With `given`, inputs are in the layout given: one that is read transposed exists twice from then on; and a scatter into
-    zeros shaped like a value that was clipped at zero exists from the clipping on, since compilers merge both zeros.
+    With `given`, inputs are in the layout given: one that is read transposed exists twice from then on; a scatter into
+    zeros shaped like a value that was clipped at zero exists from the clipping on, since compilers merge both zeros; and
+    what the first trip of the first loop fetches from host memory is there early, since compilers peel that trip off.
     A scatter that its reader adds to a value is done in place only if the reader takes it in the sharding it was made in.
     `stored` None: all copies take memory except results of barriers, which are their operands.
     """
     walk = _Walk(body, stored, given)
     for copy in body.inputs:
         walk.current[copy] = walk.found.add(copy, -1, len(body.instructions) if copy in pinned else -1)
-    late = arrivals(body, given)
+    late, begins_loops = arrivals(body, given), True
     for position, instruction in enumerate(body.instructions):
         walk.arrive(late.get(position, ()), position)
+        if given and isinstance(instruction, Region) and kind_of(instruction.eqn) == "scan":
+            is_first, begins_loops = begins_loops, False
+            for copy, there in fetched_first(instruction) if is_first else ():
+                walk.found.add(copy, max(0, walk.found.starts[walk.current[there]]), position)
         behind = walk.behind(instruction)
         walk.reads(instruction, position, behind)
         walk.makes(instruction, position, behind)

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import autopar
 from autopar._jax import on_host
 from autopar.intra_op.host_order import arrivals, copies_host, host_waits
+from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.sharded import local_bytes
+from tests.intra_op.test_liveness import lowered
 
 
 def train_step(state, x):
@@ -54,3 +56,23 @@ def test_rows_of_a_loop_wait_for_nothing():
     body, mesh = task_of()
     inner = host_waits(body, lambda copy: local_bytes(*copy, mesh), False)
     assert not any(copies_host(body.instructions[k]) for k in inner) and not arrivals(body, False)
+
+
+def test_the_first_row_of_a_loop_is_there_before_it(monkeypatch):
+    """XLA peels off the first trip, and fetches its row as soon as it is on the host."""
+
+    def step(x, w, rows):
+        rows = jax.device_put(rows, jax.memory.Space.Host)
+        y = (x @ w) @ w
+        return jax.lax.scan(lambda y, row: (y @ jax.device_put(row, jax.memory.Space.Device), None), y, rows)[0]
+
+    body, mesh, stored = lowered(step, (8, 16), (16, 16), (4, 16, 16))
+    with_it = measure_liveness(body, mesh, stored).curve
+    monkeypatch.setattr("autopar.intra_op.versions.fetched_first", lambda _: ())
+    without = measure_liveness(body, mesh, stored).curve
+    names = [i.eqn.primitive.name for i in body.instructions]
+    first, loop = names.index("device_put"), names.index("scan")
+    assert loop - first > 1
+    assert [a - b for a, b in zip(with_it, without, strict=True)][first : loop + 1] == [16 * 16 * 4] * (
+        loop + 1 - first
+    )
