@@ -159,7 +159,11 @@ def test_a_batch_without_rows(method):
 )
 def test_a_batch_whose_arrays_differ_in_rows(method):
     def step(s, graph):
-        return s, jnp.sum(graph["nodes"][graph["senders"]])
+        def loss(scale):  # a node waits for all that are sent to it
+            sent = jnp.tanh(scale * graph["nodes"])[graph["senders"]]
+            return jnp.sum(jax.ops.segment_sum(sent, graph["senders"], 8) ** 2)
+
+        return s, jax.grad(loss)(2.0)
 
     graph = {"nodes": np.ones((8, 2), np.float32), "senders": np.zeros(24, int)}
     told = "differ in their first dim: 8 rows in graph/nodes, 24 rows in graph/senders", "an argument of its own"
