@@ -136,11 +136,10 @@ class _Search:
     def cut(self, gap: float) -> Solution:
         """Solve with rows as cutting planes, until none is violated, or none of the answers can beat `known`.
 
-        Ends without an answer when its time is spent. Begins with the rows of the problem before, without which most of them
-        would be found once more, one solve each. Where
+        Begins with the rows of the problem before, without which most of them would be found once more, one solve each. Where
         rows that an answer violates did not make the next one dearer, there are many such answers, which cost the same: then
         one that fits is looked for below the budgets of the rows, and taken if what it costs above the bound is allowed, or
-        less than further solves repay.
+        less than further solves repay. When its time is spent, it ends with the best that fits, if any.
         """
         problem, own = self.problem, list(self.problem.rows)
         problem.rows.extend(self.learnt.rows)

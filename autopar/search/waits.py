@@ -67,13 +67,10 @@ def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = Non
             index = graph.op_node.get(eqn)
             if index is not None:
                 node = graph.nodes[index]
-                factors, choice = (
-                    factors_of(eqn, node.rule, graph.batch),
-                    node.strategies[sharded.choices[index]].choice,
-                )
-                is_work = factors or is_contraction(
-                    node.rule
-                )  # elementwise updates of state are meant to be done alike
+                factors = factors_of(eqn, node.rule, graph.batch)
+                choice = node.strategies[sharded.choices[index]].choice
+                # Elementwise updates of state are meant to be done alike.
+                is_work = factors or is_contraction(node.rule)
                 if is_work and all(is_idle(choice[k]) for k in on):
                     alike[eqn] = node.rule.sizes, factors
     share = sum(of_each[eqn] for eqn in alike) / max(sum(of_each.values()), 1e-30)
