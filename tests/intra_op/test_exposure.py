@@ -18,6 +18,7 @@ from autopar.intra_op.costs import Prices
 from autopar.intra_op.exposure import Exposure, Shown, show
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.shard import settle, shard
+from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import proved
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
@@ -225,7 +226,9 @@ def test_a_gap_that_memory_leaves_is_not_closed_by_exposure(rows, solved):
         open_ = dataclasses.replace(found.solution, choices=(len(asked),), bound=found.solution.objective / 2)
         return dataclasses.replace(found.problem, rows=list(rows)), open_
 
-    instance = types.SimpleNamespace(class_of=found.class_of, solve_under=solve_under, read_off=lambda *_: found)
+    instance = types.SimpleNamespace(
+        class_of=found.class_of, solve_under=solve_under, read_off=lambda *_: found, limit=TimeLimit(60.0)
+    )
     loose = dataclasses.replace(found, solution=dataclasses.replace(found.solution, bound=0.0))
     sharding._around(instance, loose, found, [], 4)
     assert len(asked) == solved

@@ -25,7 +25,7 @@ from autopar.debug import check_after
 from autopar.errors import MicrobatchError
 from autopar.grouping import grouped
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, needed, read_by, variables
+from autopar.ir.dataflow import descendants, inputs_of, needed, read_by, variables
 from autopar.ir.split.microbatches.accumulate import accumulate
 from autopar.ir.split.microbatches.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
@@ -99,7 +99,7 @@ def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[
     `groups`: leading dim -> positions of the inputs that have it.
 
     Layers of a stack and rows of a frozen weight are no samples: other rows depend on them. Nor are points in time that are
-    all read before anything else happens.
+    all read before anything else happens, or rows through which next to no work goes one by one.
     """
     for rounds in (_one_round, _best_rounds):
         found = [size for size, inputs in groups.items() if size > 1 and _goes_apart(jaxpr, size, inputs, rounds)]
@@ -155,7 +155,13 @@ def _work_by_samples(jaxpr: Jaxpr, inputs: Sequence[int]) -> float:
     whole = _Round(jaxpr, solution=found)
     if not all(_reads_samples(whole, [k]) and jaxpr.invars[k] not in found.read_as for k in inputs):
         return 0.0
-    return sum(Work().of_equations([eqn for eqn in jaxpr.eqns if found.phase[eqn] == "loop"]))
+    return _work_in_loop(whole)
+
+
+def _work_in_loop(each: _Round) -> float:
+    assert each.solution is not None
+    phase = each.solution.phase
+    return sum(Work().of_equations([eqn for eqn in each.jaxpr.eqns if phase[eqn] == "loop"]))
 
 
 def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Batch, rounds: Callable[[Jaxpr, Decide], list[_Round]]) -> bool:
@@ -164,7 +170,11 @@ def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Batch, rounds: Callable[[Jaxpr,
         found = rounds(sort_in_parts(jaxpr, 1, count), partial(find_phases, count=count, batch=inputs))
     except (MicrobatchError, SamplesWaitError):
         return False
-    return any(_reads_samples(each, inputs) for each in found)
+    if not any(_reads_samples(each, inputs) for each in found):
+        return False
+    on_samples = descendants(jaxpr.eqns, given=[jaxpr.invars[k] for k in inputs])
+    whole = sum(Work().of_equations([eqn for eqn in jaxpr.eqns if any(a in on_samples for a in inputs_of(eqn))]))
+    return sum(map(_work_in_loop, found)) > TUNING.work_apart * whole
 
 
 def _least_divisor(size: int) -> int:
