@@ -31,12 +31,15 @@ def swap_products(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _swaps(reader: JaxprEqn, product: JaxprEqn) -> bool:
-    """Whether an equation is a transpose that brings the rows of a product's second operand before those of its first."""
+    """Whether an equation is a transpose that brings the rows of a product's second operand before those of its first.
+
+    Products of many matrices (experts) do not swap: XLA for GPUs then transposes an operand of theirs.
+    """
     if reader.primitive is not primitives.transpose_p or product.params.get("out_sharding") is not None:
         return False
     (summed, _), (batch, _) = product.params["dimension_numbers"]
     ndim, first = product.outvars[0].aval.ndim, product.invars[0].aval.ndim - len(summed)
-    return tuple(reader.params["permutation"]) == (*range(len(batch)), *range(first, ndim), *range(len(batch), first))
+    return not batch and tuple(reader.params["permutation"]) == (*range(first, ndim), *range(first))
 
 
 def _swapped(product: JaxprEqn, result: Var) -> JaxprEqn:
