@@ -3,7 +3,6 @@
 `SCHEDULES` names them. A user's own schedule is a class with the two members of `Schedule`.
 """
 
-# ruff: noqa: F401
 from __future__ import annotations
 
 from autopar.errors import AutoparError, check_choice
@@ -50,3 +49,21 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
             do=f"name one of {', '.join(map(repr, SCHEDULES))}, or pass an object that has both.",
         )
     return schedule
+
+
+__all__ = [
+    "AUTOMATIC",
+    "SCHEDULES",
+    "GPipe",
+    "Inference",
+    "Interleaved",
+    "OneFOneB",
+    "Schedule",
+    "Step",
+    "ZeroBubbleH1",
+    "find_schedule",
+    "in_rounds",
+    "in_flight",
+    "num_chunks",
+    "splits_backward",
+]
