@@ -24,6 +24,8 @@ class Tuning:
     joined_work: float = 0.2
     """Part of the step's work: the most that joins of all samples, between a pipeline's forward and backward passes while the
     stages wait, may take."""
+    work_of_samples: float = 0.01
+    """Part of the work that microbatches share out. Arrays are no samples if they share out as much, but for this, without."""
     work_apart: float = 0.1
     """Part of the work on what may be samples. Their rows are none if less of it can be done for each by itself."""
     most_rounds: int = 8

@@ -9,8 +9,7 @@ Method: only the update reads the sum of a gradient over devices. A scheduler th
         a bucket, or an eighth of all, which may still run beside it. It also waits for other sums that free memory and
         lead to none of these, such as gradients of a norm's scale, and for products whose results are sent later, together
         with others. The wait is put on an elementwise operation, which fuses it: of those before a gradient, the last of
-        those that lead furthest. A loop that communicates waits for all: nothing
-        is sent beside it.
+        those that lead furthest. A loop that communicates waits for all: nothing is sent beside it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Rounds:
         as there are stages is back.
         """
         slowest, whole = float(times.max()), float(times.sum())
-        each = max(slowest, (whole + sent) / len(times)) if self.returns and sent else slowest
+        each = max(slowest, (whole + sent) / len(times)) if self.returns else slowest
         return count * each + (self.bubble * (whole - slowest) + sent) / self.calls
 
 

@@ -5,8 +5,8 @@ Out:    `find_rewritten`: for some of its collectives, what the program asked fo
 Method: by dataflow. A reduce-scatter becomes an all-reduce of which each device takes its part; in one fusion with it, it
         is still sent as a reduce-scatter, of rows padded to whole tiles, and permutes move the surplus to the neighbours.
         A small all-gather becomes an all-reduce of zeros into which each device has put its part. One all-reduce may stand for
-        several collectives, of an operand each. XLA names the operation of
-        the program that an instruction comes from, so a permute without a name is its own.
+        several collectives, of an operand each. XLA names the operation of the program that an instruction comes from, so a
+        permute without a name is its own.
 """
 
 from __future__ import annotations

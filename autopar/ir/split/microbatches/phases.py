@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, on_host
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import inputs_of, readers_of, variables
+from autopar.ir.dataflow import descendants, inputs_of, readers_of, variables
 from autopar.ir.gradient import feeds_backward, is_backward, made_by_backward
 from autopar.ir.region import is_region
 from autopar.ir.rewrite.views import copies_of_arguments
@@ -133,10 +133,9 @@ class _Phases:
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
 
     def run(self, batch: Batch, blocks: int = 1) -> None:
-        samples = {self.jaxpr.invars[position] for position in batch}
+        on_samples = descendants(self.jaxpr.eqns, given=[self.jaxpr.invars[position] for position in batch])
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
-            if not samples.isdisjoint(inputs_of(eqn)):
-                samples.update(eqn.outvars)
+            if any(a in on_samples for a in inputs_of(eqn)):
                 self.of_samples[eqn] = cost
         self.hoist.limit = TUNING.hoisted_work * sum(self.of_samples.values())
         for position, dim in sample_dims(batch).items():

@@ -131,14 +131,10 @@ def samples_among(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
         ways = [[other for other in groups if other is not group] for group in groups]
         works = [_work_by_samples(jaxpr, list(itertools.chain(*way))) for way in ways]
         best = works.index(max(works))
-        if works[best] < (1 - _NO_WORK) * most:
+        if works[best] < (1 - TUNING.work_of_samples) * most:
             break
         groups, most = ways[best], works[best]
     return sorted(itertools.chain(*groups)) if most > enough else []
-
-
-_NO_WORK = 0.01
-"""The part of the work that samples have to be read by to count as such."""
 
 
 def _work_by_samples(jaxpr: Jaxpr, inputs: Sequence[int]) -> float:
