@@ -1,12 +1,7 @@
 """Records what a search within a memory budget learns, and explains its failure.
 
-In:     a function from an assignment to the memory rows that it violates, a function that proves a lower bound on memory; the
-        fullest moment of a sharded program.
-Out:    `BudgetSearch`, which `memory_constrained.py` queries; an error with the proved bound, or with the least peak found;
-        the most bytes to send as one message so that less is alive (`lower.py` takes it).
-Method: values that are sent as one message wait for each other, and all results are there together. That is faster, and most
-        programs have room for it. Where nothing fits, and values of a message are alive at the fullest moment of the last
-        answer, the search begins again with at most a quarter of that message in one (`shard.py`).
+In:     a function from an assignment to the memory rows that it violates, a function that proves a lower bound on memory.
+Out:    `BudgetSearch`, which `memory_constrained.py` queries; an error with the proved bound, or with the least peak found.
 """
 
 from __future__ import annotations
@@ -20,12 +15,9 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, NoPlanFoundError
 from autopar.intra_op.floor import Floor
-from autopar.intra_op.liveness import Liveness
 from autopar.intra_op.problem import MemoryRow, Problem
-from autopar.intra_op.sharded import Body, Copy, Fused, move_bytes
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.mesh import LogicalMesh
-from autopar.tuning import TUNING
 
 
 class BudgetSearch:
@@ -48,6 +40,7 @@ class BudgetSearch:
     ):
         self.budget, self.mesh, self.limit = budget, mesh, limit
         self.least = Floor(np.inf, "")
+        self._smallest: Sequence[int] = ()
         self._rows_at, self._prove = rows_at, prove
 
     def broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
@@ -55,7 +48,8 @@ class BudgetSearch:
         rows = self._rows_at(choices)
         if rows:
             fullest = max((Floor(row.used(choices), row.label) for row in rows), key=lambda at: at.num_bytes)
-            self.least = min(self.least, fullest, key=lambda at: at.num_bytes)
+            if fullest.num_bytes < self.least.num_bytes:
+                self.least, self._smallest = fullest, choices
         return rows
 
     @functools.cached_property
@@ -67,20 +61,20 @@ class BudgetSearch:
         """Whether it is proved that no sharding fits."""
         return self.floor.num_bytes > self.budget
 
-    def explain(self, problem: Problem) -> Never:
-        """Raise an error that says why there is no sharding.
+    def explain(self, problem: Problem, gaps_of: Callable[[Sequence[int]], int]) -> Never:
+        """Raise an error that says why there is no sharding; `gaps_of` an assignment: bytes lost to gaps between arrays.
 
         Raises:
             InfeasibleError: It is proved that none fits.
             NoPlanFoundError: None was found, or none in time.
         """
-        in_time, longer = (" in time", "give planning more time; or ") if self.limit.is_over else ("", "")
+        in_time, longer = (" in time", "raise planning_seconds=; or ") if self.limit.is_over else ("", "")
         if not problem.rows and in_time:
             raise NoPlanFoundError(
                 "no sharding that keeps all pins was found in time.",
                 given=f"the constraints, on {self.mesh}",
                 wrong="planning was to end before the solver had an answer.",
-                do=f"{longer}drop one of them.",
+                do=f"{longer}drop one of the constraints.",
             )
         if not problem.rows:
             raise InfeasibleError(
@@ -103,30 +97,13 @@ class BudgetSearch:
                 budget_bytes=int(budget),
                 needed_bytes=math.ceil(floor.num_bytes),
             )
+        enough = math.ceil(least.num_bytes) + gaps_of(self._smallest)
         raise NoPlanFoundError(
             f"no sharding was found{in_time} that fits the memory budget.",
             given=given,
             wrong=f"the smallest that was found has {least.num_bytes:.0f} bytes alive on a device during {least.label}, "
             f"{least.num_bytes - budget:.0f} more than there are; proved is only that {floor.num_bytes:.0f} are needed.",
-            do=f"{longer}memory_budget_bytes={math.ceil(least.num_bytes)} will do; or {do}",
+            do=f"{longer}memory_budget_bytes={enough} will do; or {do}",
             budget_bytes=int(budget),
-            needed_bytes=math.ceil(least.num_bytes),
+            needed_bytes=enough,
         )
-
-
-def smaller_bucket(moment: Liveness, mesh: LogicalMesh) -> int | None:
-    """The bytes of a message with which less is alive at a moment; None: messages do not matter then.
-
-    A message matters if of all that is alive, `TUNING.bucket_part` waits for it or came with it.
-    """
-    alive: dict[Body, dict[Copy, int]] = {}
-    for each in moment.alive:
-        alive.setdefault(each.body, {})[each.copy] = each.num_bytes
-    sizes: list[int] = []
-    for body, bytes_of in alive.items():
-        for sent in body.instructions:
-            if isinstance(sent, Fused):
-                held = sum(bytes_of.get(copy, 0) for copy in {*sent.reads, *sent.makes})
-                if held > TUNING.bucket_part * moment.peak_bytes:
-                    sizes.append(sum(move_bytes(move, mesh) for move in sent.moves))
-    return max(sizes) // TUNING.bucket_step if sizes else None

@@ -28,6 +28,7 @@ from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.strategies import split_fraction
 from autopar.intra_op.tying import of_classes
 from autopar.mesh import Device, LogicalMesh, Sharding
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,16 +77,18 @@ class Sharded:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes on one device, with those that are lost to gaps between arrays; cached in the graph."""
-        graph, body = self.graph, self.body
-        return self.liveness.peak_bytes + graph.cached(
-            ("gaps", body), lambda: gap_bytes(body, self.mesh, held_values(graph))
-        )
+        """Peak bytes on one device, with those that are lost to gaps between arrays."""
+        return self.liveness.peak_bytes + gaps_in(self.graph, self.body)
 
     def fits(self, budget: float) -> bool:
         """Whether it takes no more than so many bytes; gaps do not double what is alive."""
         alive = self.liveness.peak_bytes
         return 2 * alive <= budget or (alive <= budget and self.peak_bytes <= budget)
+
+    @property
+    def is_off_price(self) -> bool:
+        """Whether prices are unreliable, as where many small collectives are fused."""
+        return abs(self.solution.objective - self.step_seconds) > TUNING.known_far * self.step_seconds
 
     @property
     def shared_seconds(self) -> float:
@@ -158,6 +161,11 @@ class Sharded:
         """The sharding of an input."""
         node = self.graph.inputs[position]
         return self.graph.nodes[node].shardings[self.choices[node]]
+
+
+def gaps_in(graph: Graph, body: Body) -> int:
+    """Bytes that a program of a graph loses to gaps between arrays; cached in the graph."""
+    return graph.cached(("gaps", body), lambda: gap_bytes(body, graph.mesh, held_values(graph)))
 
 
 def read_off(

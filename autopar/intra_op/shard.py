@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intra_op.budget import BudgetSearch, smaller_bucket
+from autopar.intra_op.buckets import smaller_bucket
+from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.by_axes import descend_from
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
@@ -24,7 +25,7 @@ from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
 from autopar.intra_op.memory_constrained import Learnt, is_far_over, solve_constrained
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
-from autopar.intra_op.read_off import Sharded, read_off
+from autopar.intra_op.read_off import Sharded, gaps_in, read_off
 from autopar.intra_op.restrict import Restrict, narrowed_problem
 from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import BUCKET_BYTES, Body
@@ -97,7 +98,7 @@ def shard(
         best, last = _explore(instance, best, last, tried) if explore else (best, last)
         best = best if is_large else _around(instance, best, last, tried, TUNING.around_turns)
     elif not problem.rows or instance.budget_search.is_hopeless():
-        instance.budget_search.explain(problem)
+        instance.budget_search.explain(problem, instance.gaps_of)
     expected = exposure if last is None or last.exposure is None else _shown(last)
     wider = instance.prices.problem(expected) if known else problem
     for other in known if best is not None or not is_far_over(problem) else ():
@@ -107,7 +108,7 @@ def shard(
         if solution.choices:
             best, _ = _follow_clock(instance, instance.read_off(problem, solution, exposure), [solution.choices])
     if best is None:
-        instance.budget_search.explain(problem)
+        instance.budget_search.explain(problem, instance.gaps_of)
     return best
 
 
@@ -193,6 +194,10 @@ class _Instance:
     def nodes(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of nodes from those of classes."""
         return tuple(choices[c] for c in self.class_of)
+
+    def gaps_of(self, choices: Sequence[int]) -> int:
+        """Bytes that are lost to gaps between arrays, given choices of classes."""
+        return gaps_in(self.graph, self._body_of(self.nodes(choices)))
 
     def _body_of(self, choices: tuple[int, ...]) -> Body:
         if choices not in self._lowered:
@@ -367,7 +372,7 @@ def _with_known(
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
     # Within memory each takes several solves, whose bounds show on the way that it is not worth the rest.
-    is_short = best is not None and bool(best.problem.rows) and not _is_off_price(best)
+    is_short = best is not None and bool(best.problem.rows) and not best.is_off_price
     beat = (1 + TUNING.known_far) * best.step_seconds if best is not None and is_short else np.inf
     with instance.limit.thorough(not is_short):  # as if the user asked for this plan by name
         solution = instance.solve(narrowed, beat)
@@ -383,7 +388,7 @@ def _with_known(
 
 def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> bool:
     """Whether an answer of a problem may be faster than the best, by its price, and there is time to see."""
-    if limit.is_over or _is_off_price(best):
+    if limit.is_over or best.is_off_price:
         return not limit.is_over
     if num_pairs(problem) <= TUNING.small_core and len(best.graph.nodes) <= TUNING.untied_each:
         return True  # solving takes no longer than finding out
@@ -392,8 +397,3 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "pruned" and answer.objective <= least
-
-
-def _is_off_price(best: Sharded) -> bool:
-    """Whether prices are unreliable, as where many small collectives are fused."""
-    return abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds

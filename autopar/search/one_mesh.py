@@ -131,7 +131,8 @@ def shard_on(
         "no sharding was found that fits the memory budget.",
         given=f"memory_budget_bytes={budget:.0f} on each device of {mesh}",
         wrong=f"the last that was tried takes {found.peak_bytes}, {gaps} of them for gaps between arrays of different sizes.",
-        do="raise the budget, use more devices, wrap layers in jax.checkpoint, or use a smaller batch.",
+        do=f"memory_budget_bytes={found.peak_bytes} will do; or use more devices, wrap layers in jax.checkpoint, or use a "
+        "smaller batch.",
         budget_bytes=int(budget),
         needed_bytes=found.peak_bytes,
     )
