@@ -76,6 +76,7 @@ def install(monkeypatch) -> Wire:
 
     class Communicator:
         def __init__(self, num_ranks, unique_id, rank):
+            assert isinstance(unique_id, bytes), "ids are what `get_unique_id` gives"
             self.id, self.rank = unique_id, rank
 
         def send(self, pointer, num_bytes, kind, peer, stream):
@@ -102,7 +103,7 @@ def install(monkeypatch) -> Wire:
     cuda.Device, cuda.Stream = device, Stream
     nccl.available, nccl.NCCL_UINT8, nccl.NcclCommunicator = True, 1, Communicator
     nccl.groupStart = nccl.groupEnd = lambda: None
-    nccl.get_unique_id = lambda: (next(wire.ids),)
+    nccl.get_unique_id = lambda: next(wire.ids).to_bytes(128)
     take = lambda room: jax.device_put(np.array(room), jax.devices()[wire.device])  # noqa: E731
     monkeypatch.setattr(jax.dlpack, "from_dlpack", take)
     for module in (cupy, cuda, nccl):

@@ -27,6 +27,8 @@ import numpy as np
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, plain_dtype
 
 POLL_SECONDS = 1e-4
+NcclId = bytes | tuple[int, ...]
+"""As CuPy gives it, and takes nothing else: bytes since version 14."""
 
 
 def can_use_nccl() -> bool:
@@ -38,11 +40,12 @@ def can_use_nccl() -> bool:
     return bool(nccl.available)
 
 
-def new_id() -> tuple[int, ...]:
+def new_id() -> NcclId:
     """A new id for one channel; all its workers must open it with the same id."""
     from cupy.cuda import nccl
 
-    return tuple(nccl.get_unique_id())
+    found: NcclId = nccl.get_unique_id()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class _Held:
 class NcclChannel:
     """One worker's end of a channel from one mesh to another: its ranks. Devices are given by their numbers in their mesh."""
 
-    def __init__(self, unique_id: tuple[int, ...], num_sources: int, num_ranks: int, own: Mapping[int, jax.Device]):
+    def __init__(self, unique_id: NcclId, num_sources: int, num_ranks: int, own: Mapping[int, jax.Device]):
         """Join the communicator, and connect every source with every target; returns when all ranks have done so.
 
         The first `num_sources` ranks are the devices of the sending mesh. `own`: this worker's devices, by rank.

@@ -22,7 +22,7 @@ from autopar.runtime.acts import Receive, SendTo
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Position, Tiles
 from autopar.runtime.ray.transport.direct import Direct, Pair
-from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
+from autopar.runtime.ray.transport.nccl import NcclChannel, NcclId, can_use_nccl, new_id
 from autopar.runtime.ray.transport.parcels import Message
 from autopar.runtime.ray.transport.sockets import Listener, Post, make_post
 from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, Transport
@@ -121,11 +121,11 @@ class Member:
         if direct:
             self._direct = Direct(self.seat, self.places, self._channels, owner, self._wait_seconds)
 
-    def new_channel(self) -> tuple[int, ...]:
+    def new_channel(self) -> NcclId:
         """A new id for a channel in which this worker has the first rank."""
         return new_id()
 
-    def open(self, pair: Pair, unique_id: tuple[int, ...], num_sources: int, num_targets: int) -> None:
+    def open(self, pair: Pair, unique_id: NcclId, num_sources: int, num_targets: int) -> None:
         """Open a channel from one mesh to another, together with all workers of both."""
         first = self.seat.first + (0 if self.seat.mesh == pair[0] else num_sources)
         own = {first + k: device for k, device in enumerate(jax.local_devices())}
