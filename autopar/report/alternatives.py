@@ -2,8 +2,9 @@
 
 In:     a plan with its planning problems in memory.
 Out:    `Study`, one for each stage; for a decision an `Outcome` per alternative: its seconds, or why it is impossible.
-Method: the choice problem is solved again with the decision restricted to one choice, under the same memory budget. A choice
-        that the user or the method forbids is priced with that one restriction lifted.
+Method: the choice problem is solved again with the decision restricted to one choice, under the same memory budget, which
+        the gaps between arrays have to fit, too. A choice that the user or the method forbids is priced with that one
+        restriction lifted.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.costs import build_problem
+from autopar.intra_op.heap import gap_bytes
 from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.memory_constrained import solve_constrained
-from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.tying import of_classes
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text
+from autopar.tuning import TUNING
 
 MAX_ALTERNATIVES = 9
 """The most choices solved for one decision: those that cost least if their neighbours keep their choices."""
@@ -117,25 +121,40 @@ class Study:
         costs = list(problem.costs)
         costs[number] = np.where(np.arange(len(costs[number])) == choice, costs[number], np.inf)
         forced = dataclasses.replace(problem, costs=costs, edges=dict(problem.edges), rows=list(problem.rows))
-        budget = self.plan.budget_bytes
-        if not math.isfinite(budget):
-            solution = solve(forced, self.solver, SECONDS)
-        else:
-            solution = solve_constrained(forced, self._broken_rows, self.solver, SECONDS)
-        if solution.status != "infeasible":
+        solution = self.solve_within_budget(forced)
+        if solution is not None:
             return Outcome(choice, solution.objective)
         unlimited = solve(Problem(costs, dict(problem.edges)), self.solver, SECONDS)
         if unlimited.status == "infeasible":
             why = "another restriction leaves no way to have it so"
             return Outcome(choice, math.inf, why)
-        body = self._lowered(unlimited.choices)
-        peak = bytes_text(measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes)
-        return Outcome(choice, math.inf, f"does not fit in {bytes_text(budget)}: at its fastest it needs {peak}")
+        needed, budget = bytes_text(sum(self._bytes_of(unlimited.choices))), bytes_text(self.plan.budget_bytes)
+        return Outcome(choice, math.inf, f"does not fit in {budget}: at its fastest it needs {needed}")
 
-    def _broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
-        return broken_memory_rows(
-            self.graph, self.class_of, choices, self._lowered(choices), self.donated, self.plan.budget_bytes
-        )
+    def solve_within_budget(self, problem: Problem) -> Solution | None:
+        """The least answer that fits, gaps included; None: none was found."""
+        room = budget = self.plan.budget_bytes
+        for _ in range(TUNING.placing_turns):
+            if not math.isfinite(budget):
+                solution = solve(problem, self.solver, SECONDS)
+            else:
+                solution = solve_constrained(problem, partial(self._broken_rows, room), self.solver, SECONDS)
+            if solution.status == "infeasible":
+                break
+            alive, gaps = self._bytes_of(solution.choices) if math.isfinite(budget) else (0, 0)
+            if alive + gaps <= budget:
+                return solution
+            room = budget - gaps
+        return None
+
+    def _broken_rows(self, budget: float, choices: Sequence[int]) -> list[MemoryRow]:
+        return broken_memory_rows(self.graph, self.class_of, choices, self._lowered(choices), self.donated, budget)
+
+    def _bytes_of(self, choices: Sequence[int]) -> tuple[int, int]:
+        """The most bytes that are alive at once, and those lost to gaps."""
+        body = self._lowered(choices)
+        alive = measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes
+        return alive, gap_bytes(body, self.mesh, self.held)
 
     def _lowered(self, choices: Sequence[int]) -> Body:
         return lower(self.graph, [choices[c] for c in self.class_of], self.sharded.body.bucket)

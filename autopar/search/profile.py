@@ -51,9 +51,8 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     # The step counts only the longest branch of conditions: scale to its total.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
     alive = sharded.liveness
-    # Gaps are known of the fullest moments alone.
-    with_gaps = {alive.peak_bytes: sharded.peak_bytes}
-    curve = _thinned([(float(k), with_gaps.get(size, size)) for k, size in enumerate(alive.curve)])
+    gaps = sharded.peak_bytes - alive.peak_bytes  # for the whole run, as in a task of a stage
+    curve = _thinned([(float(k), size + gaps) for k, size in enumerate(alive.curve)])
     return Profile(
         tuple(Work(0, kind, float(time * scale)) for kind, time in seconds.items() if time),
         (Memory(0, "operations", curve, _parts_of_program(planned.program, sharded, phases)),),

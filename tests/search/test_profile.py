@@ -8,6 +8,7 @@ import pytest
 
 from autopar import DataParallel, PipelineParallel
 from autopar.report.pictures.time import time_bars
+from tests.intra_op import test_heap
 
 
 @pytest.fixture(scope="module", params=["one mesh", "data parallel", "1f1b", "zb-h1", "interleaved"])
@@ -28,6 +29,14 @@ def test_memory_is_that_of_the_plan(planned):
         names = [name for name, _ in memory.peak]
         assert len(set(names)) == len(names) and any(name.startswith("state/") for name in names)
     assert len(planned.profile.memory) == len({stage.submesh for stage in planned.stages})
+
+
+def test_gaps_are_lost_at_all_moments():
+    plan = test_heap.plan()
+    liveness = plan.attached.pipeline.stages[0].sharded.liveness
+    gaps = plan.cost.peak_bytes[0] - liveness.peak_bytes
+    levels = [size for _, size in plan.profile.memory[0].curve]
+    assert gaps > 0 and set(levels) == {size + gaps for size in liveness.curve}
 
 
 def test_time_is_that_of_the_plan(planned):
