@@ -79,19 +79,12 @@ def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.shardin
     return jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), tuple(mesh.axis_sizes))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """A compiled program, and the devices that it was compiled for."""
-
-    compiled: jax.stages.Compiled
-    devices: tuple[jax.Device, ...]
-
-
 class _Compiler:
     """Compiles programs, equal ones once."""
 
     def __init__(self, has_equals: bool, options: Mapping[str, Any] | None):
-        self._known: dict[str, _Known] = {}
+        # By their text: compiled programs, and the devices that they were compiled for.
+        self._known: dict[str, tuple[jax.stages.Compiled, tuple[jax.Device, ...]]] = {}
         self._has_equals, self._options = has_equals, dict(options or {})
         self.num_compiled = 0
 
@@ -109,17 +102,17 @@ class _Compiler:
         compiled = compile_lowered(lowered, dict(made.options), devices[0].platform, self._options)
         self.num_compiled += 1
         if text:
-            self._known[text] = _Known(compiled, devices)
+            self._known[text] = compiled, devices
         return compiled
 
     def _take_over(self, text: str, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled | None:
-        known = self._known.get(text)
-        if known is None or known.devices == devices:
-            return known.compiled if known is not None else None
+        known, own = self._known.get(text, (None, devices))
+        if known is None or own == devices:
+            return known
         if jax.config.jax_compilation_cache_dir:
             # XLA:CPU cannot serialize again an executable that it read from JAX's cache: the copy would lack functions.
             return None
         try:
-            return load_elsewhere(known.compiled, known.devices, devices)
+            return load_elsewhere(known, own, devices)
         except Exception:  # the platform cannot load it for other devices: compile it
             return None

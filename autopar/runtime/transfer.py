@@ -56,8 +56,7 @@ def make_transfer(
         return Transfer(lambda array: [jax.device_put(array, want, may_alias=False)], lambda arrived: arrived[0])
     way = crossing(source, target)
     if way.is_cut:
-        plan = plan_transfer(source.shape, source.sharding, source.mesh, target.sharding, target.mesh)
-        return _by_tiles(plan, source, source_places, target, target_places)
+        return _by_tiles(plan_transfer(source, target), source, source_places, target, target_places)
     middle = ArrayType(source.shape, source.dtype, way.middle, target.mesh).on(target_places)
     gather = _only if middle.spec == want.spec else _gather(source, middle, want)
     return Transfer(lambda array: copied_to([array], [middle]), lambda arrived: gather(*arrived))

@@ -78,27 +78,13 @@ def crossing(source: ArrayType, target: ArrayType) -> Crossing:
     return Crossing(middle, held != boxes(source.shape, middle, target.mesh))
 
 
-def plan_transfer(
-    shape: Sequence[int], source: Sharding, source_mesh: LogicalMesh, target: Sharding, target_mesh: LogicalMesh
-) -> TransferPlan:
-    """Plan a transfer.
-
-    Args:
-        shape: Global shape.
-        source: Its sharding on the source mesh; no partial sum.
-        source_mesh: The source.
-        target: The wanted one on the target mesh.
-        target_mesh: The target.
-    """
-    shape = tuple(shape)
-    held = boxes(shape, source, source_mesh)
-    wanted = boxes(shape, target, target_mesh)
-    if len(held) == len(wanted) and held == wanted:
-        tiles = tuple(Tile(k, k, box) for k, box in enumerate(wanted))
-        if source.num_shards(source_mesh) == source_mesh.num_devices:
-            return TransferPlan(tiles, target, ())
-    middle = _split_further(shape, target, target_mesh, held[0])
-    arriving = boxes(shape, middle, target_mesh)
+def plan_transfer(source: ArrayType, target: ArrayType) -> TransferPlan:
+    """Plan the transfer of an array, which is no partial sum, from the type on its mesh to the one wanted on another."""
+    shape, held, wanted = source.shape, source.boxes(), target.boxes()
+    if held == wanted and source.sharding.num_shards(source.mesh) == len(held):
+        return TransferPlan(tuple(Tile(k, k, box) for k, box in enumerate(wanted)), target.sharding, ())
+    middle = _split_further(shape, target.sharding, target.mesh, held[0])
+    arriving = boxes(shape, middle, target.mesh)
     firsts = {box: device for device, box in reversed([*enumerate(arriving)])}
     forwards = [(firsts[box], device) for device, box in enumerate(arriving) if firsts[box] != device]
     asked = sorted((device, box) for box, device in firsts.items())

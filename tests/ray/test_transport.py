@@ -214,10 +214,7 @@ def test_meshes_of_several_processes(transports, devices_per_host, shape, monkey
     split = [kind for kind in kinds(mesh, shape=shape) if kind.sharding.num_shards(mesh) == 1 or shape[0] % 4 == 0]
     have, want = (list(side) for side in zip(*itertools.product(split, split), strict=True))
     if transports is direct:  # there is no all-gather of shares
-        alone = [
-            plan_transfer(shape, a.sharding, mesh, b.sharding, mesh).middle == b.sharding
-            for a, b in zip(have, want, strict=True)
-        ]
+        alone = [plan_transfer(a, b).middle == b.sharding for a, b in zip(have, want, strict=True)]
         have, want = ([k for k, ok in zip(side, alone, strict=True) if ok] for side in (have, want))
     message = message_of(have, want, seats)
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)

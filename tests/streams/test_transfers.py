@@ -23,6 +23,10 @@ def mesh(*shape):
     return LogicalMesh(shape, links=(LINK,) * len(shape))
 
 
+def array(sharding, of, shape=SHAPE):
+    return ArrayType(shape, np.dtype(np.float32), sharding, of)
+
+
 def shardings(of):
     """Every sharding of a matrix on a mesh."""
     axes = list(of.axis_sizes)
@@ -40,7 +44,7 @@ PAIRS = [(a, b, s, t) for a, b in itertools.product(MESHES, repeat=2) for s in s
 def test_each_byte_crosses_once():
     assert len(PAIRS) > 400
     for source_mesh, target_mesh, source, target in PAIRS:
-        plan = plan_transfer(SHAPE, source, source_mesh, target, target_mesh)
+        plan = plan_transfer(array(source, source_mesh), array(target, target_mesh))
         assert plan.num_elements == SHAPE[0] * SHAPE[1], (source_mesh, source, target_mesh, target)
         assert not plan.forwards
         held, arriving = boxes(SHAPE, source, source_mesh), boxes(SHAPE, plan.middle, target_mesh)
@@ -56,20 +60,20 @@ def test_each_byte_crosses_once():
 
 
 def test_holders_of_copies_take_turns():
-    plan = plan_transfer(SHAPE, Sharding.replicated(2), mesh(4), Sharding((("x",), ())), mesh(4))
+    plan = plan_transfer(array(Sharding.replicated(2), mesh(4)), array(Sharding((("x",), ())), mesh(4)))
     assert sorted(tile.source for tile in plan.tiles) == [0, 1, 2, 3]
 
 
 def test_shards_cross_as_they_lie():
     """Where the target holds copies: it gathers along the dim that the source splits; along another each shard was cut."""
     split = Sharding(((), ("x",)))
-    plan = plan_transfer(SHAPE, split, mesh(4), Sharding.replicated(2), mesh(4))
+    plan = plan_transfer(array(split, mesh(4)), array(Sharding.replicated(2), mesh(4)))
     assert plan.middle == split
     assert [tile.box for tile in plan.tiles] == boxes(SHAPE, split, mesh(4))
 
 
 def test_a_scalar_crosses_once_and_is_handed_on():
-    plan = plan_transfer((), Sharding(()), mesh(2), Sharding(()), mesh(3))
+    plan = plan_transfer(array(Sharding(()), mesh(2), ()), array(Sharding(()), mesh(3), ()))
     assert plan.num_elements == 1 and plan.forwards == ((0, 1), (0, 2))
 
 
@@ -80,8 +84,7 @@ def places(of, devices):
 @pytest.mark.parametrize("source_mesh, target_mesh", list(itertools.product([mesh(4), mesh(2, 2)], repeat=2)))
 def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh, target_mesh):
     """The sender's program may take its memory over."""
-    copied = Sharding.replicated(2)
-    have, want = (ArrayType(SHAPE, np.dtype(np.float32), copied, of) for of in (source_mesh, target_mesh))
+    have, want = (array(Sharding.replicated(2), of) for of in (source_mesh, target_mesh))
     here, there = (places(of, jax.devices()) for of in (source_mesh, target_mesh))
     sent = jax.device_put(np.ones(SHAPE, np.float32), have.on(here))
     got = make_transfer(have, here, want, there)(sent)
@@ -92,11 +95,8 @@ def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh,
 def test_one_program_per_device_cuts_all_that_it_sends(monkeypatch):
     cut, cuts = transfer._slices, []
     monkeypatch.setattr(transfer, "_slices", lambda *given: cuts.append(given) or cut(*given))
-    of, number = mesh(4), np.dtype(np.float32)
-    rows, columns = (
-        ArrayType(SHAPE, number, Sharding((("x",), ())), of),
-        ArrayType(SHAPE, number, Sharding(((), ("x",))), of),
-    )
+    of = mesh(4)
+    rows, columns = array(Sharding((("x",), ())), of), array(Sharding(((), ("x",))), of)
     here, there = places(of, jax.devices()), places(of, jax.devices()[4:])
     value = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
     move = make_transfer(rows, here, columns, there)

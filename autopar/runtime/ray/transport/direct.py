@@ -62,7 +62,7 @@ class Direct:
         moves = []
         for have, want, over in zip(message.sent, message.received, message.overwritten, strict=True):
             held = have.boxes()
-            tiles = [t for t in self._tiles(_planned(have, want), message) if t.source in self._seat.devices]
+            tiles = [t for t in self._tiles(plan_transfer(have, want), message) if t.source in self._seat.devices]
             moves.append(
                 [
                     (
@@ -152,7 +152,7 @@ class Direct:
         wanted: list[Wanted] = []
         finish = []
         for have, want in zip(message.sent, message.received, strict=True):
-            plan = _planned(have, want)
+            plan = plan_transfer(have, want)
             tiles = [t for t in self._tiles(plan, message) if t.target in self._seat.devices]
             wanted += [Wanted(box_shape(t.box), have.dtype, t.source, t.target) for t in tiles]
             finish.append((len(tiles), self._assembly(plan, tiles, want)))
@@ -209,10 +209,6 @@ class Direct:
             # XLA's collectives do not support all dtypes below a byte: with two bits, its CPU client crashes.
             self._gathers[key] = (lambda x: back(gather(as_plain(x)))) if is_narrow(dtype) else gather
         return self._gathers[key]
-
-
-def _planned(have: ArrayType, want: ArrayType) -> TransferPlan:
-    return plan_transfer(have.shape, have.sharding, have.mesh, want.sharding, want.mesh)
 
 
 def _of_copy(cut: Callable[[jax.Array], Sequence[jax.Array]], array: jax.Array) -> Sequence[jax.Array]:
