@@ -1,4 +1,4 @@
-"""The local runtime of a step that is one program.
+"""The local runtime of a step that is one program: a pipeline of one stage whose calls are short.
 
 In:     a `StepPlan` of one program, compiled.
 Out:    `Executable`, called with flat arrays.
@@ -8,8 +8,7 @@ Method: arguments are placed (`placing.py`) and the program is called. A step th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,36 +16,23 @@ import jax
 from autopar._jax import Direct, direct_call
 from autopar.errors import StepError
 from autopar.intra_op.sharded import Compute, Region
-from autopar.partition.host_calls import Watch
 from autopar.runtime.compile import Compiled
 from autopar.runtime.failure import CallbacksRaised, Place, cause_of, check_results, is_gone, lines_of, step_error
 from autopar.runtime.memory import let_go
-from autopar.runtime.placing import Placing
-from autopar.runtime.stacks import Stack
+from autopar.runtime.pipeline import Pipeline
 from autopar.streams.assemble import StepPlan
-from autopar.streams.clock import measured
-from autopar.streams.timeline import Timeline
 
 
-class Executable:
-    """A step that is one program, on the devices of this process; attributes as in `Runtime`."""
-
-    closed = False
-    is_remote = False
+class Executable(Pipeline):
+    """A step that is one program: a pipeline of one stage, called without its acts and buffers."""
 
     def __init__(self, planned: StepPlan, compiled: Compiled):
         """Prepare for calls."""
-        (places,), (stage,) = compiled.places, planned.stages
-        (function,), (self._compiled,) = compiled.functions.values(), compiled.programs.values()
-        self._planned, self.programs, self.functions = planned, compiled.programs, compiled.functions
-        self._name, self._donated = function.name, function.donated
-        types = [kind.struct(places) for kind in function.inputs]
-        self._placing = Placing(self._name, planned.program.in_paths, types, self._donated)
-        self.in_shardings = self._placing.shardings
-        # Collects exceptions of callbacks; with callbacks, the last result of the program is its completion token.
-        self._watch = compiled.watch if function.calls_host else None
+        super().__init__(planned, compiled)
+        (stage,), (function,), (self._compiled,) = planned.stages, self.functions.values(), self.programs.values()
+        # With callbacks, the last result of the program is its completion token.
+        self._calls_host = function.calls_host
         self._lines = lines_of([i.eqn for i in stage.sharded.body.instructions if isinstance(i, Compute | Region)])
-        self.devices = tuple(places.devices.flat)
 
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Run one step.
@@ -60,37 +46,18 @@ class Executable:
             results = self._compiled(*placed)
             self._placing.set_results(results)
             check_results(results)
-            return results if self._watch is None else self._watched(results, self._watch)
+            return self._watched(results) if self._calls_host else results
         except Exception as error:
             failure, cause = self.failed(error, arrays)
             raise failure from cause
         finally:
             if len(self.devices) > 1:
-                let_go(placed, self._donated)
+                let_go(placed, self._is_donated)
 
-    def measure(self, arrays: Sequence[Any]) -> tuple[list[jax.Array], Timeline]:
-        """Run one step as a call does, and time it."""
-        started = time.perf_counter()
-        results = jax.block_until_ready(self(arrays))
-        seconds = {(0, 0): time.perf_counter() - started}
-        return results, measured(self._planned.streams, self._planned.stages, seconds)
-
-    def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Place arguments that stay the same in all steps; as in `Runtime`."""
-        return jax.device_put(list(arrays), self.in_shardings[first:])
-
-    def stack(self, argument: int) -> Stack | None:
-        """None: no argument is split into parts."""
-        return None
-
-    def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """Create state in its shardings; as in `Runtime`."""
-        return jax.jit(init, out_shardings=self.in_shardings[first : first + count])(*args)
-
-    def _watched(self, results: list[jax.Array], watch: Watch) -> list[jax.Array]:
+    def _watched(self, results: list[jax.Array]) -> list[jax.Array]:
         *results, end = results
         end.block_until_ready()
-        raised = watch.take()
+        raised = self._watch.take()
         if raised:
             raise CallbacksRaised(raised, results)
         return results
@@ -100,7 +67,7 @@ class Executable:
 
         Not possible on several devices: there, passing donated memory again would crash the process, or hang one device.
         """
-        if len(self.devices) > 1 or self._watch is not None or not self._placing.was_as_passed:
+        if len(self.devices) > 1 or self._calls_host or not self._placing.was_as_passed:
             return None
         return direct_call(self._compiled, returned)
 
