@@ -14,8 +14,9 @@ Method: minimum cut. A value is kept, at the cost of its bytes, or recomputed fr
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,12 +80,12 @@ def choose_residuals(
     """
     free = set(free)
     made_by = {var: eqn for var, eqn in makers(eqns).items() if var not in once}
-    costs = _Costs(level)
+    again_bytes = _again_bytes(level)
 
     def made_of(var: Var) -> list[Var]:
         """The operands that a value can be recomputed from; [] if it cannot."""
         eqn = made_by.get(var)
-        if eqn is None or not math.isfinite(costs.of(eqn)):
+        if eqn is None or not math.isfinite(again_bytes(eqn)):
             return []
         return [v for v in inputs_of(eqn) if v not in free]
 
@@ -94,7 +95,7 @@ def choose_residuals(
     network, turned = _Network(nodes), _turned(eqns)
     for var in nodes:
         eqn = made_by.get(var)
-        network.value(var, eqn, math.inf if eqn is None else costs.of(eqn), var in turned)
+        network.value(var, eqn, math.inf if eqn is None else again_bytes(eqn), var in turned)
     for var in dict.fromkeys(wanted):
         network.read(var)
     values = network.cut()
@@ -135,27 +136,20 @@ def is_repeatable(eqn: JaxprEqn) -> bool:
     return has_rule(eqn.primitive) or not rule_for(eqn).host_call
 
 
-class _Costs:
-    """The cost of recomputing an equation, in bytes."""
+def _again_bytes(level: float) -> Callable[[JaxprEqn], float]:
+    """A function from an equation to the cost of recomputing it, in bytes: 0 if it is cheap, inf if it may not be."""
+    work = Work()
 
-    def __init__(self, level: float):
-        self.level, self.work = level, Work()
-        self.known: dict[JaxprEqn, float] = {}
-
-    def of(self, eqn: JaxprEqn) -> float:
-        """The cost of an equation: 0 if it is cheap, inf if it may not be recomputed."""
-        if eqn not in self.known:
-            self.known[eqn] = self.bytes(eqn)
-        return self.known[eqn]
-
-    def bytes(self, eqn: JaxprEqn) -> float:
+    @functools.cache
+    def cost(eqn: JaxprEqn) -> float:
         if can_run_again(eqn):
             return 0.0
-        if self.level == CHEAP or not is_repeatable(eqn) or any(on_host(var.aval) for var in eqn.outvars):
+        if level == CHEAP or not is_repeatable(eqn) or any(on_host(var.aval) for var in eqn.outvars):
             return math.inf
         # The trip count of a `while` is unknown: it is recomputed only at level `ALL`.
-        unknown = kind_of(eqn) == "while" and self.level < ALL
-        return math.inf if unknown else self.work.of(eqn) / self.level
+        return math.inf if kind_of(eqn) == "while" and level < ALL else work.of(eqn) / level
+
+    return cost
 
 
 class _Network:

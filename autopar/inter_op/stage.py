@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
 from autopar.inter_op.update_rounds import UpdateRound
+from autopar.ir.dims import Dims
 from autopar.ir.split.microbatches.accumulate import AccumulatingScan
 from autopar.ir.split.placement import Placement
-
-Dims = frozenset[int]
 
 SlotKind = Literal["argument", "value", "const", "piece", "number", "loop", "sum", "rows"]
 """Explained at `Slot`."""

@@ -10,6 +10,7 @@ Method: block coordinate descent (Bertsekas, "Nonlinear Programming", sec. 2.7):
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,14 +79,10 @@ def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
     """Compare what the choices of each class of nodes do on each axis."""
     nodes = of_classes(class_of, graph.nodes)
     known: dict[tuple[int, str], np.ndarray] = {}
-    placements: dict[tuple[Sharding, str], Hashable] = {}
 
+    @functools.cache
     def placement(sharding: Sharding, axis: str) -> Hashable:
-        found = placements.get((sharding, axis))
-        if found is None:
-            split = tuple([axis in names for names in sharding.dims])
-            found = placements[sharding, axis] = split, axis in sharding.partial
-        return found
+        return tuple([axis in names for names in sharding.dims]), axis in sharding.partial
 
     def does(key: Key, axis: str) -> Hashable:
         shardings, reductions = key

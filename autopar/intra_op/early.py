@@ -19,7 +19,17 @@ from autopar._jax import JaxprEqn, Literal
 from autopar.cost.steps import AllReduce, ReduceScatter, Slice
 from autopar.intra_op.graph import Phase
 from autopar.intra_op.host_order import copies_host
-from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Move, Region, communicates, copies_awaited
+from autopar.intra_op.sharded import (
+    Body,
+    Compute,
+    Copy,
+    Instruction,
+    Move,
+    Region,
+    communicates,
+    copies_awaited,
+    with_bodies,
+)
 from autopar.intra_op.traffic import is_fused, is_view
 
 Phases = Mapping[JaxprEqn, Phase]
@@ -27,12 +37,7 @@ Phases = Mapping[JaxprEqn, Phase]
 
 def send_early(body: Body, phases: Phases) -> Body:
     """Place the sums of a program early, in loops and branches, too."""
-    inside = [
-        dataclasses.replace(i, bodies=tuple(send_early(inner, phases) for inner in i.bodies))
-        if isinstance(i, Region)
-        else i
-        for i in body.instructions
-    ]
+    inside = [with_bodies(i, lambda inner: send_early(inner, phases)) for i in body.instructions]
     if any(map(copies_host, inside)) or _waits(inside, phases):
         return dataclasses.replace(body, instructions=tuple(inside))
     readers = Counter(copy for i in inside for copy in (*i.reads, *copies_awaited(i)))

@@ -28,9 +28,9 @@ from autopar.intra_op.sharded import (
     Fused,
     Instruction,
     Move,
-    Region,
     copies_awaited,
     move_bytes,
+    with_bodies,
 )
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
@@ -66,12 +66,7 @@ def sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
 
 def fuse_collectives(body: Body, mesh: LogicalMesh, bucket: int = BUCKET_BYTES) -> Body:
     """Fuse independent small moves, up to `bucket` bytes in one, also in the bodies of loops and branches."""
-    inside = [
-        dataclasses.replace(i, bodies=tuple(fuse_collectives(inner, mesh, bucket) for inner in i.bodies))
-        if isinstance(i, Region)
-        else i
-        for i in body.instructions
-    ]
+    inside = [with_bodies(i, lambda inner: fuse_collectives(inner, mesh, bucket)) for i in body.instructions]
     packed = _packed(inside, mesh, bucket, body.results)
     return dataclasses.replace(body, instructions=packed, bucket=bucket)
 

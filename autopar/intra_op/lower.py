@@ -13,8 +13,9 @@ Method: values are converted when first needed, through the hub's sharding if th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,10 @@ class Lowered:
     bucket: int = BUCKET_BYTES
     body: Body = Body((), (), ())
 
+    def by(self, rewrite: Callable[..., Body], *how: Any) -> Lowered:
+        """The program with its body rewritten: `rewrite(body, *how)`."""
+        return dataclasses.replace(self, body=rewrite(self.body, *how))
+
 
 def check_lowered(lowered: Lowered) -> None:
     """Assert that the sharded program can be run."""
@@ -97,25 +102,21 @@ def _convert(given: Lowered) -> Lowered:
 
 LOWER: tuple[Pass[Lowered], ...] = (
     Pass("lower", "every conversion in its place, those that were chosen and no others", _convert),
-    Pass(
-        "unread",
-        "conversions that nothing reads go",
-        lambda given: dataclasses.replace(given, body=drop_unread(given.body)),
-    ),
+    Pass("unread", "conversions that nothing reads go", lambda given: given.by(drop_unread)),
     Pass(
         "early",
         "sums over devices are sent once they are there",
-        lambda given: dataclasses.replace(given, body=send_early(given.body, given.graph.phases)),
+        lambda given: given.by(send_early, given.graph.phases),
     ),
     Pass(
         "fuse",
         "small collectives of one kind that are ready together are sent as one",
-        lambda given: dataclasses.replace(given, body=fuse_collectives(given.body, given.graph.mesh, given.bucket)),
+        lambda given: given.by(fuse_collectives, given.graph.mesh, given.bucket),
     ),
     Pass(
         "alone",
         "devices leave loops whose samples end by themselves when their own are done, if they send nothing in them",
-        lambda given: dataclasses.replace(given, body=end_alone(given.body, given.graph.own_ends, given.graph.mesh)),
+        lambda given: given.by(end_alone, given.graph.own_ends, given.graph.mesh),
     ),
 )
 """The passes that lower a step, or a task of a stage."""

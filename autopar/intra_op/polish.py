@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.ilp import solve_ilp
-from autopar.intra_op.problem import MemoryRow, Problem, Solution, num_pairs
+from autopar.intra_op.problem import MemoryRow, Neighbours, Problem, Solution, num_pairs
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.tuning import TUNING
 
@@ -38,18 +38,14 @@ def polish(
     enough = max(enough, found.bound)
     if not found.choices or found.objective <= enough:
         return found
-    around: list[list[int]] = [[] for _ in problem.costs]
-    for u, v in problem.edges:
-        around[u].append(v)
-        around[v].append(u)
-    choices, cost = list(found.choices), found.objective
+    of, choices, cost = Neighbours(problem), list(found.choices), found.objective
     for size in TUNING.polish_nodes:
         for _ in range(TUNING.polish_rounds):
             before = cost
-            for free in _neighbourhoods(around, size):
+            for free in _neighbourhoods(of, size):
                 if limit.is_spent or cost <= enough:
                     break
-                cost -= _choose_anew(problem, choices, free, around, limit, solver)
+                cost -= _choose_anew(of, choices, free, limit, solver)
             if limit.is_spent or cost <= enough or before - cost <= TUNING.polish_gain * abs(before):
                 break
     cost = problem.cost(choices)
@@ -58,17 +54,17 @@ def polish(
     return dataclasses.replace(found, choices=tuple(choices), objective=cost, bound=min(found.bound, cost))
 
 
-def _neighbourhoods(around: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+def _neighbourhoods(of: Neighbours, size: int) -> Iterator[list[int]]:
     """Connected sets of about `size` nodes that together cover all."""
     seen: set[int] = set()
-    for start in range(len(around)):
+    for start in range(len(of.around)):
         if start in seen:
             continue
         found, queue = {start: None}, [start]
         for node in queue:
             if len(found) >= size:
                 break
-            for other in around[node]:
+            for other, _ in of.around[node]:
                 if other not in found and len(found) < size:
                     found[other] = None
                     queue.append(other)
@@ -76,29 +72,20 @@ def _neighbourhoods(around: Sequence[Sequence[int]], size: int) -> Iterator[list
         yield sorted(found)
 
 
-def _choose_anew(
-    problem: Problem,
-    choices: list[int],
-    free: Sequence[int],
-    around: Sequence[Sequence[int]],
-    limit: TimeLimit,
-    solver: str,
-) -> float:
+def _choose_anew(of: Neighbours, choices: list[int], free: Sequence[int], limit: TimeLimit, solver: str) -> float:
     """Give the nodes in `free` their best choices, with all others fixed; `choices` is changed if that is better.
 
     Returns the decrease of the cost.
     """
     number = {node: k for k, node in enumerate(free)}
-    costs, edges = [np.array(problem.costs[node], dtype=float) for node in free], {}
+    costs, edges = [of.costs[node].copy() for node in free], {}
     for node in free:
-        for other in around[node]:
-            u, v = (node, other) if node < other else (other, node)
-            matrix = problem.edges[u, v]
+        for other, matrix in of.around[node]:
             if other not in number:
-                costs[number[node]] += matrix[:, choices[v]] if node == u else matrix[choices[u]]
-            elif node == u:
-                edges[number[u], number[v]] = matrix
-    small = Problem(costs, edges, [_row_of(row, choices, number) for row in problem.rows])
+                costs[number[node]] += matrix[:, choices[other]]
+            elif node < other:
+                edges[number[node], number[other]] = matrix
+    small = Problem(costs, edges, [_row_of(row, choices, number) for row in of.problem.rows])
     now = tuple(choices[node] for node in free)
     better = _best_within_rows(small, limit, solver) if small.rows else _best(small, now, limit, solver)
     before, after = small.cost(now), small.cost(better) if better else np.inf

@@ -7,6 +7,7 @@ Out:    `Problem`, plain arrays that tests build by hand; `Solution`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,44 @@ class Problem:
     def fits(self, choices: Sequence[int]) -> bool:
         """Whether one assignment meets every memory row."""
         return all(row.used(choices) <= row.budget_bytes for row in self.rows)
+
+
+class Neighbours:
+    """A problem by nodes.
+
+    Attributes:
+        around: Per node, its neighbours, and the costs on the edge to each: `[own choice, neighbour's choice]`.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem, self.costs = problem, [np.asarray(cost, dtype=float) for cost in problem.costs]
+        self.around: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.costs]
+        for (u, v), matrix in problem.edges.items():
+            self.around[u].append((v, matrix))
+            self.around[v].append((u, matrix.T))
+
+    @functools.cached_property
+    def earlier(self) -> list[list[tuple[int, np.ndarray]]]:
+        """As `around`, for neighbours before a node only."""
+        return [[(v, m) for v, m in some if v < u] for u, some in enumerate(self.around)]
+
+    def beside(self, node: int, choices: Sequence[int], earlier: bool = False) -> np.ndarray:
+        """Cost of each choice of a node, given the choices of its neighbours, or of `earlier` neighbours only."""
+        total = self.costs[node].copy()
+        for other, matrix in self.earlier[node] if earlier else self.around[node]:
+            total += matrix[:, choices[other]]
+        return total
+
+    def descend(self, choices: list[int], nodes: Sequence[int]) -> None:
+        """Give each of the nodes its best choice in turn, until none changes (20 rounds at most)."""
+        for _ in range(20):
+            before = list(choices)
+            for node in nodes:
+                total = self.beside(node, choices)
+                if total.min() < total[choices[node]]:
+                    choices[node] = int(total.argmin())
+            if choices == before:
+                break
 
 
 def num_pairs(problem: Problem) -> int:

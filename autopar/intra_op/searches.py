@@ -11,44 +11,14 @@ Method: one small function each, by name in `SEARCHES`: those that surveys of au
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from autopar.intra_op.problem import Problem
+from autopar.intra_op.problem import Neighbours, Problem
 
 Choices = tuple[int, ...]
-Search = Callable[["Neighbours", int, np.random.Generator], Choices]
-
-
-class Neighbours:
-    """A problem in adjacency form."""
-
-    def __init__(self, problem: Problem):
-        self.problem, self.costs = problem, [np.asarray(cost, dtype=float) for cost in problem.costs]
-        self.around: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.costs]
-        for (u, v), matrix in problem.edges.items():
-            self.around[u].append((v, matrix))
-            self.around[v].append((u, matrix.T))
-        self.earlier = [[(v, m) for v, m in some if v < u] for u, some in enumerate(self.around)]
-
-    def beside(self, node: int, choices: Sequence[int], earlier: bool = False) -> np.ndarray:
-        """Cost of each choice of a node, given the choices of its neighbours, or of `earlier` neighbours only."""
-        total = self.costs[node].copy()
-        for other, matrix in self.earlier[node] if earlier else self.around[node]:
-            total += matrix[:, choices[other]]
-        return total
-
-    def descend(self, choices: list[int], nodes: Sequence[int]) -> None:
-        """Give each of the nodes its best choice in turn, until none changes (20 rounds at most)."""
-        for _ in range(20):
-            before = list(choices)
-            for node in nodes:
-                total = self.beside(node, choices)
-                if total.min() < total[choices[node]]:
-                    choices[node] = int(total.argmin())
-            if choices == before:
-                break
+Search = Callable[[Neighbours, int, np.random.Generator], Choices]
 
 
 def drawn(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:

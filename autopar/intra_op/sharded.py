@@ -10,8 +10,10 @@ Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction m
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -217,15 +219,27 @@ def share_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> i
     return sharding.local_bytes(atom.aval.shape, atom.aval.dtype, mesh)
 
 
-def computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Equations that each device computes, in loops and branches, too, with their executions in one run."""
+def instructions_within(body: Body, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """The instructions of a program, in loops and branches, too, with their executions in `times` runs."""
     for instruction in body.instructions:
-        match instruction:
-            case Compute(eqn):
-                yield eqn, times
-            case Region(eqn, bodies=bodies):
-                for inner in bodies:
-                    yield from computed(inner, times * trip_count(eqn))
+        yield instruction, times
+        if isinstance(instruction, Region):
+            for inner in instruction.bodies:
+                yield from instructions_within(inner, times * trip_count(instruction.eqn))
+
+
+def with_bodies(instruction: Instruction, rewrite: Callable[[Body], Body]) -> Instruction:
+    """The instruction, with the bodies of a loop or branch rewritten; the same one, if these are the same."""
+    if not isinstance(instruction, Region):
+        return instruction
+    bodies = tuple(map(rewrite, instruction.bodies))
+    is_same = all(map(operator.is_, bodies, instruction.bodies))
+    return instruction if is_same else dataclasses.replace(instruction, bodies=bodies)
+
+
+def computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Equations that each device computes, in loops and branches, too, with their executions in `times` runs."""
+    return ((i.eqn, times) for i, times in instructions_within(body, times) if isinstance(i, Compute))
 
 
 def communicates(instruction: Instruction) -> bool:
@@ -251,9 +265,9 @@ def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
     return (sent for _, sent in sent_by(body, mesh))
 
 
-def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Move | Fused | Compute, Collective]]:
+def sent_by(body: Body, mesh: LogicalMesh) -> Iterator[tuple[Move | Fused | Compute, Collective]]:
     """The collectives of a program as in `collectives_of`, each with its instruction."""
-    for instruction in body.instructions:
+    for instruction, times in instructions_within(body):
         match instruction:
             case Compute(eqn, rule, strategy):
                 for reduction, axes in strategy.reductions:
@@ -268,11 +282,7 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
                     yield instruction, Collective(kind, strategy.exchanged_over, num_bytes, times, describe(eqn))
             case Move() | Fused():
                 yield from ((instruction, c) for c in _move_collective(instruction.moves, mesh, times))
-            case Region(eqn, _, _, bodies):
-                trips = trip_count(eqn)
-                for inner in bodies:
-                    yield from sent_by(inner, mesh, times * trips)
-            case Gate():
+            case Region() | Gate():
                 pass
             case _:
                 assert_never(instruction)
@@ -294,10 +304,7 @@ def is_callback(instruction: Compute) -> bool:
 
 def calls_host(body: Body) -> bool:
     """Whether a program calls a user's function on the host, also in loops and branches."""
-    return any(
-        is_callback(i) if isinstance(i, Compute) else isinstance(i, Region) and any(map(calls_host, i.bodies))
-        for i in body.instructions
-    )
+    return any(isinstance(i, Compute) and is_callback(i) for i, _ in instructions_within(body))
 
 
 def describe(eqn: JaxprEqn) -> str:

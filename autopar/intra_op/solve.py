@@ -13,7 +13,6 @@ Method: elimination is exact, so the whole is as optimal as the core. For a core
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from autopar.intra_op.elimination import Reduced, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.polish import polish
-from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
+from autopar.intra_op.problem import PROVED, Neighbours, Problem, Solution, num_pairs
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.intra_op.trws import Ascent
@@ -103,39 +102,13 @@ def _solve_core(
     return _Core(core, solver, limit, gap, known, constant, start).solve()
 
 
-@dataclass(frozen=True, slots=True)
-class _Gaps:
-    """The gaps between incumbent and bound at which the search for a core stops.
-
-    Attributes:
-        relative: As requested, or `large_gap` for a large core; of the whole cost.
-        whole: The cost of the incumbent, with the constant; 0 before there is one.
-    """
-
-    relative: float
-    whole: float = 0.0
-
-    @property
-    def is_rough(self) -> bool:
-        """Whether message passing alone suffices."""
-        return self.relative >= TUNING.rough_gap
-
-    @property
-    def allowed(self) -> float:
-        """Seconds at which the search is done."""
-        return self.relative * self.whole
-
-    @property
-    def left_open(self) -> float:
-        """Seconds not worth a large ILP: who allows more than `large_gap` does not wait for the last hundredth."""
-        return TUNING.rough_gap * self.whole if self.relative > TUNING.large_gap else self.allowed
-
-
 class _Core:
     """Solves a core without rows in stages: rounds of message passing, then the ILP on the choices that these leave.
 
     Attributes:
-        gaps: The gaps between incumbent and bound at which the search stops.
+        gap: The relative gap at which the search stops: as requested, or `large_gap` for a large core.
+        whole: The cost of the incumbent, with the constant, which gaps are relative to; 0 before there is one.
+        is_rough: Whether message passing alone suffices.
         proved: Lower bound that the ILP has proved.
         solved_pairs: Pairs that the ILP has solved so far.
     """
@@ -152,11 +125,22 @@ class _Core:
     ):
         self.core, self.solver, self.limit, self.known, self.constant = core, solver, limit, known, constant
         self.pairs = num_pairs(core)
-        self.gaps = _Gaps(gap if self.pairs <= TUNING.large_core else max(gap, TUNING.large_gap))
+        self.gap, self.whole = gap if self.pairs <= TUNING.large_core else max(gap, TUNING.large_gap), 0.0
+        self.is_rough = self.gap >= TUNING.rough_gap
         self.ascent = Ascent(core)
         if start:
             self.ascent.offer(start)
         self.how, self.proved, self.solved_pairs = "message passing", -np.inf, 0
+
+    @property
+    def allowed(self) -> float:
+        """Seconds between incumbent and bound at which the search is done."""
+        return self.gap * self.whole
+
+    @property
+    def left_open(self) -> float:
+        """Seconds not worth a large ILP: who allows more than `large_gap` does not wait for the last hundredth."""
+        return TUNING.rough_gap * self.whole if self.gap > TUNING.large_gap else self.allowed
 
     def solve(self) -> Solution:
         """The best assignment found, with its bound."""
@@ -164,32 +148,30 @@ class _Core:
         # Depends on size and not on time, so that the same problem always has the same answer.
         stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > 4 * TUNING.large_core)]
         for stage, rounds in enumerate(stages, 1):
-            gaps = self.gaps
-            rounds = rounds // 2 if gaps.is_rough else rounds
-            bounds = ascent.run(rounds, gap=gaps.relative, enough=self.known * (1 - PROVED))
-            if bounds.lower + self.constant >= (self.known + self.constant) * (1 - gaps.relative):
-                return Solution(bounds.choices, bounds.upper, bounds.lower, "pruned", self.how)
-            room = bounds.upper - bounds.lower
-            gaps = self.gaps = replace(gaps, whole=abs(bounds.upper + self.constant))
-            if np.isfinite(bounds.upper) and (room <= gaps.allowed or gaps.is_rough or limit.is_spent):
+            ascent.run(rounds // 2 if self.is_rough else rounds, gap=self.gap, enough=self.known * (1 - PROVED))
+            if ascent.lower + self.constant >= (self.known + self.constant) * (1 - self.gap):
+                return Solution(ascent.best, ascent.upper, ascent.lower, "pruned", self.how)
+            room, self.whole = ascent.upper - ascent.lower, abs(ascent.upper + self.constant)
+            if np.isfinite(ascent.upper) and (room <= self.allowed or self.is_rough or limit.is_spent):
                 break
             # The incumbent can gain no more than the room; mostly the bound closes the larger part of it.
             won = TUNING.hoped * room
             is_last = stage == len(stages) or not limit.repays(won, ascent.seconds(stages[stage]))
-            if self.is_solved_among_promising(bounds.lower, won, is_last):
+            if self.is_solved_among_promising(won, is_last):
                 return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", self.how)
             proved_enough = ascent.upper - self.proved <= TUNING.large_gap * abs(ascent.upper + self.constant)
-            if is_last or ascent.upper - bounds.lower <= gaps.allowed or proved_enough:
+            if is_last or ascent.upper - ascent.lower <= self.allowed or proved_enough:
                 break
         if np.isfinite(ascent.upper):
             return self.polished()
-        return _solve_whole(self.core, self.solver, limit, self.gaps.relative)
+        return _solve_whole(self.core, self.solver, limit, self.gap)
 
-    def is_solved_among_promising(self, lower: float, won: float, is_last: bool) -> bool:
+    def is_solved_among_promising(self, won: float, is_last: bool) -> bool:
         """Solve the ILP over the promising choices, more of them each time; returns whether the incumbent is optimal."""
+        lower = self.ascent.lower
         for part in TUNING.room_parts:
             room = self.ascent.upper - lower
-            if room <= self.gaps.allowed:
+            if room <= self.allowed:
                 break
             most = self.limit.steps * won * TUNING.solver_pairs_per_second - self.solved_pairs
             slack = part * room
@@ -198,7 +180,7 @@ class _Core:
             narrowed = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
             if narrowed is None:
                 break
-            if part == 1 and room <= self.gaps.left_open and num_pairs(narrowed.problem) > TUNING.early_core:
+            if part == 1 and room <= self.left_open and num_pairs(narrowed.problem) > TUNING.early_core:
                 break
             answer = self.ask(narrowed)
             if part == 1 and answer.choices:  # no better assignment has a dropped choice
@@ -210,7 +192,7 @@ class _Core:
     def ask(self, narrowed: Reduced) -> Solution:
         """Solve what is left of the core by the ILP, and offer its answer to the ascent."""
         self.solved_pairs += num_pairs(narrowed.problem)
-        enough = _gap_of_part(narrowed, self.ascent.upper, self.constant, self.gaps.relative)
+        enough = _gap_of_part(narrowed, self.ascent.upper, self.constant, self.gap)
         answer = _solve_whole(narrowed.problem, self.solver, self.limit, enough)
         if answer.choices or not narrowed.kept:
             self.ascent.offer(narrowed.expand(answer.choices))
@@ -223,13 +205,13 @@ class _Core:
         bound = min(max(ascent.lower, self.proved), ascent.upper)
         found = Solution(ascent.best, ascent.upper, bound, "feasible", self.how)
         room, seconds = found.objective - bound, TUNING.polish_node_seconds * len(self.core.costs)
-        is_enough = self.gaps.is_rough or room <= self.gaps.left_open
+        is_enough = self.is_rough or room <= self.left_open
         if is_enough or not self.limit.repays(TUNING.hoped * room, seconds):
             return found
         masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
         for mask, choice in zip(masks, found.choices, strict=True):
             mask[choice] = True
-        return polish(_narrowed(self.core, masks), found, self.limit, self.solver, bound + self.gaps.allowed)
+        return polish(_narrowed(self.core, masks), found, self.limit, self.solver, bound + self.allowed)
 
 
 def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:
@@ -318,11 +300,8 @@ def _exact(solver: str) -> str:
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
     """Masks of the best few choices of each node, with all others at `choices`."""
-    costs = [cost.copy() for cost in core.costs]
-    for (u, v), matrix in core.edges.items():
-        costs[u] += matrix[:, choices[v]]
-        costs[v] += matrix[choices[u]]
-    masks = [_least(cost, TUNING.promising_choices // 4) for cost in costs]
+    of = Neighbours(core)
+    masks = [_least(of.beside(node, choices), TUNING.promising_choices // 4) for node in range(len(core.costs))]
     for mask, choice in zip(masks, choices, strict=True):
         mask[choice] = True
     return masks

@@ -11,9 +11,10 @@ Method: each axis independently takes one of the strategies for a single axis (`
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.rules.rule import Factor, ShardingRule, Term
@@ -68,8 +69,8 @@ def enumerate_strategies(
         on_axis.append([*(named if size > 1 else ()), (IDLE, idle)])
     found: dict[tuple[object, ...], Strategy] = {}
     axes = tuple(axis_sizes)
-    operands = [_Shards(t, axes, [[s.operands[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.operands)]
-    results = [_Shards(t, axes, [[s.results[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.results)]
+    operands = [_shards(t, axes, [[s.operands[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.operands)]
+    results = [_shards(t, axes, [[s.results[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.results)]
     for numbers in itertools.product(*(range(len(ways)) for ways in on_axis)):
         chosen = [ways[number] for ways, number in zip(on_axis, numbers, strict=True)]
         strategy = _together(rule, axis_sizes, chosen, numbers, operands, results)
@@ -79,23 +80,22 @@ def enumerate_strategies(
     return list(found.values())
 
 
-class _Shards:
-    """The sharding of one value as a function of the strategy on each axis; cached by the value's placements."""
+_Shards = Callable[[Sequence[int]], Sharding]
 
-    def __init__(self, term: Term, axes: Sequence[str], placements: Sequence[Sequence[Placement]]):
-        """`placements`: per axis, the value's placement under each strategy on it."""
-        self._term, self._axes, self._placements = term, axes, placements
-        self._first = [[ways.index(placement) for placement in ways] for ways in placements]
-        self._known: dict[tuple[int, ...], Sharding] = {}
 
-    def __call__(self, numbers: Sequence[int]) -> Sharding:
-        """The sharding under one strategy on each axis, given by index."""
-        first = tuple(map(list.__getitem__, self._first, numbers))
-        found = self._known.get(first)
-        if found is None:
-            at = zip(self._axes, self._placements, first, strict=True)
-            found = self._known[first] = _sharding(self._term, [(axis, ways[number]) for axis, ways, number in at])
-        return found
+def _shards(term: Term, axes: Sequence[str], placements: Sequence[Sequence[Placement]]) -> _Shards:
+    """The sharding of a value as a function of the strategy on each axis, given by index; cached by its placements.
+
+    `placements`: per axis, the value's placement under each strategy on it.
+    """
+    first = [[ways.index(placement) for placement in ways] for ways in placements]
+
+    @functools.cache
+    def sharding(numbers: tuple[int, ...]) -> Sharding:
+        at = zip(axes, placements, numbers, strict=True)
+        return _sharding(term, [(axis, ways[number]) for axis, ways, number in at])
+
+    return lambda numbers: sharding(tuple(map(list.__getitem__, first, numbers)))
 
 
 def _together(

@@ -1,7 +1,7 @@
 """Bounds a choice problem by message passing, and ranks its choices.
 
 In:     `Problem` without memory rows, usually the core that `elimination.py` leaves.
-Out:    `Bounds`: a lower bound, and an assignment read from the messages; the `Ascent` also has the excess of each choice,
+Out:    `Ascent`: a lower bound, an assignment read from the messages, and the excess of each choice,
         the least that it costs beyond the bound.
 Method: sequential tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy
         minimization", PAMI 2006): block-coordinate ascent on the dual of the linear relaxation in `ilp.py`. Messages
@@ -17,7 +17,7 @@ Method: sequential tree-reweighted message passing (Kolmogorov, "Convergent tree
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -27,21 +27,6 @@ from autopar.tuning import TUNING
 
 _FORBIDDEN = 1e3
 """Replaces infinity, in units of the largest cost: messages must stay finite."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bounds:
-    """Bounds on the least cost.
-
-    Attributes:
-        lower: Lower bound on the cost of all assignments.
-        upper: Cost of `choices`.
-        choices: The best assignment seen; () if none.
-    """
-
-    lower: float
-    upper: float
-    choices: tuple[int, ...]
 
 
 class Ascent:
@@ -64,16 +49,14 @@ class Ascent:
         self.best: tuple[int, ...] = ()
         self._excess: tuple[np.ndarray, ...] | None = None
 
-    def run(self, rounds: int, upper: float = np.inf, gap: float = 1e-6, enough: float = np.inf) -> Bounds:
-        """Pass messages forward and back.
+    def run(self, rounds: int, gap: float = 1e-6, enough: float = np.inf) -> Self:
+        """Pass messages forward and back; returns the ascent itself.
 
         Args:
             rounds: Number of rounds, at most.
-            upper: Cost of an incumbent from elsewhere.
             gap: Stop at this relative gap.
             enough: Stop when the lower bound is at least this.
         """
-        self.upper = min(self.upper, upper)
         before, self._excess = self.lower, None
         for number in range(1, rounds + 1):
             self._round()
@@ -85,7 +68,7 @@ class Ascent:
                     break
                 before = self.lower
         self._read()
-        return Bounds(self.lower, self.upper, self.best)
+        return self
 
     def seconds(self, rounds: int) -> float:
         """Estimated seconds of so many rounds, from the number and size of the tables."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.intra_op.sharded import Body, Instruction, Move, Region, copies_awaited
+from autopar.intra_op.sharded import Body, Instruction, Move, copies_awaited, with_bodies
 
 
 def drop_unread(body: Body) -> Body:
@@ -20,10 +20,7 @@ def drop_unread(body: Body) -> Body:
         made = instruction.makes
         if isinstance(instruction, Move) and read.isdisjoint(made):
             continue
-        if isinstance(instruction, Region):
-            bodies = tuple(map(drop_unread, instruction.bodies))
-            if any(new is not old for new, old in zip(bodies, instruction.bodies, strict=True)):
-                instruction = dataclasses.replace(instruction, bodies=bodies)
+        instruction = with_bodies(instruction, drop_unread)
         read.difference_update(made)  # a redefined copy: earlier definitions have other readers
         read.update(instruction.reads, copies_awaited(instruction))
         kept.append(instruction)

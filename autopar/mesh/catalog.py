@@ -60,8 +60,7 @@ class Model:
         devices_per_host: Devices in a usual host.
         intra: Link between devices of a host, with the rate that is reached.
         inter: Link between hosts, per device, with the rate that is reached.
-        intra_peak: Datasheet's bytes per second within a host, of one device in one direction.
-        inter_peak: The same between hosts.
+        inter_peak: Datasheet's bytes per second between hosts, of one device in one direction.
         source: Where the figures are from.
         torus: (axes of the torus that its links form, multiple of the length at which an axis closes); None: no torus.
         capability: Compute capability of an NVIDIA GPU; None for other devices.
@@ -72,7 +71,6 @@ class Model:
     devices_per_host: int
     intra: Link
     inter: Link
-    intra_peak: float
     inter_peak: float
     source: str
     torus: tuple[int, int] | None = None
@@ -115,7 +113,6 @@ def _gpu(
         per_host,
         Link(hops[0], intra * _NVLINK, switch_gb_per_second * 1e9, True, groups),
         Link(hops[1], inter * _NETWORK, 0.0, True),
-        intra,
         inter,
         source,
         capability=capability,
@@ -179,9 +176,8 @@ def _tpu(
     host = host_gigabytes / per_host * 1e9
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9
-    return Model(
-        device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source, torus, None, per_chip
-    )
+    link = Link(1e-6, rate * 0.9)
+    return Model(device, per_host, link, link, rate, source, torus, None, per_chip)
 
 
 def _reached(best: float, cores: int, fused: float = 0.6, balance: float = 137.0, narrow: float = _NARROW) -> Achieved:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from autopar._jax import JaxprEqn, Primitive, bind_eqn, host_callbacks
-from autopar.intra_op.sharded import Body, Compute, Instruction, Region, describe
+from autopar.intra_op.sharded import Body, Compute, Instruction, describe, with_bodies
 from autopar.ir.rules.rule import Shard
 
 
@@ -83,13 +83,9 @@ def watched(body: Body, watch: Watch, program: str, number: jax.Array | None, bi
         return bind(eqn, (at, *operands), {**eqn.params, "callback": _Watched(eqn, watch, program)})
 
     def watch_instruction(instruction: Instruction) -> Instruction:
-        match instruction:
-            case Compute(rule=rule) if rule.host_call:
-                return dataclasses.replace(instruction, rule=dataclasses.replace(rule, local=call))
-            case Region(bodies=bodies):
-                inner = tuple(watched(b, watch, program, number, bind) for b in bodies)
-                return dataclasses.replace(instruction, bodies=inner)
-        return instruction
+        if isinstance(instruction, Compute) and instruction.rule.host_call:
+            return dataclasses.replace(instruction, rule=dataclasses.replace(instruction.rule, local=call))
+        return with_bodies(instruction, lambda inner: watched(inner, watch, program, number, bind))
 
     return dataclasses.replace(body, instructions=tuple(map(watch_instruction, body.instructions)))
 

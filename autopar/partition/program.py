@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import partial
 from typing import assert_never
 
 import jax
@@ -46,7 +45,7 @@ from autopar.partition.order import (
 )
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
-from autopar.partition.stacks import overwritten, scan_into_late_stacks, scan_over_old_rows
+from autopar.partition.stacks import late_stacks, overwritten, scan_into
 from autopar.tuning import TUNING
 
 Copies = dict[Copy, jax.Array]
@@ -323,14 +322,11 @@ def _run_region(
             made = list(zip(region.eqn.outvars, region.results, strict=True))[len(carries) :]
             types = [_local_type(*copy, axis_sizes) for copy in made]
             there = [on_host(var.aval) for var, _ in made]
-            xs, scan = tuple(of_role["xs"]), lax.scan
+            xs = tuple(of_role["xs"])
             over = overwritten(types, there, xs, free)
-            if platform == "cpu":
-                late = [
-                    None if t else kind for k, (kind, t) in enumerate(zip(types, there, strict=True)) if k not in over
-                ]
-                scan = partial(scan_into_late_stacks, types=late)
-            last, stacks = scan_over_old_rows(scan, step, carries, xs, over, **how)
+            own = {k: kind for k, kind in enumerate(types) if not there[k] and k not in over}
+            late = late_stacks(carries, own) if platform == "cpu" else {}
+            last, stacks = scan_into(late, over, step, carries, xs, **how)
             return [*last, *stacks]
         case "while":
             num_tests = sum(b.inputs[0] is not None for b in parts.consts)

@@ -24,75 +24,52 @@ from autopar.partition.order import never
 _Arrays = Sequence[jax.Array]
 
 
-def scan_into_late_stacks(
-    step: Callable[[_Arrays, _Arrays], tuple[_Arrays, _Arrays]],
-    carries: tuple[jax.Array, ...],
-    xs: tuple[jax.Array, ...],
-    types: Sequence[jax.ShapeDtypeStruct | None],
-    *,
-    length: int,
-    reverse: bool,
-    unroll: Any,
-) -> tuple[_Arrays, _Arrays]:
-    """`lax.scan(step, carries, xs, ...)`, given the `types` of its stacks; None: a stack in host memory, made as usual."""
+def late_stacks(carries: Sequence[jax.Array], types: Mapping[int, jax.ShapeDtypeStruct]) -> Mapping[int, jax.Array]:
+    """Stacks of zeros of these types, by their numbers, that are made no earlier than the largest carry; {} without one."""
     first = max(carries, key=lambda array: array.size, default=None)
-    if first is None or first.size == 0 or not any(types) or not length:
-        return lax.scan(step, carries, xs, length=length, reverse=reverse, unroll=unroll)
+    if first is None or not first.size or not any(kind.shape[0] for kind in types.values()):
+        return {}
     late = never(first)
-    begun = {
+    return {
         k: jnp.broadcast_to(jnp.where(late, jnp.ones((), kind.dtype), jnp.zeros((), kind.dtype)), kind.shape)
-        for k, kind in enumerate(types)
-        if kind is not None
+        for k, kind in types.items()
+        if kind.shape[0]
     }
 
-    def write(carried: Any, rows: _Arrays) -> tuple[Any, _Arrays]:
-        trip, held, stacks = carried
-        held, made = step(held, rows)
-        at = length - 1 - trip if reverse else trip
-        written = {k: lax.dynamic_update_index_in_dim(stack, made[k], at, 0) for k, stack in stacks.items()}
-        return (trip + 1, tuple(held), written), [row for k, row in enumerate(made) if k not in stacks]
 
-    start = jnp.zeros((), jnp.int32), carries, begun
-    (_, last, stacks), others = lax.scan(write, start, xs, length=length, reverse=reverse, unroll=unroll)
-    left = iter(others)
-    return last, [stacks[k] if k in stacks else next(left) for k in range(len(types))]
-
-
-def scan_over_old_rows(
-    scan: Callable[..., Any],
+def scan_into(
+    begun: Mapping[int, jax.Array],
+    over: Mapping[int, int],
     step: Callable[[_Arrays, _Arrays], tuple[_Arrays, _Arrays]],
     carries: tuple[jax.Array, ...],
     xs: tuple[jax.Array, ...],
-    over: Mapping[int, int],
     *,
     length: int,
     reverse: bool,
     unroll: Any,
 ) -> tuple[_Arrays, _Arrays]:
-    """`scan(step, carries, xs, ...)`, some of whose stacks overwrite what it reads.
+    """`lax.scan(step, carries, xs, ...)`, some of whose stacks are written, row by row, into arrays that there are.
 
-    `over`: number of such a stack -> number of the one in `xs` that it overwrites.
+    `begun`: number of such a stack -> the array. `over`: number of a stack -> number of the one in `xs` that it overwrites.
     """
-    if not over:
-        return scan(step, carries, xs, length=length, reverse=reverse, unroll=unroll)
-    read = list(over.values())
-    others = tuple(x for k, x in enumerate(xs) if k not in read)
+    if not begun and not over:
+        return lax.scan(step, carries, xs, length=length, reverse=reverse, unroll=unroll)
+    there = [k for k in range(len(xs)) if k not in over.values()]
 
     def write(carried: Any, rows: _Arrays) -> tuple[Any, _Arrays]:
-        trip, stacks, held = carried[0], carried[1 : 1 + len(read)], carried[1 + len(read) :]
+        trip, stacks, held = carried
         at = length - 1 - trip if reverse else trip
-        own = {k: lax.dynamic_index_in_dim(stack, at, 0, keepdims=False) for k, stack in zip(read, stacks, strict=True)}
-        left = iter(rows)
-        held, made = step(held, [own[k] if k in own else next(left) for k in range(len(xs))])
-        written = [
-            lax.dynamic_update_index_in_dim(stack, made[k], at, 0) for k, stack in zip(over, stacks, strict=True)
-        ]
-        return (trip + 1, *written, *held), [row for k, row in enumerate(made) if k not in over]
+        old = {over[k]: lax.dynamic_index_in_dim(stacks[k], at, 0, keepdims=False) for k in over}
+        read = old | dict(zip(there, rows, strict=True))
+        held, made = step(held, [read[k] for k in range(len(xs))])
+        written = {k: lax.dynamic_update_index_in_dim(stack, made[k], at, 0) for k, stack in stacks.items()}
+        return (trip + 1, written, tuple(held)), [row for k, row in enumerate(made) if k not in stacks]
 
-    start = jnp.zeros((), jnp.int32), *(xs[k] for k in read), *carries
-    last, made = scan(write, start, others, length=length, reverse=reverse, unroll=unroll)
-    stacks, left = dict(zip(over, last[1:], strict=False)), iter(made)
-    return last[1 + len(read) :], [stacks[k] if k in stacks else next(left) for k in range(len(made) + len(over))]
+    start = jnp.zeros((), jnp.int32), {**{k: xs[at] for k, at in over.items()}, **begun}, carries
+    given = tuple(xs[k] for k in there)
+    (_, stacks, last), others = lax.scan(write, start, given, length=length, reverse=reverse, unroll=unroll)
+    left = iter(others)
+    return last, [stacks[k] if k in stacks else next(left) for k in range(len(stacks) + len(others))]
 
 
 def overwritten(

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from autopar._jax import Literal, Var
+from autopar._jax import Var
 from autopar.intra_op.held import held_values
-from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
+from autopar.intra_op.sharded import Body, Collective, Compute, describe, instructions_within
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Sharding
@@ -142,15 +142,11 @@ def _values(planned: StepPlan) -> Iterator[Value]:
 
 
 def _activations(body: Body) -> Iterator[tuple[str, Var, Sharding]]:
-    for instruction in body.instructions:
-        match instruction:
-            case Compute(eqn, rule, strategy) if not rule.whole or rule.summed:
-                for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
-                    if len(var.aval.shape) > 1 and not isinstance(var, Literal):
-                        yield describe_phase(eqn), var, sharding
-            case Region(bodies=bodies):
-                for inner in bodies:
-                    yield from _activations(inner)
+    for i, _ in instructions_within(body):
+        if isinstance(i, Compute) and (not i.rule.whole or i.rule.summed):
+            for var, sharding in i.makes:
+                if len(var.aval.shape) > 1:
+                    yield describe_phase(i.eqn), var, sharding
 
 
 def role_of(program: Program, roles: Roles, k: int) -> ArgumentRole:

@@ -7,8 +7,9 @@ Method: equal programs have equal keys (`ir/signature.py`) and share their choic
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr
@@ -41,35 +42,28 @@ class Solved:
     Attributes:
         known: Key of a stage and its terms -> its plan.
         counted: Key of a stage and a budget -> its plan with all memory counted (not `all_again`).
-        graphs: Id of a program -> the program and its graph on some mesh, to reuse what does not depend on the mesh.
+        graphs: Program -> its graph on some mesh, to reuse what does not depend on the mesh.
         tables: Mesh -> caches shared by all programs on it.
-        keys: Id of a program -> the program and its canonical key.
-        pieces: Id of a cut step, borders, ... -> the tasks and programs of its stages, shared by schedules.
+        pieces: Cut step, borders, ... -> the tasks and programs of its stages, shared by schedules.
+        key_of: `canonical_key`, cached.
     """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
     counted: dict[Hashable, StagePlan] = field(default_factory=dict)
-    graphs: dict[int, tuple[StageProgram, Graph]] = field(default_factory=dict)
+    graphs: dict[StageProgram, Graph] = field(default_factory=dict)
     tables: dict[LogicalMesh, Tables] = field(default_factory=dict)
-    keys: dict[int, tuple[Jaxpr, Hashable]] = field(default_factory=dict)
-    pieces: dict[Hashable, tuple[CutStep, Tasks, list[StageProgram]]] = field(default_factory=dict)
-
-    def key_of(self, jaxpr: Jaxpr) -> Hashable:
-        """`canonical_key`, cached."""
-        if id(jaxpr) not in self.keys:
-            self.keys[id(jaxpr)] = jaxpr, canonical_key(jaxpr)
-        return self.keys[id(jaxpr)][1]
+    pieces: dict[Hashable, tuple[Tasks, list[StageProgram]]] = field(default_factory=dict)
+    key_of: Callable[[Jaxpr], Hashable] = field(default_factory=lambda: functools.cache(canonical_key))
 
     def pieces_of(
         self, cut: CutStep, borders: Sequence[int], splits: BackwardSplit, levels: Sequence[float]
     ) -> tuple[Tasks, list[StageProgram]]:
         """The tasks and programs of the stages between borders, cached; `splits` and `levels` as in `make_tasks`."""
-        key = id(cut), tuple(borders), splits, tuple(levels)
+        key = cut, tuple(borders), splits, tuple(levels)
         if key not in self.pieces:
             tasks = make_tasks(cut, borders, splits, levels)
-            programs = [stage_program(tasks, k) for k in range(len(borders))]
-            self.pieces[key] = cut, tasks, programs
-        return self.pieces[key][1:]
+            self.pieces[key] = tasks, [stage_program(tasks, k) for k in range(len(borders))]
+        return self.pieces[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,13 +148,12 @@ def solve_stage(
     if key in solved.known:
         return take_over(program, solved.known[key], device, solved.key_of)
     tables = solved.tables.setdefault(mesh, Tables())
-    _, like = solved.graphs.get(id(program), (program, None))
-    graph = stage_graph(program, mesh, like, tables)
+    graph = stage_graph(program, mesh, solved.graphs.get(program), tables)
     made = plan_stage(program, graph, device, options, restrict, all_again, gap, in_flight)
     solved.known[key] = made
     if not all_again:
         solved.counted[*same, options.memory_budget_bytes] = made
-    solved.graphs.setdefault(id(program), (program, graph))
+    solved.graphs.setdefault(program, graph)
     return made
 
 

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from autopar._jax import copies_to_or_from_host, on_host
-from autopar.intra_op.sharded import Body, Compute, Region, share_bytes
-from autopar.ir.region import trip_count
+from autopar.intra_op.sharded import Body, Compute, instructions_within, share_bytes
 from autopar.mesh import LogicalMesh
 from autopar.verify.hlo import Hlo, Module, dims_of, parts_of, type_bytes
 
@@ -28,16 +27,12 @@ _NAMES = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "cus
 def planned_copies(body: Body, mesh: LogicalMesh) -> Counter[str]:
     """Planned bytes that a program copies."""
     found: Counter[str] = Counter()
-    for instruction in body.instructions:
-        match instruction:
-            case Compute(eqn, _, strategy) if copies_to_or_from_host(eqn):
-                for atom, var, sharding in zip(eqn.invars, eqn.outvars, strategy.results, strict=True):
-                    size = share_bytes(var, sharding, mesh)
-                    if on_host(atom.aval) != on_host(var.aval) and size > var.aval.dtype.itemsize:
-                        found[DIRECTIONS[on_host(atom.aval)]] += size
-            case Region(eqn, bodies=bodies):
-                for inner in bodies:
-                    found.update(_times(planned_copies(inner, mesh), trip_count(eqn)))
+    for i, times in instructions_within(body):
+        if isinstance(i, Compute) and copies_to_or_from_host(i.eqn):
+            for atom, (var, sharding) in zip(i.eqn.invars, i.makes, strict=True):
+                size = share_bytes(var, sharding, mesh)
+                if on_host(atom.aval) != on_host(var.aval) and size > var.aval.dtype.itemsize:
+                    found[DIRECTIONS[on_host(atom.aval)]] += times * size
     return found
 
 

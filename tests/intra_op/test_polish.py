@@ -6,7 +6,7 @@ import numpy as np
 
 from autopar.intra_op import polish as polishing
 from autopar.intra_op.polish import _neighbourhoods, polish
-from autopar.intra_op.problem import Problem, Solution
+from autopar.intra_op.problem import Neighbours, Problem, Solution
 from autopar.intra_op.time_limit import TimeLimit
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
@@ -55,13 +55,9 @@ def test_small_neighbourhoods_help_too(monkeypatch):
 
 def test_neighbourhoods_hold_every_node_and_hang_together():
     problem = draw(5, nodes=(6, 7))
-    around = [[] for _ in problem.costs]
-    for u, v in problem.edges:
-        around[u].append(v)
-        around[v].append(u)
-    found = list(_neighbourhoods(around, 3))
-    assert {n for some in found for n in some} == set(range(len(around)))
-    assert all(len(some) == 1 or any(v in around[u] for v in some for u in some) for some in found)
+    found = list(_neighbourhoods(Neighbours(problem), 3))
+    assert {n for some in found for n in some} == set(range(len(problem.costs)))
+    assert all(len(some) == 1 or any((u, v) in problem.edges for v in some for u in some) for some in found)
 
 
 def test_without_time_nothing_changes():

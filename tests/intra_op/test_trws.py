@@ -96,7 +96,7 @@ def test_assignments_are_read_as_they_cost():
     for seed in range(30):
         problem = draw(seed, forbidden=0.0)
         bounds = Ascent(problem).run(20)
-        assert problem.cost(bounds.choices) == pytest.approx(bounds.upper)
+        assert problem.cost(bounds.best) == pytest.approx(bounds.upper)
         assert bounds.lower <= brute_force(problem).objective + 1e-9 <= bounds.upper + 2e-9
 
 
@@ -118,7 +118,7 @@ def test_a_level_has_no_edges_inside():
 def test_nodes_without_edges():
     problem = Problem([np.array([3.0, 1.0]), np.array([2.0])])
     bounds = Ascent(problem).run(3)
-    assert bounds.choices == (1, 0) and bounds.lower == pytest.approx(3.0)
+    assert bounds.best == (1, 0) and bounds.lower == pytest.approx(3.0)
 
 
 def test_pads_are_few():

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.partition.stacks import scan_into_late_stacks
+from autopar.partition.stacks import late_stacks, scan_into
 
 XS = jnp.arange(12.0).reshape(4, 3)
-TYPES = [jax.ShapeDtypeStruct((4, 3), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.bool_)]
+TYPES = dict(enumerate([jax.ShapeDtypeStruct((4, 3), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.bool_)]))
+
+
+def scan_into_late_stacks(step, carries, xs, types, **how):
+    return scan_into(late_stacks(carries, types), {}, step, carries, xs, **how)
 
 
 def step(carried, rows):
@@ -29,7 +33,7 @@ def test_as_scan(how):
 def test_without_stacks_or_carries_it_is_that_scan():
     how = {"length": 4, "reverse": False, "unroll": 1}
     assert str(
-        jax.make_jaxpr(lambda x: scan_into_late_stacks(lambda c, r: (c, ()), (x,), (XS,), [], **how))(1.0)
+        jax.make_jaxpr(lambda x: scan_into_late_stacks(lambda c, r: (c, ()), (x,), (XS,), {}, **how))(1.0)
     ) == str(jax.make_jaxpr(lambda x: lax.scan(lambda c, r: (c, ()), (x,), (XS,), **how))(1.0))
 
 
