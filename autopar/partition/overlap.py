@@ -6,9 +6,9 @@ Method: XLA's scheduler for GPUs starts collectives early and waits for them lat
         that are pipelined into the trip before or after. Small collectives are combined up to a threshold on their
         results: for each kind the bytes that one trip of a loop makes, so that the gathers of one layer are combined,
         but not those of two, which would overlap with nothing. Where no loop sends a kind, or one sends more than a
-        bucket, those that are too large for `fuse.py` stay apart, as they were placed. Flags that the user sets in
-        `XLA_FLAGS` are left alone. Names: `xla.proto` (DebugOptions); NVIDIA, "Tips for High-Performance LLMs with
-        JAX and XLA".
+        bucket, those that are too large for `fuse.py` stay apart, as they were placed. A program that copies to the
+        host is not recorded as CUDA graphs. Flags that the user sets in `XLA_FLAGS` are left alone. Names: `xla.proto`
+        (DebugOptions); NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from autopar.mesh import LogicalMesh
 Options = Mapping[str, bool | int]
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_NO_GRAPHS = 2**30
+"""More commands than a CUDA graph can have: in a graph, copies to the host run one by one with kernels (seen on an H200)."""
 _UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
 _KINDS: Mapping[CollectiveKind, tuple[str, str]] = {
     "all-reduce": ("xla_gpu_all_reduce_combine_threshold_bytes", "xla_gpu_enable_pipelined_all_reduce"),
@@ -42,9 +44,12 @@ _KINDS: Mapping[CollectiveKind, tuple[str, str]] = {
 def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
     """XLA's options for a program on GPUs; {} if it neither communicates nor copies to host memory."""
     copies_rows = any(copies_host(i) for inner in _trips(body) for i in inner.instructions)
-    if not (copies_rows or any(map(copies_host, body.instructions)) or any(True for _ in collectives_of(body, mesh))):
+    copies = copies_rows or any(map(copies_host, body.instructions))
+    if not (copies or any(True for _ in collectives_of(body, mesh))):
         return {}
     found: dict[str, bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    if copies:
+        found["xla_gpu_graph_min_graph_size"] = _NO_GRAPHS
     if copies_rows:
         found["xla_gpu_enable_pipelined_host_offloading"] = True
     trips = list(_trips(body))

@@ -125,8 +125,8 @@ def test_no_communication_no_options():
 
 
 @pytest.mark.parametrize("is_scanned", [True, False])
-def test_copies_of_rows_to_the_host_are_pipelined(is_scanned):
-    """One trip's beside the kernels of the next: XLA does so only if it is told to."""
+def test_copies_to_the_host_overlap_with_kernels(is_scanned):
+    """Those of rows are pipelined into the next trip; none is part of a CUDA graph, which runs them one by one."""
     policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
     def offloading(weights, batch):
@@ -146,6 +146,7 @@ def test_copies_of_rows_to_the_host_are_pipelined(is_scanned):
     found = overlap_options(plan.origin.pipeline.stages[0].sharded.body, plan.mesh)
     assert found["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert found.get("xla_gpu_enable_pipelined_host_offloading", False) is is_scanned
+    assert found["xla_gpu_graph_min_graph_size"] >= 2**20
 
 
 def test_only_on_gpus():
