@@ -60,7 +60,8 @@ class Chain:
         return self._work((np.array(self.segment) >= 0) & (np.array(self.passes) == number))
 
     def _work(self, inside: np.ndarray) -> np.ndarray:
-        return np.bincount(np.array(self.segment)[inside], np.array(self.work_of)[inside], self.num_segments)
+        segment = np.array(self.segment, int)  # which may be empty, as then `inside` is
+        return np.bincount(segment[inside], np.array(self.work_of, float)[inside], self.num_segments)
 
     @property
     def backward(self) -> tuple[bool, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -139,3 +140,8 @@ def test_marks(num_microbatches):
     assert [[e.primitive.name for e in eqns].count("dot_general") for eqns in forward] == [1, 2, 1]
     for eqns in forward[:-1]:
         assert eqns[-1].primitive.name == "mark_stage"
+
+
+def test_no_work_in_a_loop_without_equations():
+    chain = dataclasses.replace(chain_of("mlp_schedule_clip", 2), passes=(), segment=(), work_of=(), num_segments=1)
+    assert chain.work.tolist() == [0.0]

@@ -7,9 +7,11 @@ Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and wa
 Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. A grid dim is whole if the
         kernel reads its index (`program_id`: a causal mask) for more than to find its rows in whole arrays
         (`kernel_steps.py`), if a block is written at several of its steps, or if the block of a step is known only at run
-        time. A scratch buffer, or a result that nothing reads, may carry values from step to step; then a dim is split only
-        if neither its own index nor that of an outer dim is read, or if the buffers are overwritten first
-        (`kernel_scratch.py`). Positions within a block do not matter: a block is the same block on one device.
+        time. A kernel that copies blocks by itself begins the copies of the next step, too, and finds that step by numbers
+        in its program, which are not those of a smaller grid. A scratch buffer, or a result that nothing reads, may carry
+        values from step to step; then a dim is split only if neither its own index nor that of an outer dim is read, or if
+        the buffers are overwritten first (`kernel_scratch.py`). Positions within a block do not matter: a block is the same
+        block on one device.
 """
 
 from __future__ import annotations
@@ -191,11 +193,18 @@ class _Kernel:
             if length is None:
                 self.whole[dim] = "its length is known only when it runs"
             elif dim in asked:
-                self.whole[dim] = "the kernel asks for its index (`program_id`), and may do something else at each"
+                self.whole[dim] = f"the kernel asks for its index (`program_id`), {self._what_for}"
             elif any(outer in asked for outer in range(dim)) or dim in self.steps:
                 left = [*self.scratch, *(at for at in self._unread(results, dim) if dim not in sums)]
                 if left and not self._parallel(dim) and not self._is_overwritten_first(dim, left):
                     self.whole[dim] = "a scratch buffer may carry values along it"
+
+    @functools.cached_property
+    def _what_for(self) -> str:
+        """What the kernel may do with its index in the grid."""
+        if any(inner.primitive.name == "dma_start" for inner in all_equations(self.body)):
+            return "to copy blocks by itself (`dma_start`), also for later steps, whose number is written into it"
+        return "and may do something else at each"
 
     def _unread(self, results: Sequence[Term], grid_dim: int) -> list[int]:
         """Results, as positions among the body's arguments, that nothing reads and that do not move with a grid dim."""

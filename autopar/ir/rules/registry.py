@@ -108,7 +108,8 @@ def whole_kernel_warning(what: str, reason: str, eqn: JaxprEqn) -> str:
     operands, results = (", ".join(map(term, variables)) for variables in (eqn.invars, eqn.outvars))
     return (
         f"{what} is computed whole on every device: {reason}. To split it, put above the function that calls it what is "
-        f"true of it, such as this if `b` is a dim along which it computes each index by itself:\n"
+        f"true of that function, with a term for each of its arrays, such as this if they are the kernel's and `b` is a dim "
+        f"along which it computes each index by itself:\n"
         f'    @autopar.sharding_rule("{operands} -> {results}")'
     )
 

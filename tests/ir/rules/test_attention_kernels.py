@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention, paged_attention
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as paged_on_tpus
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention, ref_ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from autopar import sharding_rule
@@ -102,10 +102,12 @@ PAGED = {
 
 @pytest.mark.parametrize("name", PAGED)
 def test_keys_in_pages_on_tpus_stay_whole(name):
-    """Each step fetches the pages of the next one, which it tells by its place in the grid: said, with what to write."""
+    """Each step copies the pages of the next one, which it tells by its place in the grid: said, with what to write."""
     shapes = [(64, 4, 128), (128, 16, 4, 128)] if name == "ragged" else [(8, 4, 128), *[(2, 64, 16, 128)] * 2]
     (kernel,) = (eqn for eqn in flat_eqns(PAGED[name], *shapes) if eqn.primitive.name == "pallas_call")
-    with pytest.warns(UserWarning, match=r"computed whole .*asks for its index .*(?s:.*)@autopar\.sharding_rule"):
+    with pytest.warns(
+        UserWarning, match=r"whole .*its index .*to copy blocks by itself (?s:.*)@autopar\.sharding_rule"
+    ):
         assert not rule_for(kernel).splittable()
 
 
@@ -130,6 +132,41 @@ def test_keys_in_pages_on_tpus_in_parts():
         of_sample = attend(query[1:], keys, values, lengths[1:], listed[1:])
     np.testing.assert_array_equal(whole[:, 2:], of_head)
     np.testing.assert_array_equal(whole[1:], of_sample)
+
+
+def structs(*shapes):
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def ragged_with_pairs(attend, query, pages, *rest):
+    """Keys and values of a head beside each other in a dim of their own, as the page on kernels has it."""
+    return attend(query, pages.reshape(*pages.shape[:2], -1, pages.shape[-1]), *rest)
+
+
+def test_ragged_keys_in_pages_on_tpus_with_a_rule():
+    """Heads of keys are split, and a device's part makes a kernel of its own."""
+    rule = sharding_rule("t (k g) d, p s k v d, b, b i, c, n -> t (k g) d {whole t d}")
+    kernel = functools.partial(ragged_paged_attention, num_kv_pages_per_block=4, num_queries_per_block=8)
+    attend = rule(functools.partial(ragged_with_pairs, kernel))
+    rest = LENGTHS, LISTED, BEGINS, COUNT
+    (eqn,) = flat_eqns(lambda *arrays: attend(*arrays, *rest), (64, 16, 128), (128, 16, 8, 2, 128))
+    assert rule_for(eqn).splittable() == ("k",)
+    part = jax.eval_shape(lambda *arrays: attend(*arrays, *rest), *structs((64, 4, 128), (128, 16, 2, 2, 128)))
+    assert part.shape == (64, 4, 128)
+
+
+def test_ragged_keys_in_pages_in_parts():
+    """What that rule says, of JAX's reference for the kernel, which nothing can interpret."""
+    rng = np.random.default_rng(0)
+    query, pages = rng.normal(size=(9, 4, 128)), rng.normal(size=(8, 16, 2, 2, 128))
+    lengths, listed = np.array([20, 7], np.int32), rng.integers(0, 8, (2, 2)).astype(np.int32)
+    rest = lengths, listed, np.array([0, 5, 9], np.int32), np.array([2], np.int32)
+    attend = functools.partial(ragged_with_pairs, ref_ragged_paged_attention)
+    whole = attend(jnp.float32(query), jnp.float32(pages), *rest)
+    for head in (0, 1):
+        own = slice(2 * head, 2 * head + 2)
+        part = attend(jnp.float32(query[:, own]), jnp.float32(pages[:, :, head : head + 1]), *rest)
+        np.testing.assert_allclose(whole[:, own], part, rtol=1e-6)
 
 
 def test_parts_of_splash_attention():
