@@ -12,7 +12,7 @@ from __future__ import annotations
 from autopar._jax import Literal
 from autopar.cost.steps import apply_to_sharding
 from autopar.intra_op.graph import Graph
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Move, Region, copies_awaited, describe
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Move, Region, describe
 from autopar.ir.region import region_of
 from autopar.mesh import LogicalMesh, Sharding
 
@@ -42,7 +42,7 @@ def check_body(body: Body, mesh: LogicalMesh) -> None:
     defined: set[Copy] = set(body.inputs)
     assert len(defined) == len(body.inputs), "an input comes twice"
     for instruction in body.instructions:
-        for copy in (*instruction.reads, *copies_awaited(instruction)):
+        for copy in instruction.needs:
             assert copy in defined, f"{instruction}: {copy[0]} in {copy[1]} is not defined"
         match instruction:
             case Move() | Fused():

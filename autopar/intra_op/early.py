@@ -27,7 +27,6 @@ from autopar.intra_op.sharded import (
     Move,
     Region,
     communicates,
-    copies_awaited,
     with_bodies,
 )
 from autopar.intra_op.traffic import is_fused, is_view
@@ -40,7 +39,7 @@ def send_early(body: Body, phases: Phases) -> Body:
     inside = [with_bodies(i, lambda inner: send_early(inner, phases)) for i in body.instructions]
     if any(map(copies_host, inside)) or _waits(inside, phases):
         return dataclasses.replace(body, instructions=tuple(inside))
-    readers = Counter(copy for i in inside for copy in (*i.reads, *copies_awaited(i)))
+    readers = Counter(copy for i in inside for copy in i.needs)
     readers.update(copy for copy in body.outputs if not isinstance(copy[0], Literal))
     makers = Counter(copy for i in inside for copy in i.makes)
     behind: list[int] = []  # per instruction, the one that it stands right after, or itself

@@ -23,12 +23,10 @@ from autopar.intra_op.host_order import fetched_late
 from autopar.intra_op.sharded import (
     BUCKET_BYTES,
     Body,
-    Compute,
     Copy,
     Fused,
     Instruction,
     Move,
-    copies_awaited,
     move_bytes,
     with_bodies,
 )
@@ -107,7 +105,7 @@ def _scattered(
     sums = {move.makes[0]: move for group in groups for move in _moves(instructions, group) if _is_sum(move)}
     readers: dict[Copy, list[Instruction]] = {copy: [] for copy in sums if copy not in results}
     for instruction in instructions if readers else ():
-        for copy in (*instruction.reads, *(() if isinstance(instruction, Compute) else copies_awaited(instruction))):
+        for copy in instruction.needs:
             if copy in readers:
                 readers[copy].append(instruction)
     slices = {
@@ -166,10 +164,7 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
     needs: list[list[int]] = []
     for position, instruction in enumerate(instructions):
         made = instruction.makes
-        waited = instruction.reads
-        if not isinstance(instruction, Compute):
-            waited = (*waited, *copies_awaited(instruction))
-        read = [copy for copy in waited if copy in maker]
+        read = [copy for copy in instruction.needs if copy in maker]
         before = [maker[copy] for copy in read]
         for copy in made:
             if copy in readers:

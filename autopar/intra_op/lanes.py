@@ -28,7 +28,6 @@ from autopar.intra_op.sharded import (
     Instruction,
     Region,
     collectives_of,
-    copies_awaited,
     local_bytes,
     transposed_bytes,
 )
@@ -101,11 +100,7 @@ class _Build:
         maker, place = dict(given), 0
         waits = host_waits(body, lambda copy: local_bytes(*copy, self.mesh), is_program)
         for position, instruction in enumerate(body.instructions):
-            waited = instruction.reads
-            if not isinstance(instruction, Compute):
-                waited = (*waited, *copies_awaited(instruction))
-            if position in waits:
-                waited = (*waited, *waits[position])
+            waited = (*instruction.needs, *waits[position]) if position in waits else instruction.needs
             if len(waited) == 1:
                 needs = maker.get(waited[0], ())
             else:

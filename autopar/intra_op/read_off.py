@@ -147,15 +147,18 @@ class Sharded:
 
     def as_compared(self, device: Device) -> Sharded:
         """The same program priced by the exposure before it alone decided that, so that others can be priced alike."""
-        return self._priced_under(self.exposure.before, device) if isinstance(self.exposure, OwnExposure) else self
-
-    def _priced_under(self, exposure: Exposure, device: Device) -> Sharded:
-        problem = build_problem(self.graph, device, self.class_of, self.allowed.masks, exposure)
-        problem = dataclasses.replace(problem, rows=self.problem.rows)
-        choices = of_classes(self.class_of, self.choices)
+        if not isinstance(self.exposure, OwnExposure):
+            return self
+        before = self.exposure.before
+        problem = build_problem(self.graph, device, self.class_of, self.allowed.masks, before)
         least = sum(float(costs.min()) for costs in problem.costs)
-        solution = Solution(choices, problem.cost(choices), least, "feasible", self.solution.solver)
-        return dataclasses.replace(self, problem=problem, solution=solution, exposure=exposure)
+        return self.repriced(dataclasses.replace(problem, rows=self.problem.rows), least, before)
+
+    def repriced(self, problem: Problem, bound: float, exposure: Exposure | None) -> Sharded:
+        """The same program with the costs and the bound of another problem."""
+        choices = of_classes(self.class_of, self.choices)
+        priced = Solution(choices, problem.cost(choices), bound, "feasible", self.solution.solver).bounded(bound)
+        return dataclasses.replace(self, problem=problem, solution=priced, exposure=exposure)
 
     def input_sharding(self, position: int) -> Sharding:
         """The sharding of an input."""

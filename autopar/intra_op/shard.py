@@ -31,7 +31,6 @@ from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import BUCKET_BYTES, Body
 from autopar.intra_op.solve import Solve, pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.tying import of_classes
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device
 from autopar.options import Options
@@ -272,7 +271,7 @@ def _explore(
     found, last = _follow_clock(instance, instance.read_off(problem, solution, exposure), tried)
     found = min(best, found, key=lambda sharded: sharded.step_seconds)
     # Price it by the latest exposure, as the meshes will be that it is compared with.
-    return _repriced(found, found.solution.choices, last.problem, last.solution.bound, last.exposure), last
+    return found.repriced(last.problem, last.solution.bound, last.exposure), last
 
 
 def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool], turns: int) -> Sharded:
@@ -308,7 +307,7 @@ def _around(
         problem, solution = instance.solve_under(exposure)
         if not solution.choices:
             break
-        other = _repriced(best, of_classes(instance.class_of, best.choices), problem, solution.bound, exposure)
+        other = best.repriced(problem, solution.bound, exposure)
         best = min(best, other, key=lambda sharded: sharded.gap)
         if solution.choices in tried and not doubted:
             doubted, exposure = True, exposure.doubtful()  # it may be one of several such answers
@@ -323,14 +322,6 @@ def _around(
         if problem.rows and solution.gap > TUNING.rough_gap:
             break  # what is left is of the memory rows: no exposure closes it
     return best
-
-
-def _repriced(
-    sharded: Sharded, choices: tuple[int, ...], problem: Problem, bound: float, exposure: Exposure | None
-) -> Sharded:
-    """The same program with the costs and the bound of another problem, in which these are its choices."""
-    priced = Solution(choices, problem.cost(choices), bound, "feasible", sharded.solution.solver).bounded(bound)
-    return dataclasses.replace(sharded, problem=problem, solution=priced, exposure=exposure)
 
 
 def _shown(sharded: Sharded) -> Exposure:

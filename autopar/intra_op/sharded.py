@@ -36,7 +36,25 @@ BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class _Noted:
+    """What is noted of every instruction, since every pass over a program asks for it.
+
+    Attributes:
+        reads, makes: The copies that it reads and makes.
+        needs: Those that must be computed before it begins: what it reads, and what it waits for.
+    """
+
+    reads: tuple[Copy, ...] = field(init=False, repr=False)
+    makes: tuple[Copy, ...] = field(init=False, repr=False)
+    needs: tuple[Copy, ...] = field(init=False, repr=False)
+
+    def _note(self, reads: tuple[Copy, ...], makes: tuple[Copy, ...], awaited: tuple[Copy, ...] = ()) -> None:
+        for name, copies in (("reads", reads), ("makes", makes), ("needs", reads + awaited)):
+            object.__setattr__(self, name, copies)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move(_Noted):
     """Make the copy of `var` in `target` from the one in `source` by one step.
 
     Attributes:
@@ -44,7 +62,6 @@ class Move:
         earlier: A copy that the move waits for, so that a repeated gather is not made too early.
         phase: Phase of the reader.
         narrow: The dtype in which it is sent (`narrow.py`); None: its own.
-        reads, makes: The copies that it reads and makes.
     """
 
     var: Var
@@ -55,11 +72,10 @@ class Move:
     earlier: Copy | None = None
     phase: Phase = "f"
     narrow: np.dtype | None = None
-    reads: tuple[Copy, ...] = field(init=False, repr=False)
-    makes: tuple[Copy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _note(self, ((self.var, self.source),), ((self.var, self.target),))
+        awaited = () if self.earlier is None else (self.earlier,)
+        self._note(((self.var, self.source),), ((self.var, self.target),), awaited)
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -76,69 +92,62 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fused:
+class Fused(_Noted):
     """Several moves of one kind over the same axes, sent as one message."""
 
     moves: tuple[Move, ...]
-    reads: tuple[Copy, ...] = field(init=False, repr=False)
-    makes: tuple[Copy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         reads = tuple([(move.var, move.source) for move in self.moves])
-        _note(self, reads, tuple([(move.var, move.target) for move in self.moves]))
+        awaited = tuple([move.earlier for move in self.moves if move.earlier is not None])
+        self._note(reads, tuple([(move.var, move.target) for move in self.moves]), awaited)
 
     def __str__(self) -> str:
         return "together: " + "; ".join(map(str, self.moves))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compute:
+class Compute(_Noted):
     """Run one equation under a strategy, which reads and makes these copies."""
 
     eqn: JaxprEqn
     rule: ShardingRule
     strategy: Strategy
-    reads: tuple[Copy, ...] = field(init=False, repr=False)
-    makes: tuple[Copy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         reads = _but_literals(self.eqn.invars, self.strategy.operands)
-        _note(self, reads, tuple(zip(self.eqn.outvars, self.strategy.results, strict=True)))
+        self._note(reads, tuple(zip(self.eqn.outvars, self.strategy.results, strict=True)))
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} [{self.rule}] by {self.strategy}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class Region(_Noted):
     """Run a structured equation: operands and results in these shardings, bodies in the order of its parameters."""
 
     eqn: JaxprEqn
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     bodies: tuple[Body, ...]
-    reads: tuple[Copy, ...] = field(init=False, repr=False)
-    makes: tuple[Copy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         reads = _but_literals(self.eqn.invars, self.operands)
-        _note(self, reads, tuple(zip(self.eqn.outvars, self.results, strict=True)))
+        self._note(reads, tuple(zip(self.eqn.outvars, self.results, strict=True)))
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} ({len(self.bodies)} bodies)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gate:
+class Gate(_Noted):
     """Readers of `copies` from here on wait for `earlier`, so that recomputation does not run too early."""
 
     earlier: Copy
     copies: tuple[Copy, ...]
-    reads: tuple[Copy, ...] = field(init=False, repr=False)
-    makes: tuple[Copy, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _note(self, (self.earlier, *self.copies), ())
+        self._note((self.earlier, *self.copies), ())
 
     def __str__(self) -> str:
         return f"{', '.join(str(var) for var, _ in self.copies)} from here on after {self.earlier[0]}"
@@ -167,18 +176,6 @@ class Body:
     def results(self) -> dict[Copy, None]:
         """The copies among its outputs, in order."""
         return {(atom, sharding): None for atom, sharding in self.outputs if not isinstance(atom, Literal)}
-
-
-def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
-    """Copies that must be computed before an instruction begins, though it does not read them."""
-    moves = instruction.moves if isinstance(instruction, Move | Fused) else ()
-    return tuple([move.earlier for move in moves if move.earlier is not None])
-
-
-def _note(instruction: Instruction, reads: tuple[Copy, ...], makes: tuple[Copy, ...]) -> None:
-    """Store what an instruction reads and makes: every pass over a program asks for both."""
-    object.__setattr__(instruction, "reads", reads)
-    object.__setattr__(instruction, "makes", makes)
 
 
 def _but_literals(atoms: Sequence[Var | Literal], shardings: Sequence[Sharding]) -> tuple[Copy, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.intra_op.sharded import Body, Instruction, Move, copies_awaited, with_bodies
+from autopar.intra_op.sharded import Body, Instruction, Move, with_bodies
 
 
 def drop_unread(body: Body) -> Body:
@@ -22,7 +22,7 @@ def drop_unread(body: Body) -> Body:
             continue
         instruction = with_bodies(instruction, drop_unread)
         read.difference_update(made)  # a redefined copy: earlier definitions have other readers
-        read.update(instruction.reads, copies_awaited(instruction))
+        read.update(instruction.needs)
         kept.append(instruction)
     if len(kept) == len(body.instructions) and all(
         a is b for a, b in zip(reversed(kept), body.instructions, strict=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.lower import lower
-from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.solve import pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
@@ -51,8 +50,7 @@ def untie(
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
     answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices)
     before = problem.cost(sharded.choices)
-    same = Solution(sharded.choices, before, before, "feasible", sharded.solution.solver).bounded(answer.bound)
-    kept = dataclasses.replace(sharded, problem=problem, class_of=tuple(alone), solution=same)
+    kept = dataclasses.replace(sharded, class_of=tuple(alone)).repriced(problem, answer.bound, sharded.exposure)
     if not answer.choices or answer.objective >= before * (1 - 1e-6):
         return kept
     body = lower(graph, answer.choices, sharded.body.bucket)

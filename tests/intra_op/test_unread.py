@@ -8,7 +8,7 @@ from autopar._jax import new_var, shaped
 from autopar.cost.steps import AllGather, Slice
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.lower import lower
-from autopar.intra_op.sharded import Body, Gate, Move, Region, copies_awaited
+from autopar.intra_op.sharded import Body, Gate, Move, Region
 from autopar.intra_op.unread import drop_unread
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import LogicalMesh, Sharding
@@ -69,7 +69,7 @@ def unread(body):
         if isinstance(instruction, Region):
             found += sum(map(unread, instruction.bodies))
         needed -= set(instruction.makes)
-        needed.update(instruction.reads, copies_awaited(instruction))
+        needed.update(instruction.needs)
     return found
 
 
