@@ -22,7 +22,7 @@ import numpy as np
 from autopar.calibrate.cases import collective
 from autopar.calibrate.timing import turn_times
 from autopar.cost import collective_seconds
-from autopar.cost.steps import CollectiveKind
+from autopar.grouping import summed
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
@@ -73,12 +73,10 @@ def _seconds(run: Callable[[list[Any]], Any], given: list[Any]) -> float:
 def one_program(plan: Decision, devices: Sequence[jax.Device], step_seconds: float, steps: int) -> MeasuredStep:
     """The measured lanes of a step that is one program."""
     cost, mesh = plan.cost, plan.mesh
-    predicted: dict[tuple[CollectiveKind, tuple[str, ...], int], tuple[float, int]] = {}
-    for c in cost.collectives:
-        key = c.kind, c.axes, c.bytes
-        seconds, times = predicted.get(key, (0.0, 0))
-        seconds += c.times * collective_seconds(c.kind, c.bytes, c.axes, mesh)
-        predicted[key] = seconds, times + c.times
+    predicted = summed(
+        ((c.kind, c.axes, c.bytes), (c.times * collective_seconds(c.kind, c.bytes, c.axes, mesh), c.times))
+        for c in cost.collectives
+    )
     largest = sorted(predicted, key=lambda key: -predicted[key][0])[:COLLECTIVES]
     alone = {}
     for kind, axes, num_bytes in largest:
@@ -89,11 +87,10 @@ def one_program(plan: Decision, devices: Sequence[jax.Device], step_seconds: flo
             alone[kind, axes, num_bytes] = found[0] * predicted[kind, axes, num_bytes][1]
     told = sum(predicted[key][0] for key in alone)
     scale = sum(alone.values()) / told if told else 1.0
-    lanes: dict[str, tuple[int, float, float]] = {}
-    for key, (seconds, times) in predicted.items():
-        name = f"{key[0]} over {','.join(key[1])}"
-        before = lanes.get(name, (0, 0.0, 0.0))
-        lanes[name] = before[0] + times, before[1] + seconds, before[2] + alone.get(key, seconds * scale)
+    lanes = summed(
+        (f"{key[0]} over {','.join(key[1])}", (times, seconds, alone.get(key, seconds * scale)))
+        for key, (seconds, times) in predicted.items()
+    )
     sending = sum(measured for _, _, measured in lanes.values())
     found_lanes = [
         Lane("step", 1, cost.step_seconds, step_seconds),
@@ -142,12 +139,8 @@ def pipeline(
 
 def _sums(events: Sequence[Event]) -> dict[str, tuple[int, float]]:
     """Program, or messages of a mesh -> (times, seconds)."""
-    found: dict[str, tuple[int, float]] = {}
-    for event in sorted(events, key=lambda e: (e.kind == "transfer", e.stage, e.name)):
-        name = f"mesh {event.mesh} {event.name}" if event.kind == "transfer" else event.name
-        times, seconds = found.get(name, (0, 0.0))
-        found[name] = times + 1, seconds + event.end - event.start
-    return found
+    order = sorted(events, key=lambda e: (e.kind == "transfer", e.stage, e.name))
+    return summed((f"mesh {e.mesh} {e.name}" if e.kind == "transfer" else e.name, (1, e.end - e.start)) for e in order)
 
 
 def _tasks_alone(plan: Decision, cluster: Cluster) -> dict[str, tuple[int, float]]:

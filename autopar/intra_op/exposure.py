@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from autopar.cost import collective_seconds
 from autopar.cost.steps import step_kind
+from autopar.grouping import summed
 from autopar.intra_op.fuse import sent_together, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Phase
 from autopar.intra_op.sharded import Body, Fused, Move, move_bytes, sent_by
@@ -54,23 +55,15 @@ class Exposure:
 
     def after(self, shown: Sequence[Shown]) -> Exposure:
         """The exposure after one more program was put on the clock."""
-        seen = dict(self.seen)
-        for one in shown:
-            if one.kind is not None:
-                seconds, exposed = seen.get(one.kind[:3], (0.0, 0.0))
-                seen[one.kind[:3]] = seconds + one.seconds, exposed + one.exposed_seconds
-        return Exposure(self.least, seen)
+        more = ((one.kind[:3], (one.seconds, one.exposed_seconds)) for one in shown if one.kind is not None)
+        return Exposure(self.least, summed((*self.seen.items(), *more)))
 
     def as_in(self, shown: Sequence[Shown], before: Exposure) -> OwnExposure:
         """The same, except that for the kinds of conversions in some programs, these alone decide.
 
         `before`: the exposure when the first of them was found.
         """
-        own: dict[Kind, tuple[float, float]] = {}
-        for one in shown:
-            if one.kind is not None:
-                priced, exposed = own.get(one.kind, (0.0, 0.0))
-                own[one.kind] = priced + one.priced_seconds, exposed + one.exposed_seconds
+        own = summed((one.kind, (one.priced_seconds, one.exposed_seconds)) for one in shown if one.kind is not None)
         parts = {kind: max(self.least, exposed / priced) for kind, (priced, exposed) in own.items() if priced}
         return OwnExposure(self.least, self.seen, self.unseen, own=parts, before=before)
 
@@ -80,13 +73,13 @@ class Exposure:
 
     def in_microbatches(self, before: int, after: int) -> Exposure:
         """Guess the exposure with `after` microbatches from that with `before`: execution counts within the loop scale."""
-        seen: dict[Seen, tuple[float, float]] = {}
-        for (is_sample, phase, times), (seconds, exposed) in self.seen.items():
+
+        def scaled(kind: Seen) -> Seen:
+            is_sample, phase, times = kind
             is_inside = times % before == 0 if before > 1 else phase in ("f", "b")
-            kind = is_sample, phase, times / before * after if is_inside else times
-            known = seen.get(kind, (0.0, 0.0))
-            seen[kind] = known[0] + seconds, known[1] + exposed
-        return Exposure(self.least, seen)
+            return is_sample, phase, times / before * after if is_inside else times
+
+        return Exposure(self.least, summed((scaled(kind), seconds) for kind, seconds in self.seen.items()))
 
     def seconds_of(self, shown: Sequence[Shown]) -> float:
         """Seconds that a program's collectives count, all together."""

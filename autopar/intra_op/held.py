@@ -16,6 +16,7 @@ Method: compilers fuse elementwise operations, slices and the like into the kern
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -53,10 +54,7 @@ def _find_factors(graph: Graph) -> Mapping[Var, int]:
 
 
 def _find_held(graph: Graph, nodes: Sequence[Node]) -> set[Var]:
-    readers: dict[Var, int] = {}
-    for node in nodes:
-        for var in dict.fromkeys(inputs_of(node.eqn)):
-            readers[var] = readers.get(var, 0) + 1
+    readers = Counter(var for node in nodes for var in dict.fromkeys(inputs_of(node.eqn)))
     held = {node.var for node in graph.nodes if node.kind == "port" and node.var is not None}
     held.update(edge.var for edge in graph.edges if graph.nodes[edge.target].kind == "port")
     made_by = {var: node for node in nodes for var in node.eqn.outvars}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,14 +148,11 @@ class Cluster:
                 wrong="the list is empty.",
                 do="pass jax.devices() or some of them, or leave it out.",
             )
-        per_host: dict[int, int] = {}
-        for each in devices:
-            host = getattr(each, "process_index", 0)
-            per_host[host] = per_host.get(host, 0) + 1
+        per_host = Counter(getattr(each, "process_index", 0) for each in devices)
         if len(set(per_host.values())) > 1:
             raise ClusterError(
                 "the hosts have different numbers of devices.",
-                given=f"devices per host: {per_host}",
+                given=f"devices per host: {dict(per_host)}",
                 wrong="a mesh needs equally many on each.",
                 do="pass equally many devices of each host.",
             )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.cost import collective_seconds
+from autopar.grouping import summed
 from autopar.intra_op.sharded import Collective
 from autopar.plan.decision import Decision, Recomputed, Value
 from autopar.plan.words import (
@@ -280,15 +281,13 @@ def _activations(plan: Decision) -> Table:
     return _largest("Activations that go through memory", columns, rows)
 
 
-def collective_totals(plan: Decision, key: Callable[[Collective], _Key]) -> dict[_Key, list[float]]:
+def collective_totals(plan: Decision, key: Callable[[Collective], _Key]) -> dict[_Key, tuple[int, int, float, float]]:
     """Totals of the collectives by key: executions, bytes, seconds, and exposed seconds."""
-    totals: dict[_Key, list[float]] = {}
-    for c, exposed in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True):
-        each = collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
-        before = totals.get(key(c), (0, 0, 0.0, 0.0))
-        more = c.times, c.times * c.bytes, c.times * each, exposed
-        totals[key(c)] = [a + b for a, b in zip(before, more, strict=True)]
-    return totals
+    seconds = [
+        collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh) for c in plan.cost.collectives
+    ]
+    each = zip(plan.cost.collectives, seconds, plan.cost.exposed_seconds, strict=True)
+    return summed((key(c), (c.times, c.times * c.bytes, c.times * own, exposed)) for c, own, exposed in each)
 
 
 def _collectives(plan: Decision) -> Table:

@@ -16,7 +16,7 @@ from html import escape
 
 import numpy as np
 
-from autopar.grouping import grouped
+from autopar.grouping import grouped, summed
 from autopar.markup import tag
 from autopar.plan.decision import Decision, Stage, Value
 from autopar.plan.profile import Crossing
@@ -65,17 +65,14 @@ def _are_siblings(roots: Sequence[str]) -> bool:
 
 
 def _blocks(plan: Decision, values: Sequence[Value], root: str) -> Iterable[Block]:
-    found: dict[str, list[int]] = {}
-    for v in values:
+    def sizes_of(v: Value) -> tuple[str, tuple[int, int, int]]:
         rest = v.name[len(root) :].lstrip("/").split("/") if root else v.name.split("/")[1:] or [v.name]
         is_numbered = len(rest) > 2 and rest[1].isdecimal()
-        name = "/".join(rest[: 2 if is_numbered else 1])
         whole = math.prod(v.shape) * np.dtype(v.dtype).itemsize
         each = v.sharding.local_bytes(v.shape, v.dtype, plan.stages[v.stage].logical_mesh)
-        entry = found.setdefault(name, [0, 0, 0])
-        for k, more in enumerate((1, whole, each)):
-            entry[k] += more
-    merged = collapse_paths([(name, tuple(sizes)) for name, sizes in found.items()])
+        return "/".join(rest[: 2 if is_numbered else 1]), (1, whole, each)
+
+    merged = collapse_paths(summed(map(sizes_of, values)).items())
     for name, sizes, count in merged:
         arrays, whole, each = sizes
         yield name, arrays * count, whole * count, each * count
