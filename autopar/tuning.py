@@ -87,6 +87,10 @@ class Tuning:
     were the only one: priced otherwise, it may have a better plan."""
     unaided_part: float = 0.01
     """Part of the step that this is expected to win; 0 to 2 % seen."""
+    finalists_part: float = 1 / 3
+    """Part of the time to plan all meshes that it may take on those nearly as fast as the best, whatever it may win."""
+    finalists_seconds: float = 1.0
+    """Seconds: the most that this may be."""
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""
     named_seconds: float = 13.0
@@ -286,6 +290,11 @@ class Tuning:
     one_array: float = 0.02
     """Part of its time that a stage may lose so that its part of a stack is sharded like the others: they are then one array
     for the user."""
+    borders_doubt: float = 0.05
+    """Part by which the clock of borders, which knows of nothing that stages send within, may be wrong: others as near to the
+    best are planned, too, if that takes next to no time."""
+    borders_seconds: float = 0.5
+    """Seconds: the most that one such plan may take."""
     near: float = 0.05
     """A candidate that cannot be faster than the best known one by more than this part is not solved under a memory budget;
     stages of more than `small_core` pairs may show that while they are solved."""

@@ -134,9 +134,9 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     """Plan the step once more on the best meshes, each as if it were the only one, if that may win: extends `searched`.
 
     A search that begins with what plans on other meshes have shown may end elsewhere than one that begins with nothing: on the
-    best mesh if its price misjudges it; on that and those nearly as fast also where it takes next to no time, and prices
-    depend on what hides behind kernels. On several hosts the best mesh is planned as thoroughly as if the user named it,
-    unless memory binds, where prices of bytes make it many times as long.
+    best mesh if its price misjudges it; on that and those nearly as fast also where it takes next to no time, or together a
+    part of the time that all meshes took, and prices depend on what hides behind kernels. On several hosts the best mesh is
+    planned as thoroughly as if the user named it, unless memory binds, where prices of bytes make it many times as long.
     """
     best, hosts = searched.best, request.cluster.hosts
     known = request.narrowed.seconds if request.narrowed else math.inf
@@ -145,14 +145,19 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     misjudged = abs(1 - best.solution.objective / best.step_seconds)
     is_short = any(sharded.problem.rows for sharded in searched.results)
     near = (1 + TUNING.untied_near) * best.step_seconds if request.cluster.device.achieved.overlap else 0.0
+    all_seconds = sum(planning_seconds(sharded.problem) for sharded in searched.results)
+    left = min(TUNING.finalists_part * all_seconds, TUNING.finalists_seconds)
     for sharded in sorted(searched.results, key=_rank):
         takes, worth = planning_seconds(sharded.problem), TUNING.unaided_part * best.step_seconds
         is_asked = sharded is best and misjudged > TUNING.misjudged
-        is_quick = sharded.step_seconds <= near and takes <= TUNING.untied_seconds
+        is_near = sharded.step_seconds <= near
+        is_quick = is_near and takes <= TUNING.untied_seconds
         repaid = takes <= TUNING.unaided_seconds and request.options.repays(worth, takes)
         thorough = is_asked and hosts > 1 and not is_short and takes <= TUNING.named_seconds
-        if sharded is searched.unaided or not ((is_asked or is_quick) and repaid or thorough):
+        chosen = (is_asked or is_quick) and repaid or thorough or (is_near and takes <= left)
+        if sharded is searched.unaided or not chosen:
             continue
+        left -= takes
         report(f"planning {request.program.name} on mesh {sharded.mesh} alone", None, best.step_seconds, best.gap)
         asked, alone = dataclasses.replace(request, thorough=thorough), Searched([], [])
         search_meshes(asked, [sharded.mesh], silent, alone)

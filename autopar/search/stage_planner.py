@@ -204,7 +204,7 @@ def _planner(
         def plan_within(borders: tuple[int, ...]) -> PipelinePlan:
             return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
 
-        return in_fastest_borders(cut, sizes, schedule, cluster, plan_within)
+        return in_fastest_borders(cut, sizes, schedule, terms, plan_within, beat)
 
     return plan
 

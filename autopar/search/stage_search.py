@@ -338,5 +338,5 @@ def _plan(
         if not candidate.parts and parts != cut.stacks.count:
             cut = cuts.of(candidate.count, parts)
             even = cuts.weighed(cut, min(sizes), terms.cluster.device)
-        return in_fastest_borders(even, sizes, schedule, terms.cluster, plan)
+        return in_fastest_borders(even, sizes, schedule, terms, plan, beat)
     return plan(tuple(layers[first] for first in firsts or ()))
