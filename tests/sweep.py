@@ -23,10 +23,11 @@ import jax
 import numpy as np
 
 import autopar
-from autopar._jax import Jaxpr, open_jaxpr
+from autopar._jax import Jaxpr, JaxprEqn, open_jaxpr
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.restrict import Allowed, pin_constraints
 from autopar.ir.region import trip_count
+from autopar.ir.rules.exchanged_rows import ragged_all_to_all
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
@@ -185,6 +186,9 @@ def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tup
     """(kind, axes, bytes, times) of every collective in a traced program, loop trips counted."""
     for eqn in jaxpr.eqns:
         kind = _KINDS.get(eqn.primitive.name)
+        if eqn.params.get("name") == ragged_all_to_all.__name__:  # a call that stands for one
+            yield _stood_for(eqn, times)
+            continue
         if kind is not None:
             axes = eqn.params.get("axes", eqn.params.get("axis_name"))
             for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
@@ -201,6 +205,13 @@ def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tup
                     yield from emitted_collectives(
                         open_jaxpr(inner)[0] if hasattr(inner, "jaxpr") else inner, times * trip_count(eqn)
                     )
+
+
+def _stood_for(call: JaxprEqn, times: int) -> tuple[str, tuple[str, ...], int, int]:
+    """The all-to-all of unequal counts that a call stands for; the larger side is a buffer for the worst case."""
+    (axes,) = {axes for _, axes, _, _ in emitted_collectives(open_jaxpr(call.params["jaxpr"])[0])}
+    rows, made = (value.aval.size * value.aval.dtype.itemsize for value in (call.invars[0], call.outvars[0]))
+    return "ragged-all-to-all", axes, min(rows, made), times
 
 
 def use_virtual_devices() -> None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar._jax import all_equations
+from tests.sweep import check_faithful
 
 SIZES = "block_q block_k block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
 BLOCKS = attention.BlockSizes(**dict.fromkeys(SIZES, 16))
@@ -257,12 +258,14 @@ def test_rows_travel_to_experts():
     cluster = autopar.Cluster.local(jax.devices()[:4], device=device, intra=link, inter=link)
     method = autopar.ShardParallel(mesh_shape=(4,), constraints=BY_EXPERTS)
     parallel = autopar.parallelize(step, cluster=cluster, method=method)
-    sent = [c for c in parallel.plan(*args).cost.collectives if c.kind == "ragged-all-to-all"]
+    compiled = parallel.compile(*args)
+    check_faithful(compiled)
+    sent = [c for c in compiled.plan.cost.collectives if c.kind == "ragged-all-to-all"]
     # Of two layers' two products: what enters and what is made, and of the gradients of both operands; none of the batch.
     assert sum(c.times for c in sent) == 2 * 2 * (2 + 2 + 2) - 2
     assert {c.bytes for c in sent} == {BATCH * 8 // 4 * width * 4 for width in (WIDTH, 32)}
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parallel(*args), jax.jit(step)(*args)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), compiled(*args), jax.jit(step)(*args)
     )
 
 

@@ -5,11 +5,12 @@ Out:    `Exchange`: the rows of a device's own groups, group by group; and resul
         from.
 Method: one `ragged_all_to_all` each way, with a message per part and group. A device may receive all rows, so the array they
         arrive in is that long, with zeros behind them. Where the backend has no such collective (XLA for CPUs), rows are
-        gathered from all devices and picked.
+        gathered from all devices and picked, in a call of its name: a traced program shows what it stands for.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -84,13 +85,25 @@ class Exchange:
         if self.platform in PLATFORMS:
             made = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
             return lax.ragged_all_to_all(rows, made, begins, counts, ends_at, received, axis_name=self.axes)
-        return _picked(rows, length, (begins, counts, ends_at), received, self.axes)
+        return ragged_all_to_all(rows, (begins, counts, ends_at), received, length=length, axes=self.axes)
 
 
-def _picked(
-    rows: jax.Array, length: int, sent: tuple[jax.Array, ...], received: jax.Array, axes: tuple[str, ...]
+@functools.partial(jax.jit, static_argnames=("length", "axes"))
+def ragged_all_to_all(
+    rows: jax.Array, sent: tuple[jax.Array, ...], received: jax.Array, *, length: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """As `ragged_all_to_all`, where there is none: look up each row of the result among the rows of all devices."""
+    """As that of `lax`, where there is none: look up each row of the result among the rows of all devices.
+
+    Args:
+        rows: A device's rows `[row, ...]`.
+        sent: Starts of the messages here, their lengths, and their starts at the receiver, int32 `[receiver and message]`.
+        received: Lengths of the messages that this device receives, int32 `[sender and message]`.
+        length: Rows of the result.
+        axes: Mesh axes of the devices.
+
+    Returns:
+        The rows received, and zeros in between `[length, ...]`.
+    """
     devices, here = lax.axis_size(axes), lax.axis_index(axes)
     messages = lax.all_gather(jnp.stack(sent), axes)  # [sender, 3, receiver times message]
     to_here = messages.reshape(devices, 3, devices, -1)[:, :, here]
