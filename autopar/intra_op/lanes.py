@@ -27,8 +27,8 @@ from autopar.intra_op.sharded import (
     Copy,
     Instruction,
     Region,
-    collectives_of,
     local_bytes,
+    sent_in,
     transposed_bytes,
 )
 from autopar.ir.region import region_of, trip_count
@@ -129,7 +129,7 @@ class _Build:
             or instruction.strategy.reductions
             or instruction.strategy.exchanged_over
         ):
-            own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
+            own = list(sent_in(instruction, self.mesh))
             kernel = kernel or self.device.turning_seconds(transposed_bytes(instruction, self.mesh)) or None
             if kernel is None and own and all(c.kind in self.device.achieved.awaited for c in own):
                 kernel = 0.0  # one that reduces at once

@@ -262,27 +262,34 @@ def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
     return (sent for _, sent in sent_by(body, mesh))
 
 
-def sent_by(body: Body, mesh: LogicalMesh) -> Iterator[tuple[Move | Fused | Compute, Collective]]:
+def sent_by(body: Body, mesh: LogicalMesh) -> Iterator[tuple[Instruction, Collective]]:
     """The collectives of a program as in `collectives_of`, each with its instruction."""
     for instruction, times in instructions_within(body):
-        match instruction:
-            case Compute(eqn, rule, strategy):
-                for reduction, axes in strategy.reductions:
-                    for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
-                        dtype = var.aval.dtype
-                        num_bytes = (
-                            local_bytes(var, sharding, mesh) // dtype.itemsize * reduced_itemsize(reduction, dtype)
-                        )
-                        yield instruction, Collective("all-reduce", axes, num_bytes, times, describe(eqn))
-                for num_bytes in exchanged_bytes(rule, eqn, strategy, mesh):
-                    kind: CollectiveKind = "ragged-all-to-all"
-                    yield instruction, Collective(kind, strategy.exchanged_over, num_bytes, times, describe(eqn))
-            case Move() | Fused():
-                yield from ((instruction, c) for c in _move_collective(instruction.moves, mesh, times))
-            case Region() | Gate():
-                pass
-            case _:
-                assert_never(instruction)
+        yield from ((instruction, sent) for sent in sent_in(instruction, mesh, times))
+
+
+def sent_in(instruction: Instruction, mesh: LogicalMesh, times: int = 1) -> Iterator[Collective]:
+    """The collectives of one instruction that is run so many times, but for those in bodies."""
+    match instruction:
+        case Compute(eqn, rule, strategy):
+            for reduction, axes in strategy.reductions:
+                for var, sharding in instruction.makes:
+                    elements = local_bytes(var, sharding, mesh) // var.aval.dtype.itemsize
+                    num_bytes = elements * reduced_itemsize(reduction, var.aval.dtype)
+                    yield Collective("all-reduce", axes, num_bytes, times, describe(eqn))
+            for num_bytes in exchanged_bytes(rule, eqn, strategy, mesh):
+                yield Collective("ragged-all-to-all", strategy.exchanged_over, num_bytes, times, describe(eqn))
+        case Move() | Fused():
+            moves = instruction.moves
+            kind = step_kind(moves[0].step)
+            if kind is not None:
+                readers = list(dict.fromkeys(move.reader for move in moves))
+                num_bytes = sum(move_bytes(move, mesh) for move in moves)
+                yield Collective(kind, moves[0].step.axes, num_bytes, times, listed(readers, 1))
+        case Region() | Gate():
+            pass
+        case _:
+            assert_never(instruction)
 
 
 def exchanged_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[int]:
@@ -333,11 +340,3 @@ def transposed_bytes(instruction: Instruction, mesh: LogicalMesh) -> int:
         if isinstance(move.step, AllGather | ReduceScatter)
         and math.prod(move.source.local_shape(tuple(move.var.aval.shape), mesh)[: move.step.dim]) > 1
     )
-
-
-def _move_collective(moves: tuple[Move, ...], mesh: LogicalMesh, times: int) -> Iterator[Collective]:
-    kind = step_kind(moves[0].step)
-    if kind is not None:
-        num_bytes = sum(move_bytes(move, mesh) for move in moves)
-        readers = list(dict.fromkeys(move.reader for move in moves))
-        yield Collective(kind, moves[0].step.axes, num_bytes, times, listed(readers, 1))
