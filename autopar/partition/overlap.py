@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ from autopar.cost.steps import CollectiveKind
 from autopar.debug import xla_flags
 from autopar.intra_op.fuse import small_bytes
 from autopar.intra_op.host_order import copies_host
-from autopar.intra_op.sharded import Body, Collective, Region, collectives_of
+from autopar.intra_op.sharded import Body, Collective, Region, collectives_of, instructions_within, sent_in
+from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 
 Options = Mapping[str, bool | int]
@@ -43,7 +44,8 @@ _KINDS: Mapping[CollectiveKind, tuple[str, str]] = {
 
 def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
     """XLA's options for a program on GPUs; {} if it neither communicates nor copies to host memory."""
-    copies_rows = any(copies_host(i) for inner in _trips(body) for i in inner.instructions)
+    trips = _trips(body)
+    copies_rows = any(copies_host(i) for inner in trips for i in inner.instructions)
     copies = copies_rows or any(map(copies_host, body.instructions))
     if not (copies or any(True for _ in collectives_of(body, mesh))):
         return {}
@@ -52,7 +54,6 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
         found["xla_gpu_graph_min_graph_size"] = _NO_GRAPHS
     if copies_rows:
         found["xla_gpu_enable_pipelined_host_offloading"] = True
-    trips = list(_trips(body))
     for kind, (threshold, pipelined) in _KINDS.items():
         per_trip = max((_bytes_of(inner, mesh, kind) for inner in trips), default=0)
         if per_trip:
@@ -88,20 +89,15 @@ def compile_lowered(
     return takes_packed(lowered.compile(compiler_options=dict(given) if given else None))
 
 
-def _trips(body: Body) -> Iterator[Body]:
+def _trips(body: Body) -> list[Body]:
     """The bodies of all loops, nested ones included."""
-    for instruction in body.instructions:
-        if isinstance(instruction, Region):
-            for inner in instruction.bodies:
-                if instruction.eqn.primitive.name in ("scan", "while"):
-                    yield inner
-                yield from _trips(inner)
+    regions = (i for i, _ in instructions_within(body) if isinstance(i, Region))
+    return [inner for region in regions if kind_of(region.eqn) in ("scan", "while") for inner in region.bodies]
 
 
 def _bytes_of(body: Body, mesh: LogicalMesh, kind: CollectiveKind) -> int:
     """Bytes that one trip makes with collectives of a kind, outside of nested loops: thresholds count results."""
-    straight = Body(body.inputs, tuple(i for i in body.instructions if not isinstance(i, Region)), body.outputs)
-    return sum(_made_bytes(c, mesh) for c in collectives_of(straight, mesh) if c.kind == kind)
+    return sum(_made_bytes(c, mesh) for i in body.instructions for c in sent_in(i, mesh) if c.kind == kind)
 
 
 def _made_bytes(collective: Collective, mesh: LogicalMesh) -> int:

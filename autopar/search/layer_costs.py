@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,6 @@ class LayerCosts:
         self._layers: dict[int, dict[int, tuple[StageProgram, list[Tasks]]]] = {}
         self._known: dict[int, dict[int, _Sharded]] = {}
         self._seconds_on: dict[int, dict[int, float]] = {}
-        self._weights: LayerKernels | None = None
         self._batch_sizes, self._counts = batch_sizes, counts
         self._reference = counts[len(counts) // 2]
         self._report = self._whole_report = report
@@ -193,14 +193,14 @@ class LayerCosts:
         high = self._kernels_on(4 ** (power + 1)) if part else low
         return {k: low[k] ** (1 - part) * high[k] ** part if low[k] and high[k] else 0.0 for k in low}
 
+    @functools.cached_property
+    def _weights(self) -> LayerKernels:
+        return LayerKernels(self._cut_for(self._reference), self._borders, self._cluster.device)
+
     def _kernels_on(self, num_devices: int) -> dict[int, float]:
         if num_devices not in self._seconds_on:
-            if self._weights is None:
-                cut = self._cut_for(self._reference)
-                self._weights = LayerKernels(cut, self._borders, self._cluster.device)
-            kinds = dict.fromkeys(self._kinds)
-            weights = self._weights
-            self._seconds_on[num_devices] = {k: weights.seconds(self._borders[k], num_devices) for k in kinds}
+            of_kinds = {k: self._weights.seconds(self._borders[k], num_devices) for k in dict.fromkeys(self._kinds)}
+            self._seconds_on[num_devices] = of_kinds
         return self._seconds_on[num_devices]
 
     def is_guess(self, size: int, count: int) -> bool:
