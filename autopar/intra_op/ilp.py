@@ -103,7 +103,6 @@ class _Program:
     """
 
     def __init__(self, problem: Problem, scale: float, about: float):
-        self.problem = problem
         lengths = [len(cost) for cost in problem.costs]
         costs = np.concatenate(_without_ties(problem, about))
         allowed = np.isfinite(costs)
