@@ -7,6 +7,7 @@ Method: one walk over the equations, or a worklist.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autopar._jax import Atom, JaxprEqn, Literal, Var, replace_eqn
@@ -31,6 +32,11 @@ def makers(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
 def read_by(eqns: Iterable[JaxprEqn], results: Iterable[Atom] = ()) -> dict[Var, None]:
     """The variables that equations or `results` read, in order, each once."""
     return dict.fromkeys([*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)])
+
+
+def times_read(eqns: Iterable[JaxprEqn], results: Iterable[Atom]) -> Counter[Var]:
+    """How often equations and `results` read each variable, every operand counted."""
+    return Counter([*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)])
 
 
 def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[JaxprEqn]]:

@@ -12,11 +12,10 @@ Method: a barrier in a scan's body is removed if all its operands are inputs of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, replace_eqn
-from autopar.ir.dataflow import inputs_of, known_as, reading, variables
+from autopar.ir.dataflow import inputs_of, known_as, reading, times_read, variables
 from autopar.ir.region import Region, in_bodies, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.rules import has_rule, rule_for
@@ -66,8 +65,8 @@ def _in_body(jaxpr: Jaxpr) -> Jaxpr:
 def _without_barriers(body: Jaxpr, scan: Region) -> Jaxpr:
     """Remove the unneeded barriers of a scan's body."""
     constant = {b.var for b in scan.consts}
-    times_read = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
-    given = {b.var for b in (*scan.carries, *scan.xs) if times_read[b.var] == 1}
+    reads = times_read(body.eqns, body.outvars)
+    given = {b.var for b in (*scan.carries, *scan.xs) if reads[b.var] == 1}
     passed: dict[Var, Atom] = {}
     eqns: list[JaxprEqn] = []
     for eqn in body.eqns:

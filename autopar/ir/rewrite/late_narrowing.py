@@ -10,7 +10,6 @@ Method: a microbatch computes a partial sum of a gradient, and a partial sum mus
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
@@ -21,7 +20,7 @@ from jax import lax
 
 from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Literal, Var, bind_eqn, new_var, shaped
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import makers, variables
+from autopar.ir.dataflow import makers, times_read, variables
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
@@ -75,7 +74,7 @@ class _Wide:
     def __init__(self, body: Jaxpr):
         self.eqns = Equations(body.eqns)
         self.made_by = makers(body.eqns)
-        self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
+        self.num_readers = times_read(body.eqns, body.outvars)
 
     def dtype_behind(self, atom: Atom | None) -> np.dtype | None:
         """The widest dtype that a 16-bit value was cast from, looking through moves and additions; None: there is no cast."""

@@ -30,12 +30,10 @@ def products_of_one_dtype(jaxpr: Jaxpr) -> Jaxpr:
         if is_region(eqn):
             eqns.append(in_bodies(eqn, products_of_one_dtype))
         elif _is_mixed(eqn):
-            operands = [_converted(eqns, known, atom, eqn) for atom in eqn.invars]
-            eqns.append(replace_eqn(eqn, invars=operands))
+            eqns.append(replace_eqn(eqn, invars=[_converted(eqns, known, atom, eqn) for atom in eqn.invars]))
         else:
             eqns.append(eqn)
-    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if same else with_equations(jaxpr, eqns)
+    return with_equations(jaxpr, eqns)
 
 
 def _is_mixed(eqn: JaxprEqn) -> bool:

@@ -9,7 +9,6 @@ Method: the trip's number is a row of a scanned `iota`, or a carry from 0 in ste
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,7 @@ from jax import lax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import known_as, makers, reading, variables
+from autopar.ir.dataflow import known_as, makers, reading, times_read
 from autopar.ir.known_values import KnownValues
 from autopar.ir.region import Binding, Region, in_bodies, is_region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -100,8 +99,7 @@ class _Scan:
 
     def sums_of_rows(self, body: Jaxpr) -> dict[int, Atom]:
         """For each carry whose only use is an addition to this trip's row, by number: the addend."""
-        made_by = makers(body.eqns)
-        times_read = Counter(a for eqn in body.eqns for a in variables(eqn.invars)) + Counter(variables(body.outvars))
+        made_by, reads = makers(body.eqns), times_read(body.eqns, body.outvars)
         found: dict[int, Atom] = {}
         for k, (b, result) in enumerate(zip(self.scan.carries, body.outvars, strict=False)):
             inside = b.var
@@ -112,7 +110,7 @@ class _Scan:
             write = made_by.get(added) if isinstance(added, Var) else None
             if write is None or write.primitive.name != "dynamic_update_slice" or not self.are_zeros(write.invars[0]):
                 continue
-            alone = times_read[inside] == times_read[added] == times_read[result] == 1
+            alone = reads[inside] == reads[added] == reads[result] == 1
             if alone and self.is_row(inside, write.invars[2], write.invars[1].aval.shape):
                 found[k] = write.invars[1]
         return found

@@ -11,14 +11,14 @@ Method: each trip reads its rows of the scanned stacks, and the carries of the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, replace_eqn
+from autopar._jax import Atom, Jaxpr, Var, make_jaxpr
 from autopar.ir.build import Equations
+from autopar.ir.dataflow import known_as, reading
 from autopar.ir.region import Region, Role, region_of, trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.split.rounds.steps import is_loop_of_steps
@@ -40,17 +40,13 @@ def _num_trips(jaxpr: Jaxpr) -> int:
 def _unrolled(jaxpr: Jaxpr) -> Jaxpr:
     eqns = Equations()
     made: dict[Var, Atom] = {}
-
-    def now(atoms: Sequence[Atom]) -> list[Atom]:
-        return [made.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
     for eqn in jaxpr.eqns:
-        eqn = replace_eqn(eqn, invars=now(eqn.invars))
+        eqn = reading(eqn, made)
         if is_loop_of_steps(eqn):
             made.update(zip(eqn.outvars, _append_trips(eqns, region_of(eqn)), strict=True))
         else:
             eqns.append(eqn)
-    return remove_dead_code(make_jaxpr(jaxpr.invars, now(jaxpr.outvars), eqns))
+    return remove_dead_code(make_jaxpr(jaxpr.invars, [known_as(a, made) for a in jaxpr.outvars], eqns))
 
 
 def _append_trips(eqns: Equations, scan: Region) -> list[Atom]:

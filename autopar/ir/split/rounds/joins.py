@@ -12,7 +12,7 @@ Method: the loss of a mixture of experts multiplies two means over the batch, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations
@@ -28,20 +28,8 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
     `wanted`: values of the program; those that the backward pass makes are left out.
     """
     later = made_by_backward(jaxpr)
-    forward = {var: None for var in wanted if var not in later}
-    readers = [eqn for eqn in jaxpr.eqns if is_of_backward(eqn, later)]
-    copies = {a: new_var(a.aval) for eqn in readers for a in inputs_of(eqn) if a in forward}
-    inputs = {var: None for var in jaxpr.invars if var in copies}
-    eqns, joins = Equations(), list[JaxprEqn]()
-    for eqn in jaxpr.eqns:
-        if is_of_backward(eqn, later):
-            for var in [a for a in dict.fromkeys(inputs_of(eqn)) if a in inputs]:
-                joins.append(eqns.name(copies[var], var))
-                del inputs[var]
-            eqn = reading(eqn, copies)
-        eqns.append(eqn)
-        joins += [eqns.name(copies[var], var, eqn.source_info) for var in eqn.outvars if var in copies]
-    return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), joins) if joins else (jaxpr, [])
+    readers = {eqn for eqn in jaxpr.eqns if is_of_backward(eqn, later)}
+    return _with_copies(jaxpr, {var for var in wanted if var not in later}, readers)
 
 
 def with_rounds(jaxpr: Jaxpr, values: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
@@ -50,15 +38,30 @@ def with_rounds(jaxpr: Jaxpr, values: Iterable[Var]) -> tuple[Jaxpr, list[JaxprE
     `values`: joint results of a pass, such as gradients by which parameters move before the next forward pass: equations on
     the copies run between these passes. Arguments among them are there before any pass.
     """
-    wanted = dict.fromkeys(values)
     made = makers(jaxpr.eqns)
-    copies = {a: new_var(a.aval) for eqn in jaxpr.eqns for a in inputs_of(eqn) if a in wanted and a in made}
+    better, joins = _with_copies(jaxpr, {var for var in values if var in made}, set(jaxpr.eqns))
+    copies = {join.invars[0]: join.outvars[0] for join in joins}
+    outvars = [known_as(a, copies) for a in jaxpr.outvars]
+    return (make_jaxpr(jaxpr.invars, outvars, better.eqns) if joins else jaxpr), joins
+
+
+def _with_copies(jaxpr: Jaxpr, wanted: Container[Var], readers: Container[JaxprEqn]) -> tuple[Jaxpr, list[JaxprEqn]]:
+    """The program in which `readers` read copies of wanted values, and the copying equations.
+
+    A value is copied where it is made, an input before it is first read.
+    """
+    copies = {a: new_var(a.aval) for eqn in jaxpr.eqns if eqn in readers for a in inputs_of(eqn) if a in wanted}
+    inputs = copies.keys() & set(jaxpr.invars)
     eqns, joins = Equations(), list[JaxprEqn]()
     for eqn in jaxpr.eqns:
-        eqns.append(reading(eqn, copies))
+        if eqn in readers:
+            first = [var for var in dict.fromkeys(inputs_of(eqn)) if var in inputs]
+            joins += [eqns.name(copies[var], var) for var in first]
+            inputs.difference_update(first)
+            eqn = reading(eqn, copies)
+        eqns.append(eqn)
         joins += [eqns.name(copies[var], var, eqn.source_info) for var in eqn.outvars if var in copies]
-    outvars = [known_as(a, copies) for a in jaxpr.outvars]
-    return (make_jaxpr(jaxpr.invars, outvars, eqns), joins) if joins else (jaxpr, [])
+    return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns) if joins else jaxpr), joins
 
 
 def samples_of_backward(jaxpr: Jaxpr, wanted: Sequence[Var], solution: LoopSolution) -> list[Var]:

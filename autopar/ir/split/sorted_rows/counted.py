@@ -10,7 +10,7 @@ Method: `bincount` adds ones at indices that grow with the key, which is proved 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,17 +27,8 @@ _PICKS = ("argmax", "argmin", "top_k", "approx_top_k", "iota")
 """Primitives whose last result is not negative."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What an equation counts.
-
-    Attributes:
-        key: Number of the key.
-        parts: For each operand the dim along which it is cut into parts; None: it is whole.
-    """
-
-    key: int
-    parts: tuple[int | None, ...]
+Counted: TypeAlias = tuple[int, tuple[int | None, ...]]
+"""What an equation counts: the number of a key; and for each operand the dim along which it is cut into parts, or None."""
 
 
 def counted(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
@@ -58,7 +49,7 @@ def _bincount(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], cou
     if key is None or not found:
         return None
     of_ones = found[0].operands[2]
-    return Counted(key, (None, 0, of_ones.dim if isinstance(of_ones, Split) else None))
+    return key, (None, 0, of_ones.dim if isinstance(of_ones, Split) else None)
 
 
 def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int | None:
@@ -107,7 +98,7 @@ def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], 
         _, maker = values.definition(key)
         is_pick = maker is not None and maker.primitive.name in _PICKS and key is maker.outvars[-1]
         if is_pick or np.issubdtype(key.aval.dtype, np.unsignedinteger):
-            return Counted(key_of[key], (0,))
+            return key_of[key], (0,)
     return None
 
 

@@ -161,7 +161,7 @@ class Ordering:
                 return self._sorts(eqn)
             case "scatter-add" | "reduce_sum":
                 found = counted(eqn, self.values, self.key_of, self.count)
-                return None if found is None else Transfer((Counts(found.key),), found.parts, (None,))
+                return None if found is None else Transfer((Counts(found[0]),), found[1], (None,))
             case "convert_element_type" | "copy" if (
                 isinstance(known[0], Counts) and eqn.outvars[0].aval.dtype.itemsize >= 4
             ):
