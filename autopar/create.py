@@ -19,9 +19,8 @@ from autopar.errors import StructureChangedError
 from autopar.frameworks import Adapter, adapter_of
 from autopar.ir.trace.containers import accepts
 from autopar.ir.trace.parameters import Parameters
-from autopar.ir.trace.state import argument_slices
 from autopar.ir.trace.trace import name_of
-from autopar.plan.arguments import find_argument, is_argument
+from autopar.plan.arguments import find_argument
 
 
 class NewState:
@@ -70,9 +69,7 @@ class NewState:
         """The leaves of the step's arguments that the result is, as ranges; adjacent arguments share one."""
         found: list[tuple[int, int]] = []
         for at, part in enumerate(self._tree.unflatten(self._types)):
-            is_own = self._is_tuple and is_argument(compiled.program, at, part)
-            number = at if is_own else find_argument(compiled.program, part)
-            first, stop = argument_slices(compiled.program)[number]
+            first, stop = find_argument(compiled.program, part, at if self._is_tuple else 0)
             if found and found[-1][1] == first:
                 first = found.pop()[0]
             found.append((first, stop))

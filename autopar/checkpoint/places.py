@@ -18,8 +18,7 @@ import numpy as np
 from autopar._jax import is_key, key_data
 from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError
-from autopar.ir.trace.state import argument_slices
-from autopar.plan.arguments import is_argument
+from autopar.plan.arguments import arguments_like
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
 from autopar.step import ParallelStep
@@ -109,9 +108,7 @@ def _place(compiled: CompiledStep, argument: int) -> Place:
 
 def _argument(like: Any, compiled: CompiledStep) -> list[int] | None:
     """The flat inputs of the step's argument of the type of `like`; None: there is none."""
-    slices = argument_slices(compiled.program)
-    number = next((n for n in range(len(slices)) if is_argument(compiled.program, n, like)), None)
-    return None if number is None else list(range(*slices[number]))
+    return next((list(range(*span)) for span in arguments_like(compiled.program, like)), None)
 
 
 def _several_arguments(like: Any, compiled: CompiledStep) -> list[int] | None:

@@ -31,19 +31,25 @@ def check_arguments(program: Program, args: tuple[Any, ...], kwargs: dict[str, A
     return leaves
 
 
-def find_argument(program: Program, made: Any) -> int:
-    """The number of the argument (positional, then by name) with the structure, shapes and dtypes of `made`.
+def arguments_like(program: Program, made: Any) -> list[tuple[int, int]]:
+    """The ranges of input leaves of the arguments with the structure, shapes and dtypes of `made`."""
+    leaves, tree = jax.tree.flatten(made)
+    found = ((first, stop) for own, first, stop in arguments_of(program) if own == tree)
+    return [span for span in found if not any(_differences(program, span, leaves))]
+
+
+def find_argument(program: Program, made: Any, number: int) -> tuple[int, int]:
+    """The range of leaves of an argument like `made`: of this number (positional, then by name), or else of the first.
 
     Raises `StructureChangedError`: there is none; says what differs.
     """
+    found = arguments_like(program, made)
+    if found:
+        wanted = argument_slices(program)[number : number + 1]
+        return wanted[0] if wanted and wanted[0] in found else found[0]
     leaves, tree = jax.tree.flatten(made)
-    nearest: list[tuple[str, str]] = []
-    for number, (own, first, stop) in enumerate(arguments_of(program)):
-        if own == tree:
-            lines = list(_differences(program.in_paths[first:stop], program.in_avals[first:stop], leaves))
-            if not lines:
-                return number
-            nearest = nearest or lines
+    alike = ((first, stop) for own, first, stop in arguments_of(program) if own == tree)
+    nearest = [*_differences(program, span, leaves)] if (span := next(alike, None)) else []
     raise StructureChangedError(
         "the new state does not fit the step.",
         given=_in_lines(nearest) if nearest else str(tree),
@@ -53,18 +59,9 @@ def find_argument(program: Program, made: Any) -> int:
     )
 
 
-def is_argument(program: Program, number: int, made: Any) -> bool:
-    """Whether argument `number` has the structure, shapes and dtypes of `made`."""
-    leaves, tree = jax.tree.flatten(made)
-    arguments = arguments_of(program)
-    if number >= len(arguments) or arguments[number][0] != tree:
-        return False
-    _, first, stop = arguments[number]
-    return all(_has_type(leaf, aval) for leaf, aval in zip(leaves, program.in_avals[first:stop], strict=True))
-
-
-def _differences(paths: Sequence[str], avals: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    for path, aval, leaf in zip(paths, avals, leaves, strict=True):
+def _differences(program: Program, span: tuple[int, int], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    own = slice(*span)
+    for path, aval, leaf in zip(program.in_paths[own], program.in_avals[own], leaves, strict=True):
         if not _has_type(leaf, aval):
             yield path, _difference(path, *(type_text(x.shape, str(x.dtype)) for x in (aval, leaf)))
 

@@ -11,41 +11,39 @@ from collections.abc import Iterator
 from autopar._jax import JaxprEqn, Var
 from autopar.cost import collective_seconds
 from autopar.cost.steps import step_kind
-from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, move_bytes
+from autopar.intra_op.sharded import Body, Compute, Fused, Instruction, Move, Region, describe, move_bytes
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import kind_of, trip_count
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.words import bytes_text, seconds_text
 
 
-def readers(body: Body, var: Var, times: int = 1) -> Iterator[tuple[str, Sharding, int]]:
+def readers(body: Body, var: Var) -> Iterator[tuple[str, Sharding, int]]:
     """The operations that read a value, in scans too: (operation, sharding, number of runs)."""
-    for instruction in body.instructions:
-        match instruction:
-            case Compute(eqn, _, strategy):
-                for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
-                    if atom is var:
-                        yield describe_phase(eqn), sharding, times
-            case Region(eqn, operands, _, bodies):
-                is_scan = kind_of(eqn) == "scan"
-                for k, (atom, sharding) in enumerate(zip(eqn.invars, operands, strict=True)):
-                    if atom is var and is_scan:
-                        yield from readers(bodies[0], bodies[0].inputs[k][0], times * trip_count(eqn))
-                    elif atom is var:
-                        yield describe_phase(eqn), sharding, times
+    for instruction, name, times in _near(body, var):
+        if isinstance(instruction, Compute | Region):
+            asked = [sharding for read, sharding in instruction.reads if read is name]
+            yield from ((describe_phase(instruction.eqn), sharding, times) for sharding in asked)
 
 
-def conversions(body: Body, var: Var, mesh: LogicalMesh, times: int = 1) -> Iterator[str]:
-    """The conversions of a value to other shardings, one line each."""
+def conversions(body: Body, var: Var, mesh: LogicalMesh) -> Iterator[str]:
+    """The conversions of a value to other shardings, in scans too, one line each."""
+    for instruction, name, times in _near(body, var):
+        if isinstance(instruction, Move | Fused):
+            moves = instruction.moves
+            yield from (_move_text(m, mesh, times, len(moves) - 1) for m in moves if m.var is name)
+
+
+def _near(body: Body, var: Var, times: int = 1) -> Iterator[tuple[Instruction, Var, int]]:
+    """Each instruction of a body, and of scans that a value enters: with the name of the value there, and its runs."""
     for instruction in body.instructions:
-        match instruction:
-            case Move() | Fused():
-                moves = instruction.moves
-                yield from (_move_text(m, mesh, times, len(moves) - 1) for m in moves if m.var is var)
-            case Region(eqn, _, _, bodies) if kind_of(eqn) == "scan":
-                for k, atom in enumerate(eqn.invars):
-                    if atom is var:
-                        yield from conversions(bodies[0], bodies[0].inputs[k][0], mesh, times * trip_count(eqn))
+        if not isinstance(instruction, Region) or kind_of(instruction.eqn) != "scan":
+            yield instruction, var, times
+            continue
+        inner = instruction.bodies[0]
+        for atom, (name, _) in zip(instruction.eqn.invars, inner.inputs, strict=True):
+            if atom is var:
+                yield from _near(inner, name, times * trip_count(instruction.eqn))
 
 
 def _move_text(move: Move, mesh: LogicalMesh, times: int, companions: int) -> str:
