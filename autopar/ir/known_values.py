@@ -169,6 +169,31 @@ class KnownValues:
                     return self.is_trip(test.invars[0], scan) and self.is_trip(of, scan)
         return False
 
+    def in_trips(self, atom: Atom, scan: Region) -> np.ndarray | None:
+        """The value of an integer of a scan's body in each trip, or in all; None: it is not known.
+
+        It may depend on rows of stacks that are known, and on carries that begin with a number and grow by one.
+        """
+        values: dict[Var, np.ndarray] = {}
+        for b in scan.of_role("xs"):
+            if b.operand is not None and b.operand.aval.ndim == 1:
+                stack = self.numbers(b.operand)
+                values |= {} if stack is None else dict.fromkeys(b.variables, stack)
+        for b in () if scan.eqn.params["reverse"] else scan.of_role("carry"):
+            _, step = self.definition(b.value)
+            grows = step is not None and step.primitive.name == "add" and step.invars[0] is b.var
+            if grows and isinstance(b.operand, Literal) and isinstance(step.invars[1], Literal):
+                values[b.var] = b.operand.val + step.invars[1].val * np.arange(scan.trips)
+        return self.evaluate(atom, values)
+
+    def numbers(self, atom: Atom) -> np.ndarray | None:
+        """The elements of a vector made from constants and from vectors that count; None: they are not known."""
+        leaves = [leaf for leaf, eqn in self.expression(atom, ()) if eqn is None and isinstance(leaf, Var)]
+        known = {leaf: np.asarray(self.constants[leaf]) for leaf in leaves if leaf in self.constants}
+        known |= {leaf: np.arange(leaf.aval.shape[0]) for leaf in leaves if leaf not in known and self.is_count(leaf)}
+        made = self.evaluate(atom, known)
+        return made if made is not None and made.shape == atom.aval.shape else None
+
     def counts_trips(self, carry: Binding, scan: Region) -> bool:
         """Whether a carry starts at 0 and each trip adds 1."""
         _, step = self.definition(carry.value)

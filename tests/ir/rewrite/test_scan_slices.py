@@ -131,3 +131,61 @@ def test_gradients_accumulated_by_number():
     args = KERNELS[0, :2], RNG.normal(size=(3 * BATCH, 2)).astype(np.float32)
     split = split_microbatches(traced(step, *args), 2, (1,))
     assert [eqn.params["length"] for eqn in split.loop.eqns if eqn.primitive.name == "scan"] == [BATCH // 2]
+
+
+BLOCK = 3
+BLOCKS = {
+    "all": (0, lambda i: i * BLOCK),
+    "after the first": (1, lambda i: i * BLOCK),
+    "all but the last": (0, lambda i: (i + 1) * BLOCK - BLOCK),
+}
+
+
+def accumulated(first, begin, count=BATCH):
+    """Gradients summed over blocks of a batch, those before `first` taken before the loop."""
+
+    def step(kernel, x):
+        value = jax.value_and_grad(lambda kernel, x: (jnp.tanh(x @ kernel) ** 2).mean())
+        sums = jnp.zeros(()), jnp.zeros_like(kernel)
+        if first:
+            sums = value(kernel, x[: first * BLOCK])
+
+        def add(i, sums):
+            return jax.tree.map(jnp.add, sums, value(kernel, lax.dynamic_slice_in_dim(x, begin(i), BLOCK)))
+
+        return lax.fori_loop(first, count, add, sums)
+
+    return step
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_by_number_are_scanned(name):
+    args = KERNELS[0, :2], RNG.normal(size=(BLOCK * BATCH, 2)).astype(np.float32)
+    step = accumulated(*BLOCKS[name], count=BATCH - (name == "all but the last"))
+    jaxpr = traced(step, *args)  # which compares the results, too
+    assert "dynamic_slice" not in set(primitives_in(jaxpr))
+
+
+def test_blocks_that_begin_in_a_known_stack():
+    def fn(w, x):
+        return lax.scan(
+            lambda s, i: (s + jnp.tanh(lax.dynamic_slice_in_dim(w, i, 2)).sum(), None), 0.0, jnp.arange(0, LAYERS, 2)
+        )[0]
+
+    assert "dynamic_slice" not in set(primitives_in(traced(fn, KERNELS, X)))
+
+
+@pytest.mark.parametrize(
+    "begin", [lambda i: i * 2, lambda i: (i + 1) * BLOCK, lambda i: i * i], ids=["lapping", "beyond", "square"]
+)
+def test_other_blocks_are_read_by_number(begin):
+    args = KERNELS[0, :2], RNG.normal(size=(BLOCK * BATCH, 2)).astype(np.float32)
+    assert "dynamic_slice" in set(primitives_in(traced(accumulated(0, begin), *args)))
+
+
+@pytest.mark.parametrize(("first", "count", "left"), [(0, 2, [BATCH // 2]), (1, BLOCK, [])])
+def test_gradients_accumulated_by_blocks(first, count, left):
+    """Microbatches share the trips of the loop; big_vision takes the first block apart, of which each has a part too."""
+    args = KERNELS[0, :2], RNG.normal(size=(BLOCK * BATCH, 2)).astype(np.float32)
+    split = split_microbatches(traced(accumulated(first, lambda i: i * BLOCK), *args), count, (1,))
+    assert [eqn.params["length"] for eqn in scans(split.loop)] == left  # of one trip, no loop is left
