@@ -29,6 +29,7 @@ from autopar.ir.rewrite.barriers import drop_barriers
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.swapped_products import swap_products
+from autopar.ir.rewrite.trips_at_once import trips_at_once
 from autopar.ir.rewrite.unrolled_steps import unroll_steps
 from autopar.ir.split.layers.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
@@ -228,6 +229,11 @@ SWAPPED: Pass[Any] = Pass(
     lambda step: step.by(swap_products) if step.count > 1 else step,
 )
 APART: tuple[Pass[TakenApart], ...] = (
+    Pass(
+        "trips_at_once",
+        "a loop that adds up the gradients of as many parts as there are microbatches is the loop over these",
+        lambda step: step.by(lambda jaxpr: trips_at_once(jaxpr, step.count)) if step.count > 1 else step,
+    ),
     Pass(
         "unrolled_steps",
         "loops of a few training steps, step by step",

@@ -181,8 +181,9 @@ class KnownValues:
                 values |= {} if stack is None else dict.fromkeys(b.variables, stack)
         for b in () if scan.eqn.params["reverse"] else scan.of_role("carry"):
             _, step = self.definition(b.value)
-            grows = step is not None and step.primitive.name == "add" and step.invars[0] is b.var
-            if grows and isinstance(b.operand, Literal) and isinstance(step.invars[1], Literal):
+            if step is None or step.primitive.name != "add" or step.invars[0] is not b.var:
+                continue
+            if isinstance(b.operand, Literal) and isinstance(step.invars[1], Literal):
                 values[b.var] = b.operand.val + step.invars[1].val * np.arange(scan.trips)
         return self.evaluate(atom, values)
 
