@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -28,7 +28,9 @@ from autopar.runtime.compile import compile_step
 from autopar.runtime.local import Executable
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
-from autopar.runtime.runtime import Runtime
+
+Runtime: TypeAlias = Pipeline | RayStep
+"""What carries a plan out: in this process, or on the workers of a cluster. Both have the same attributes."""
 
 
 class CompiledStep:
