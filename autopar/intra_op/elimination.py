@@ -11,6 +11,7 @@ Method: a node with one choice is settled, a node with one neighbour is folded i
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,10 +151,10 @@ class _State:
 
     def restrict(self, node: int, which: np.ndarray) -> None:
         self.costs[node], self.alive[node] = (
-            self.once(_taken, values, which) for values in (self.costs[node], self.alive[node])
+            self.once(operator.getitem, values, which) for values in (self.costs[node], self.alive[node])
         )
         for other, matrix in self.edges[node].items():
-            self.join(node, other, self.once(_taken, matrix, which))
+            self.join(node, other, self.once(operator.getitem, matrix, which))
 
     def drop_dominated(self, node: int) -> bool:
         """Drop choices that another choice beats for every choice of the neighbours; returns whether there were any."""
@@ -177,7 +178,9 @@ class _State:
         """Remove a node with one choice, adding its row of each table to the neighbour's costs."""
         self.constant += float(self.costs[node][0])
         for other in sorted(self.edges[node]):
-            self.costs[other] = self.once(_plus, self.costs[other], self.once(_first_row, self.edges[node][other]))
+            self.costs[other] = self.once(
+                operator.add, self.costs[other], self.once(_first_row, self.edges[node][other])
+            )
             del self.edges[other][node]
             allowed = self.once(_allowed, self.costs[other])
             if allowed is not None:
@@ -195,11 +198,11 @@ class _State:
             case ():
                 self.constant += float(cost.min())
             case (u,):
-                self.costs[u] = self.once(_plus, self.costs[u], self.once(_least_of, *tables, cost))
+                self.costs[u] = self.once(operator.add, self.costs[u], self.once(_least_of, *tables, cost))
             case (u, v):
                 matrix = self.once(_least_between, *tables, cost)
                 known = self.edges[u].get(v)
-                self.join(u, v, matrix if known is None else self.once(_plus, known, matrix))
+                self.join(u, v, matrix if known is None else self.once(operator.add, known, matrix))
             case _:
                 raise AssertionError("only nodes of degree two or less, or with one choice, are folded")
         for other in neighbours:
@@ -247,14 +250,6 @@ class _Once:
             # The arrays are kept with the result, so that their ids are not reused.
             found = self._known[key] = arrays, function(*arrays)
         return found[1]
-
-
-def _plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return left + right
-
-
-def _taken(values: np.ndarray, which: np.ndarray) -> np.ndarray:
-    return values[which]
 
 
 def _first_row(matrix: np.ndarray) -> np.ndarray:

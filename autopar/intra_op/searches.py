@@ -10,6 +10,7 @@ Method: one small function each, by name in `SEARCHES`: those that surveys of au
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -35,17 +36,12 @@ def greedy(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
     return tuple(choices)
 
 
-def beam(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """Beam search: node by node, keep the best few partial assignments."""
-    return _in_breadth(of, max(1, steps // len(of.costs)), merged=False)
+def beam(of: Neighbours, steps: int, random: np.random.Generator, merged: bool = False) -> Choices:
+    """Beam search: node by node, keep the best few partial assignments.
 
-
-def breadth_first(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
-    """Beam search in which partial assignments that look the same to all later nodes are merged into the cheapest."""
-    return _in_breadth(of, max(1, steps // len(of.costs)), merged=True)
-
-
-def _in_breadth(of: Neighbours, width: int, merged: bool) -> Choices:
+    `merged`: those that look the same to all later nodes are merged into the cheapest (breadth-first search).
+    """
+    width = max(1, steps // len(of.costs))
     last = [max([node, *(v for v, _ in of.around[node])]) for node in range(len(of.costs))]
     states: list[tuple[float, Choices]] = [(0.0, ())]
     for node in range(len(of.costs)):
@@ -135,7 +131,7 @@ SEARCHES: dict[str, Search] = {
     "random": drawn,
     "greedy": greedy,
     "beam": beam,
-    "bfs": breadth_first,
+    "bfs": functools.partial(beam, merged=True),
     "halving": halving,
     "mcmc": mcmc,
     "mcts": tree_search,
