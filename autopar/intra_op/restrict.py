@@ -8,7 +8,7 @@ Method: restrictions only forbid choices: the same ILP, under the same costs, fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,32 +64,21 @@ def keep_node_whole(node: Node, allowed: Allowed) -> None:
     allowed.only(node, [not s.dims[-1] for s in node.shardings], "key")
 
 
-def pin_borders(
-    graph: Graph, nodes: Sequence[int], pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed
-) -> None:
-    """Pin inputs or outputs of the program.
+def pin_node(graph: Graph, node: Node, pin: tuple[str, object], path: str, allowed: Allowed) -> None:
+    """Pin a node that chooses the sharding of an array.
 
     Args:
         graph: The decision graph.
-        nodes: Nodes of its inputs, or of its outputs.
-        pins: Position -> (the user's text, PartitionSpec).
-        paths: Path of each input or output.
+        node: One of its ports.
+        pin: (the user's text, PartitionSpec).
+        path: Path of the argument or result.
         allowed: Extended.
 
     Raises:
         ConstraintError: The spec names an axis the mesh lacks, has too many entries, or splits a dim unevenly.
     """
-    for position, pin in pins.items():
-        node = graph.nodes[nodes[position]]
-        pin_node(graph, node, tuple(node.var.aval.shape), pin, paths[position], allowed)
-
-
-def pin_node(
-    graph: Graph, node: Node, shape: tuple[int, ...], pin: tuple[str, object], path: str, allowed: Allowed
-) -> None:
-    """Pin a node that chooses the sharding of an array of this shape; other arguments as in `pin_borders`."""
     text, spec = pin
-    sharding, free = read_spec(spec, shape, graph.mesh, f"constraint {text!r} on {path}")
+    sharding, free = read_spec(spec, tuple(node.var.aval.shape), graph.mesh, f"constraint {text!r} on {path}")
     mask = [matches_spec(s, sharding, free) for s in node.shardings]
     allowed.only(node, mask, ("pin", sharding, free), f"constraint {text!r} pins {path} to {spec}")
 

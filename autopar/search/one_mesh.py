@@ -20,7 +20,7 @@ from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
 from autopar.intra_op.read_off import Sharded
-from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_borders
+from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_node
 from autopar.intra_op.shard import shard
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
@@ -162,8 +162,10 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
         check_batch(request, mesh)
         restrict_to_data_parallel(graph, allowed, roles.dims, _state_in_parts(request), method.zero)
     for pins in find_pins(program.in_paths, request.options.constraints, program.out_paths):
-        pin_borders(graph, graph.inputs, pins.inputs, program.in_paths, allowed)
-        pin_borders(graph, graph.outputs, pins.outputs, program.out_paths, allowed)
+        inputs = ((graph.inputs[at], pin, program.in_paths[at]) for at, pin in pins.inputs.items())
+        outputs = ((graph.outputs[at], pin, program.out_paths[at]) for at, pin in pins.outputs.items())
+        for index, pin, path in (*inputs, *outputs):
+            pin_node(graph, graph.nodes[index], pin, path, allowed)
     _check_pinned(program, method, mesh, graph, allowed)
 
 

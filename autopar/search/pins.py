@@ -127,10 +127,11 @@ def restrict_stages(
 
         def all_of_them(graph: Graph, allowed: Allowed) -> None:
             keep_keys_whole(graph, into, out_of, allowed)
-            for at in into:
-                if at in stage.stacks:
-                    keep_node_whole(_in_the_loop(stage, graph, at)[0], allowed)
-            _pin(stage, pins, graph, allowed)
+            for at in (at for at in into if at in stage.stacks):
+                keep_node_whole(_node(stage, graph, at), allowed)
+            for at, pin, path in pins:
+                part = f", {stage.count} microbatches" if at in stage.stacks else ""
+                pin_node(graph, _node(stage, graph, at), pin, path + part, allowed)
             if further is not None:
                 further(graph, allowed)
 
@@ -139,20 +140,9 @@ def restrict_stages(
     return restrict_stage
 
 
-def _pin(
-    stage: StageProgram, pins: Sequence[tuple[int, tuple[str, PartitionSpec], str]], graph: Graph, allowed: Allowed
-) -> None:
-    """Apply pins: (position, pin, path)."""
-    for at, pin, path in pins:
-        node, var = graph.nodes[graph.inputs[at]], stage.jaxpr.invars[at]
-        if at in stage.stacks:
-            node, var = _in_the_loop(stage, graph, at)
-            path = f"{path}, {stage.count} microbatches"
-        pin_node(graph, node, tuple(var.aval.shape), pin, path, allowed)
-
-
-def _in_the_loop(stage: StageProgram, graph: Graph, at: int) -> tuple[Node, Var]:
-    """The node and variable of one microbatch of a batch argument."""
-    var = stage.stacks[at][1]
-    number = list(stage.scan.stacked).index(var)
-    return graph.nodes[graph.ports[stage.scan.eqn, "xs", 1 + number]], var
+def _node(stage: StageProgram, graph: Graph, at: int) -> Node:
+    """The node of an input; of a batch argument, that of one microbatch, in the loop."""
+    if at not in stage.stacks:
+        return graph.nodes[graph.inputs[at]]
+    number = list(stage.scan.stacked).index(stage.stacks[at][1])
+    return graph.nodes[graph.ports[stage.scan.eqn, "xs", 1 + number]]
