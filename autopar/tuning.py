@@ -186,6 +186,9 @@ class Tuning:
     """Program points over budget that become memory rows of the problem at once."""
     peak_fallen: float = 0.99
     """Part of a peak. Once memory falls below this, the next peak is another one, and may become a row of its own."""
+    less_memory: tuple[float, ...] = (0.85, 0.7)
+    """Parts of the bytes that the answer of a small problem takes, within which it is solved again if its gap is more than
+    `rough_gap`."""
     placed_part: float = 2e-4
     """Part of the most bytes alive at once. Smaller arrays are not placed: they fit in any gap."""
     placing_turns: int = 3

@@ -13,23 +13,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intra_op.buckets import smaller_bucket
-from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.by_axes import descend_from
 from autopar.intra_op.exposure import Exposure, show
-from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph
-from autopar.intra_op.held import held_values
-from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
-from autopar.intra_op.lower import lower
-from autopar.intra_op.memory import rows_of
-from autopar.intra_op.memory_constrained import Learnt, is_far_over, solve_constrained
-from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
-from autopar.intra_op.read_off import Sharded, gaps_in, read_off
+from autopar.intra_op.instance import Instance
+from autopar.intra_op.liveness import ONE_PROGRAM, Waiting
+from autopar.intra_op.memory_constrained import is_far_over
+from autopar.intra_op.problem import PROVED, Problem, num_pairs
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Restrict, narrowed_problem
 from autopar.intra_op.setting import SHARD, Setting, check_setting
-from autopar.intra_op.sharded import BUCKET_BYTES, Body
-from autopar.intra_op.solve import Solve, pass_messages, solve
+from autopar.intra_op.solve import pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device
@@ -86,7 +80,7 @@ def shard(
     setting = run_passes(SHARD, Setting(graph, device, restrict), check_setting)
     is_large = bool(begin) and num_pairs(setting.priced.problem()) > TUNING.small_mesh_pairs
     solve_one = descend_from(begin, graph, setting.class_of) if is_large else solve
-    instance = _Instance(setting, options, donated, waiting, gap, solve_one)
+    instance = Instance(setting, options, donated, waiting, gap, solve_one)
     problem, solution = instance.solve_under(exposure, beat)
     if solution.status == "pruned":
         raise Pruned(solution.bound)
@@ -96,6 +90,7 @@ def shard(
         best, last = _follow_clock(instance, best, tried)
         best, last = _explore(instance, best, last, tried) if explore else (best, last)
         best = best if is_large else _around(instance, best, last, tried, TUNING.around_turns)
+        best = _in_less(instance, best, last, tried)
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem, instance.gaps_of)
     expected = exposure if last is None or last.exposure is None else _shown(last)
@@ -111,120 +106,7 @@ def shard(
     return best
 
 
-class _Instance:
-    """One program on one mesh: its prices, the limits of the search, and caches of what was solved and lowered.
-
-    Attributes:
-        class_of: Class of each node in the problems.
-        prices: Seconds of all choices.
-        budget_search: What is known of its memory.
-        bucket: The most bytes that are sent as one message.
-    """
-
-    def __init__(
-        self,
-        setting: Setting,
-        options: Options,
-        donated: Sequence[bool],
-        waiting: Waiting,
-        gap: float,
-        solve_one: Solve,
-    ):
-        """`solve_one`: solves one problem without rows."""
-        self.graph, self.allowed, self.device = setting.graph, setting.allowed, setting.device
-        self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
-        self.class_of, self.prices = setting.class_of, setting.priced
-        # Shared by all problems: if the first one uses it up, the others get almost none.
-        self.limit = TimeLimit(options.solver_seconds, options.repaying_steps, options.ends)
-        budget = options.budget_bytes(self.device.memory_bytes)
-        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor, self.limit)
-        self.bucket = BUCKET_BYTES
-        # Caches of one entry: a body is as large as the program.
-        self._lowered: dict[tuple[int, ...], Body] = {}
-        self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
-        self._solve_one = solve_one
-        self._learnt = Learnt()
-        self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
-
-    def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:
-        """The problem under an exposure, and its solution; cached."""
-        parts = self.prices.parts(exposure)
-        if parts not in self._solved:
-            problem = self.prices.problem(exposure)
-            solution = self.solve(problem, beat)
-            if not solution.choices or solution.status == "pruned":
-                return problem, solution
-            self._solved[parts] = problem, solution
-        return self._solved[parts]
-
-    def bound_under(self, exposure: Exposure | None, problem: Problem) -> float:
-        """A lower bound of the program's problem under an exposure."""
-        solved = self._solved.get(self.prices.parts(exposure))
-        if solved is not None:
-            return solved[1].bound
-        return solve(problem, self.solver, self.limit, max(self.gap, TUNING.large_gap)).bound
-
-    def solve(self, problem: Problem, beat: float = np.inf) -> Solution:
-        """Solve a problem of this program within the memory budget."""
-        search, one = self.budget_search, self._solve_one
-        if np.isfinite(search.budget):
-            how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._learnt
-            return solve_constrained(problem, search.broken_rows, *how)
-        return one(problem, self.solver, self.limit, self.gap, beat)
-
-    def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
-        """Lower the choices of a solution, and predict time and memory."""
-        choices = self.nodes(solution.choices)
-        moments = self._moments.get(choices, ()) if self.waiting == ONE_PROGRAM else ()
-        return read_off(
-            self.graph,
-            choices,
-            self.class_of,
-            problem,
-            solution,
-            self.allowed,
-            self.device,
-            self.donated,
-            self._body_of(choices),
-            exposure,
-            moments[0] if moments else None,
-        )
-
-    def nodes(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """Choices of nodes from those of classes."""
-        return tuple(choices[c] for c in self.class_of)
-
-    def gaps_of(self, choices: Sequence[int]) -> int:
-        """Bytes that are lost to gaps between arrays, given choices of classes."""
-        return gaps_in(self.graph, self._body_of(self.nodes(choices)))
-
-    def _body_of(self, choices: tuple[int, ...]) -> Body:
-        if choices not in self._lowered:
-            self._lowered = {choices: lower(self.graph, choices, self.bucket)}
-        return self._lowered[choices]
-
-    def send_less(self, problem: Problem) -> bool:
-        """Make messages smaller from here on if they are part of why nothing fits; rows read off with larger ones go."""
-        last = () if self.budget_search.is_hopeless() else next(iter(self._moments.values()), ())
-        smaller = smaller_bucket(last[0], self.graph.mesh) if last else None
-        if smaller is not None:
-            self.bucket, self._lowered, self._moments, problem.rows[:] = smaller, {}, {}, []
-        return smaller is not None
-
-    def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
-        nodes, graph = self.nodes(choices), self.graph
-        if nodes not in self._moments:
-            how = held_values(graph), self.donated, TUNING.memory_rows, self.waiting
-            found = fullest_moments(self._body_of(nodes), graph.mesh, *how, over=self.budget_search.budget)
-            self._moments = {nodes: found}
-        return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
-
-    def _floor(self) -> Floor:
-        rest = self.class_of, self.donated, self.waiting.elsewhere
-        return memory_floor(self.graph, self.prices.problem().costs, *rest)
-
-
-def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:
+def _follow_clock(instance: Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:
     """Solve again with the exposure that the clock showed of the answer before, until both agree.
 
     Args:
@@ -253,9 +135,7 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
     return best, last
 
 
-def _explore(
-    instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]]
-) -> tuple[Sharded, Sharded]:
+def _explore(instance: Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:
     """Solve as if all kinds of conversion were hidden that no program has shown; the resulting program then shows them.
 
     Otherwise a plan unlike those seen before (experts over devices, where all seen so far split samples) would be priced
@@ -283,7 +163,7 @@ def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence
     # Memory is checked by `_around`, and not priced.
     endless = dataclasses.replace(options, memory_budget_bytes=np.inf)
     setting, start = run_passes(SHARD[-1:], setting, check_setting), sharded.solution.choices
-    instance = _Instance(
+    instance = Instance(
         setting, endless, donated, ONE_PROGRAM, PROVED, lambda problem, *_: pass_messages(problem, start)
     )
     tried, budget = [start], options.budget_bytes(device.memory_bytes)
@@ -291,7 +171,7 @@ def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence
 
 
 def _around(
-    instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]], turns: int, budget: float = np.inf
+    instance: Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]], turns: int, budget: float = np.inf
 ) -> Sharded:
     """Solve with the exposure that the best program alone shows, then with that of it and the programs so found.
 
@@ -324,6 +204,30 @@ def _around(
     return best
 
 
+def _in_less(instance: Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]]) -> Sharded:
+    """Solve within fewer bytes than the best answer takes, where the problem is small and its price far from the clock.
+
+    What fits less memory fits more; of answers that cost nearly the same, the clock may find these faster. Arguments as in
+    `_follow_clock`.
+    """
+    small = num_pairs(best.problem) <= TUNING.small_core and len(best.graph.nodes) <= TUNING.untied_nodes
+    budget = instance.budget_search.budget
+    for part in TUNING.less_memory if small and best.exposure is not None else ():
+        if best.gap <= TUNING.rough_gap or instance.limit.is_over:
+            break
+        exposure = _shown(last)
+        problem, solution = instance.solve_within(part * best.peak_bytes, exposure, best.step_seconds)
+        if not solution.choices or solution.status == "pruned" or solution.choices in tried:
+            break
+        tried.append(solution.choices)
+        found = instance.read_off(problem, solution, exposure)
+        if found.step_seconds < best.step_seconds and found.fits(budget):
+            bounded = solution.bounded(instance.bound_under(exposure, problem))
+            problem.rows.extend(best.problem.rows)
+            best = dataclasses.replace(found, solution=bounded)
+    return best
+
+
 def _shown(sharded: Sharded) -> Exposure:
     """The exposure after this program was seen."""
     assert sharded.exposure is not None, "conversions counted in full"
@@ -342,7 +246,7 @@ def _misjudged(sharded: Sharded) -> bool:
 
 
 def _with_known(
-    instance: _Instance,
+    instance: Instance,
     best: Sharded | None,
     known: Restrict,
     wider: Problem,

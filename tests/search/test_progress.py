@@ -12,7 +12,7 @@ import traceback
 import pytest
 
 from autopar import Auto, Cluster, PipelineParallel
-from autopar.intra_op import shard
+from autopar.intra_op import instance
 from autopar.search import progress
 from autopar.search.planner import make_plan
 from autopar.search.progress import Standing, part_of, planning_progress
@@ -25,8 +25,8 @@ def test_ctrl_c_leaves_no_solver_behind(make_step, types, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(shard, "solve", interrupted)
-        patched.setattr(shard, "solve_constrained", interrupted)
+        patched.setattr(instance, "solve", interrupted)
+        patched.setattr(instance, "solve_constrained", interrupted)
         with pytest.raises(KeyboardInterrupt, match="planning `train_step` was stopped") as caught:
             step.plan(*types(num_layers=1))
     shown = "".join(traceback.format_exception(caught.value))
