@@ -44,14 +44,9 @@ def plain_containers(value: object) -> PyTreeDef:
 
 def key_text(key: object) -> str:
     """A key of a path as the user would write it: "kernel", "0"."""
-    match key:
-        case DictKey() | FlattenedIndexKey():
-            return str(key.key)
-        case SequenceKey():
-            return str(key.idx)
-        case GetAttrKey():
-            return key.name
-    return str(key).strip(".[]'\"")
+    text = jax.tree_util.keystr((key,), simple=True)
+    is_plain = isinstance(key, DictKey | FlattenedIndexKey | SequenceKey | GetAttrKey)
+    return text if is_plain else text.strip(".[]'\"")
 
 
 def _filled(tree: PyTreeDef, values: list[object], keys: list[KeyPath], depth: int) -> object:
