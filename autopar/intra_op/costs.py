@@ -235,7 +235,7 @@ class _NodeCosts:
         if not any(traffic.counts) and not is_contraction(node.rule):
             seconds = np.zeros(node.num_choices)
         else:
-            kernels = kernels_of(node, traffic, self.mesh)
+            kernels = kernels_of(node, node.strategies, traffic, self.mesh)
             seconds_of = {kernel: kernel_seconds(kernel, self.device) for kernel in dict.fromkeys(kernels)}
             seconds = np.array([seconds_of[kernel] for kernel in kernels])
         for k, strategy in enumerate(node.strategies):

@@ -32,21 +32,18 @@ _Part = tuple[Shape, int]
 
 def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMesh) -> Kernel:
     """The kernel that one device runs for an operation under a strategy."""
-    atoms = (*node.eqn.invars, *node.eqn.outvars)
-    parts = [_part(a, s, mesh) for a, s in zip(atoms, (*strategy.operands, *strategy.results), strict=True)]
-    share = split_fraction(strategy, mesh.axis_sizes)
-    return _kernel(node, share, traffic, parts, _computes(node), _grouped(node, strategy, mesh))
+    return kernels_of(node, [strategy], traffic, mesh)[0]
 
 
-def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
-    """The kernel that one device runs for an operation, for each of its strategies."""
+def kernels_of(node: Node, strategies: Sequence[Strategy], traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
+    """The kernel that one device runs for an operation, for each of these strategies."""
     known: list[dict[Sharding, _Part]] = []
     for k, atom in enumerate((*node.eqn.invars, *node.eqn.outvars)):
-        ways = dict.fromkeys((*s.operands, *s.results)[k] for s in node.strategies)
+        ways = dict.fromkeys((*s.operands, *s.results)[k] for s in strategies)
         known.append({sharding: _part(atom, sharding, mesh) for sharding in ways})
-    computes, found = _computes(node), []
+    computes, found = is_contraction(node.rule) and not is_indexing(node), []  # whether its FLOPs count
     alike: dict[object, Kernel] = {}  # by all that a kernel depends on
-    for strategy in node.strategies:
+    for strategy in strategies:
         parts = tuple([of[s] for of, s in zip(known, (*strategy.operands, *strategy.results), strict=True)])
         share = split_fraction(strategy, mesh.axis_sizes) if computes else 1.0
         grouped = _grouped(node, strategy, mesh)
@@ -55,11 +52,6 @@ def kernels_of(node: Node, traffic: Traffic, mesh: LogicalMesh) -> list[Kernel]:
             kernel = alike[parts, share, grouped] = _kernel(node, share, traffic, parts, computes, grouped)
         found.append(kernel)
     return found
-
-
-def _computes(node: Node) -> bool:
-    """Whether the FLOPs of an operation count."""
-    return is_contraction(node.rule) and not is_indexing(node)
 
 
 def _part(atom: Atom, sharding: Sharding, mesh: LogicalMesh) -> _Part:
