@@ -135,8 +135,9 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
 
     A search that begins with what plans on other meshes have shown may end elsewhere than one that begins with nothing: on the
     best mesh if its price misjudges it; on that and those nearly as fast also where it takes next to no time, or together a
-    part of the time that all meshes took, and prices depend on what hides behind kernels. On several hosts the best mesh is
-    planned as thoroughly as if the user named it, unless memory binds, where prices of bytes make it many times as long.
+    part of the time that all meshes took, or any gain repays any time, and prices depend on what hides behind kernels. On
+    several hosts the best mesh is planned as thoroughly as if the user named it, unless memory binds, where prices of bytes
+    make it many times as long.
     """
     best, hosts = searched.best, request.cluster.hosts
     known = request.narrowed.seconds if request.narrowed else math.inf
@@ -147,6 +148,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     near = (1 + TUNING.untied_near) * best.step_seconds if request.cluster.device.achieved.overlap else 0.0
     all_seconds = sum(planning_seconds(sharded.problem) for sharded in searched.results)
     left = min(TUNING.finalists_part * all_seconds, TUNING.finalists_seconds)
+    left = math.inf if request.options.repaying_steps == math.inf else left
     for sharded in sorted(searched.results, key=_rank):
         takes, worth = planning_seconds(sharded.problem), TUNING.unaided_part * best.step_seconds
         is_asked = sharded is best and misjudged > TUNING.misjudged
@@ -245,6 +247,8 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
         return "" if options.repays(won, takes) else too_long
     if won <= TUNING.third_axis_gain * best.step_seconds:
         return f"left out: no plan takes less than {best.shared_seconds:.3e} s"
+    if options.repaying_steps == math.inf:
+        return ""  # what follows says that it wins little, not that it wins nothing
     if by_axes.get(2, math.inf) > (1 - TUNING.second_axis_gain) * by_axes.get(1, math.inf):
         return "left out: the second axis won next to nothing"
     fewer = min(by_axes.get(1, math.inf), by_axes.get(2, math.inf))

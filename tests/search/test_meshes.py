@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,6 +38,14 @@ def test_the_walk_ends_after_two_that_are_slower(of_three_axes, is_left_out):
     assert bool(why) is is_left_out and ("last two" in why or not is_left_out)
 
 
+@pytest.mark.parametrize("steps, is_left_out", [(10**12, True), (math.inf, False)])
+def test_little_may_be_won_on_three_axes_where_the_second_won_little(steps, is_left_out):
+    """A vision transformer on 8 H100: 0.15 % on two axes, 0.06 % more on three, which take twice as long to plan as all."""
+    request = SimpleNamespace(options=Auto(steps=steps).options())
+    why = meshes._not_worth_it(request, Searched([plan(15.470, 8), plan(15.447, 2, 4)], []), LogicalMesh((2, 2, 2)))
+    assert bool(why) is is_left_out and ("the second axis" in why or not is_left_out)
+
+
 def test_a_price_a_little_above_the_best_is_no_reason_to_abandon_a_mesh():
     """Small problems are solved whatever they win; large ones on three axes descend from known answers, which is as quick."""
     small, large = plan(1.0, 8, 8), plan(1.0, 8, 8, pairs=2_000_000)
@@ -45,14 +54,17 @@ def test_a_price_a_little_above_the_best_is_no_reason_to_abandon_a_mesh():
 
 
 @pytest.mark.parametrize(
-    "nodes, cluster, again",
+    "nodes, cluster, steps, again",
     [
-        (580, Cluster.of("16 tpu v5e"), [(2, 2, 4)]),
-        (1300, Cluster.of("16 tpu v5e"), [(8, 2)]),
-        (580, Cluster.local(), []),
+        (580, Cluster.of("16 tpu v5e"), 1, [(2, 2, 4)]),
+        (1300, Cluster.of("16 tpu v5e"), 1, [(8, 2)]),
+        (1300, Cluster.of("16 tpu v5e"), math.inf, [(2, 2, 4), (4, 2, 2), (8, 2)]),
+        (580, Cluster.local(), 1, []),
     ],
 )
-def test_meshes_nearly_the_best_are_planned_as_if_named_in_a_part_of_the_time(monkeypatch, nodes, cluster, again):
+def test_meshes_nearly_the_best_are_planned_as_if_named_in_a_part_of_the_time(
+    monkeypatch, nodes, cluster, steps, again
+):
     """A step of microseconds, which repays no planning; its best mesh began with what others had shown. Where kernels hide
     nothing, these showed nothing."""
 
@@ -66,7 +78,7 @@ def test_meshes_nearly_the_best_are_planned_as_if_named_in_a_part_of_the_time(mo
         asked.extend(mesh.shape for mesh in chosen)
 
     monkeypatch.setattr(meshes, "search_meshes", search)
-    request = Request(SimpleNamespace(name="step"), None, cluster, Auto(steps=1))
+    request = Request(SimpleNamespace(name="step"), None, cluster, Auto(steps=steps))
     first = of(4.601e-6, (4, 4), nodes)
     results = [first, of(4.595e-6, (2, 2, 4), nodes), of(4.595e-6, (4, 2, 2), nodes), of(4.613e-6, (8, 2), 10)]
     meshes.search_unaided(request, Searched(results, [], unaided=first), silent)

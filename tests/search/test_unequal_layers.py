@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.intra_op import shard as sharding
+from autopar.intra_op import instance
 from autopar.intra_op import solve as solving
 from autopar.intra_op.problem import num_pairs
 from autopar.intra_op.trws import Ascent
@@ -29,7 +29,7 @@ UNET = unet.Config(width=32, multiples=(1, 2), blocks=1, attention=(1,), groups=
 def work(monkeypatch):
     """What planning does: rounds of message passing and their calls and edges, pairs for the ILP, meshes, programs."""
     counted, passed, solved, sharded = Counter(), Ascent._round, solving.solve_ilp, meshes.shard_on
-    lowered = sharding.lower
+    lowered = instance.lower
 
     def one_round(ascent):
         counted["rounds"] += 1
@@ -49,7 +49,7 @@ def work(monkeypatch):
         counted["written"] += 1
         return lowered(*how)
 
-    monkeypatch.setattr(sharding, "lower", lower)
+    monkeypatch.setattr(instance, "lower", lower)
     monkeypatch.setattr(Ascent, "_round", one_round)
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
     monkeypatch.setattr(meshes, "shard_on", shard_on)
