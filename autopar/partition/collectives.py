@@ -32,6 +32,9 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
         case AllGather(axes, dim):
             return lax.all_gather(array, axes, axis=dim, tiled=True)
         case AllToAll(axes, source_dim, target_dim):
+            # XLA for CPUs sends pieces, and where the array is put together from these it gives each a layout of its own, which
+            # its verifier then refuses: `concatenate([x, y.T])` along the dim that is sent.
+            array = lax.optimization_barrier(array)
             return lax.all_to_all(array, axes, split_axis=target_dim, concat_axis=source_dim, tiled=True)
         case Permute(source_axis=source_axis, axes=axes):
             # Device (i, j) has shard i and wants shard j, which (j, i) has: the same in either order of the axes.
