@@ -35,6 +35,23 @@ MANY_COLLECTIVES = (
 """Models whose random plans hold a thousand collectives: compiling one takes half a minute."""
 
 
+STATED = [
+    ("gpt_scan", "2x2x2", "auto"),
+    ("mlp_multisteps", "2x2x2", "random0"),
+    ("vae_dropout", "2x4", "random0"),
+    ("gpt_scan_remat_clipped", "8", "zero3"),
+    ("moe_top2_capacity", "2x4", "auto"),
+    ("matrix_factorization", "2x2x2", "random1"),
+    ("mamba_like_associative", "8", "random0"),  # its associative scan has empty slices
+    ("one_place_written", "8", "auto"),
+    ("half_means_that_cancel", "8", "zero3"),
+    ("no_numbers", "8", "zero3"),
+    ("no_numbers", "2x4", "random0"),
+    ("gaussian_process", "2x2x2", "random0"),  # transforms beside collectives, whose layouts XLA:CPU mixes up
+]
+"""Cells of their own: three axes, and what was once wrong. Nothing more is drawn for their models."""
+
+
 def cell_of(name: str) -> tuple[str, str]:
     """One cell for each model, by its name, so that it stays the same."""
     number = zlib.crc32(name.encode())
@@ -42,30 +59,14 @@ def cell_of(name: str) -> tuple[str, str]:
     return quick[number % len(quick)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {stated for stated, _, _ in STATED}])
 def test_model(name):
     mesh, method = cell_of(name)
     outcome = check_case(CASES[name](), MESHES[mesh], method)
     assert outcome.error < 1
 
 
-@pytest.mark.parametrize(
-    "name, mesh, method",
-    [
-        ("gpt_scan", "2x2x2", "auto"),
-        ("mlp_multisteps", "2x2x2", "random0"),
-        ("vae_dropout", "2x4", "random0"),
-        ("gpt_scan_remat_clipped", "8", "zero3"),
-        ("moe_top2_capacity", "2x4", "auto"),
-        ("matrix_factorization", "2x2x2", "random1"),
-        ("mamba_like_associative", "8", "random0"),  # its associative scan has empty slices
-        ("one_place_written", "8", "auto"),
-        ("half_means_that_cancel", "8", "zero3"),
-        ("no_numbers", "8", "zero3"),
-        ("no_numbers", "2x4", "random0"),
-        ("gaussian_process", "2x2x2", "random0"),  # transforms beside collectives, whose layouts XLA:CPU mixes up
-    ],
-)
+@pytest.mark.parametrize("name, mesh, method", STATED)
 def test_three_axes_and_more(name, mesh, method):
     check_case(CASES[name](), MESHES[mesh], method)
 
