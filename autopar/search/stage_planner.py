@@ -32,6 +32,7 @@ from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.ir.gradient import is_backward, is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of
+from autopar.ir.rewrite.trips_at_once import own_microbatches
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
 from autopar.search.fastest_borders import in_fastest_borders
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
@@ -289,8 +290,14 @@ def _best_in_memory(
 
 
 def default_microbatches(request: Request, num_stages: int, data: int = 1) -> int:
-    """Four microbatches per stage, or the most below that which divide the batch, if possible over `data` devices."""
-    return request.most_microbatches(TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1, data)
+    """Four microbatches per stage, or the most below that which divide the batch, if possible over `data` devices.
+
+    Of a step that adds up the gradients of microbatches of its own as many as these, which stages can be cut from.
+    """
+    if num_stages == 1:
+        return 1
+    wanted = own_microbatches(request.program.jaxpr) or TUNING.microbatches_per_stage * num_stages
+    return request.most_microbatches(wanted, data)
 
 
 def _marked_stages(program: Program, chunks: int) -> int:

@@ -17,7 +17,9 @@ from autopar.grouping import grouped
 from autopar.inter_op.cut import CutStep
 from autopar.intra_op.sharded import describe
 from autopar.ir.region import kind_of, region_of, trip_count
+from autopar.ir.rewrite.trips_at_once import own_microbatches
 from autopar.ir.source import source_line
+from autopar.ir.split.rounds.steps import holds_steps
 from autopar.tuning import TUNING
 
 
@@ -70,6 +72,9 @@ def _why_whole(cut: CutStep, eqn: JaxprEqn) -> str:
         return "how many turns a while loop takes is known only when it runs"
     if trip_count(eqn) < 2:
         return ""
+    own = own_microbatches(cut.program.jaxpr) if holds_steps(eqn) else 0
+    if own:
+        return f"it adds up gradients: with num_microbatches={own}, each of its turns is a microbatch, and is cut into stages"
     if not region_of(eqn).xs:
         return "it runs over no stack of layers, such as weights that lax.scan takes as `xs`"
     if cut.stacks.count < 2:

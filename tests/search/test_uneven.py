@@ -166,3 +166,26 @@ def test_what_backward_passes_wait_for_is_the_users_sum(mean):
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
     with pytest.warns(UserWarning, match=r"all microbatches \(reduce_sum at test_uneven.py:\d+ \(loss_fn\)\)"):
         autopar.parallelize(step, cluster=autopar.Cluster(1, 2, SLOW, QUICK), method=method).plan(params, BATCH)
+
+
+@pytest.mark.parametrize("num_microbatches, text", [(4, "with num_microbatches=8, each of its turns"), (None, "")])
+def test_microbatches_of_the_users_own(num_microbatches, text):
+    """A loop that adds up gradients is one piece, unless there are as many microbatches, as there are if that is left open."""
+
+    def step(params, batch):
+        def add(total, part):
+            grads = jax.grad(lambda params: jnp.mean(layers(params, part) ** 2))(params)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, _ = jax.lax.scan(add, zeros, batch.reshape(8, -1, WIDTH))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=num_microbatches)
+    stack = {"layers": jax.ShapeDtypeStruct((NUM_LAYERS, WIDTH, WIDTH), np.float32)}
+    parallel = autopar.parallelize(step, cluster=autopar.Cluster(1, 2, SLOW, QUICK), method=method, batch_argnums=(1,))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan = parallel.plan(stack, BATCH)
+    assert plan.num_microbatches == (num_microbatches or 8)
+    assert [text in str(w.message) for w in found if "far from even" in str(w.message)] == [True] * bool(text)

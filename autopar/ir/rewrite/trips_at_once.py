@@ -27,6 +27,13 @@ from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.split.rounds.steps import holds_steps, is_loop_of_steps
 
 
+def own_microbatches(jaxpr: Jaxpr) -> int:
+    """The trips of a step's loop that adds up gradients, its own microbatches; 0: it has none."""
+    loops = [eqn for eqn in jaxpr.eqns if trip_count(eqn) > 1 and _adds_gradients(eqn, trip_count(eqn))]
+    known = KnownValues(jaxpr) if loops else None
+    return next((trip_count(eqn) for eqn in loops if known and _sums(region_of(eqn), known) is not None), 0)
+
+
 def trips_at_once(jaxpr: Jaxpr, count: int) -> Jaxpr:
     """Replace the loops of `count` trips that add up gradients; over the same inputs and results."""
     if not any(_adds_gradients(eqn, count) for eqn in jaxpr.eqns):
