@@ -141,7 +141,8 @@ class _Build:
     def region(self, region: Region, needs: tuple[int, ...], place: int) -> _Task:
         """A loop, or branches, as one task."""
         trips = trip_count(region.eqn)
-        seconds, exposed = trips * self.device.row_seconds(row_bytes(region, self.mesh)), []
+        is_cpu = self.device.achieved.host_cores > 0
+        seconds, exposed = trips * self.device.row_seconds(row_bytes(region, self.mesh, is_cpu)), []
         for inner in region.bodies:
             of_body, of_each = self.turns(region, inner, trips)
             seconds += of_body
