@@ -186,11 +186,12 @@ def _order(rows: Sequence[Row]) -> Iterable[str]:
         f"tau of these pairs, on average over groups: {_mean_tau(group_taus(rows, noise)):.2f}"
     )
     for (run, _), seconds in contradicted(rows):
-        others = _mean_tau(group_taus([row for row in rows if row[0] is not run]))
+        others = [row for row in rows if row[0] is not run]
+        comparable, every = (_mean_tau(group_taus(others, comparable=c)) for c in (True, False))
         yield (
             f"other rows contradict {run.model} with {run.batch} samples in {run.seconds:.1f} s: the same plan with other "
             f"batches or once more makes it {seconds:.1f} s, and who predicts all that scores {possible_tau(rows):.2f}; "
-            f"without this row tau is {others:.2f} on average"
+            f"without this row tau is {comparable:.2f} on average, and {every:.2f} of all plans"
         )
 
 
