@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autopar.intra_op.copied_rows import row_bytes
+from autopar.intra_op.copied_rows import copying_seconds, row_bytes
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.sharded import Region
 from tests.intra_op.test_lanes import device, plan_of
@@ -45,3 +45,17 @@ def test_it_takes_time_on_cpus_and_gpus_alone(loops, kind):
     seconds = [run_lanes(body, lambda _: 1e-6, mesh, each).compute_seconds for each in (other, copying)]
     copied = LAYERS * sum(row_bytes(loop, mesh, kind == "cpu") for loop in both)
     assert seconds[1] - seconds[0] == pytest.approx(1.5 * copied / copying.memory_bytes_per_second)
+    assert copying_seconds(body, mesh, copying) == pytest.approx(seconds[1] - seconds[0])
+
+
+def test_what_no_problem_prices_opens_no_gap():
+    plan = plan_of(True, 0, 1e10, 0.0, LAYERS, WIDTH, BATCH)
+    (stage,) = plan.attached.pipeline.stages
+    sharded = stage.sharded
+    much = 3 * sharded.step_seconds
+    copying = dataclasses.replace(sharded, compute_seconds=sharded.compute_seconds + much, copying_seconds=much)
+    assert copying.step_seconds == pytest.approx(4 * sharded.step_seconds)
+    assert copying.gap == pytest.approx(sharded.gap) and copying.is_off_price == sharded.is_off_price
+    (task,) = stage.tasks
+    slower = dataclasses.replace(task, seconds=task.seconds + much, copying_seconds=much)
+    assert dataclasses.replace(stage, tasks=(slower,)).gap == pytest.approx(stage.gap)
