@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -28,9 +28,7 @@ from autopar.runtime.compile import compile_step
 from autopar.runtime.local import Executable
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
-
-Runtime: TypeAlias = Pipeline | RayStep
-"""What carries a plan out: in this process, or on the workers of a cluster. Both have the same attributes."""
+from autopar.runtime.runtime import Runtime
 
 
 class CompiledStep:

@@ -49,16 +49,9 @@ from autopar.streams.timeline import Timeline
 
 
 class Pipeline:
-    """A pipeline on the devices of this process.
+    """A pipeline on the devices of this process; attributes as in `Runtime`.
 
-    Attributes:
-        functions: The functions that its programs are compiled from, by name.
-        programs: XLA's executables, by name.
-        num_compiled: How many programs were compiled; the others are equal to one of these.
-        devices: The devices of this process on which it runs.
-        in_shardings: The sharding of each argument of the step, on the stage that holds it.
-        closed: Whether its worker processes have ended; it has none.
-        is_remote: Whether other processes hold the arrays, and this one sends them the others.
+    `num_compiled`: how many programs were compiled; the others are equal to one of these.
     """
 
     closed = False
@@ -174,18 +167,15 @@ class Pipeline:
         return entering, leaving
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Place arguments that stay the same in all steps: the user's from number `first` on."""
+        """Place arguments that stay the same in all steps; as in `Runtime`."""
         return jax.device_put(list(arrays), self.in_shardings[first:])
 
     def stack(self, argument: int) -> Stack | None:
-        """How an argument of the user's is split into parts in this process; None: it is whole."""
+        """How an argument of the user's is split into parts; None: it is whole."""
         return self._stacks_in.get(argument)
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """Create state in its shardings: `init` runs once on each stage, which keeps its own part.
-
-        `init(*args)` returns `count` leaves of the user's arguments, from number `first` on.
-        """
+        """Create state in its shardings: `init` runs once on each stage, which keeps its own part; as in `Runtime`."""
         made: dict[int, Any] = {}
         for _, ats, own in births(self._unstacked, init, first, count, lambda at: self.placements[at].mesh):
             shardings = [self.placements[at] for at in ats]

@@ -45,7 +45,7 @@ _Entry = tuple[int, BufferId]
 
 
 class RayStep:
-    """A step on the workers of a cluster; attributes as in `Pipeline`."""
+    """A step on the workers of a cluster; attributes as in `Runtime`."""
 
     def __init__(self, machine: RayMachine, planned: StepPlan):
         """Start workers, unless the machine has some for this layout, and let them compile.
@@ -289,7 +289,7 @@ class RayStep:
         return None
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[RemoteArray | Any]:
-        """Place arguments that stay the same in all steps; as in `Pipeline`."""
+        """Place arguments that stay the same in all steps; as in `Runtime`."""
         found: list[Any] = []
         for array, positions in zip(arrays, self._stacks.inputs[first:], strict=True):
             entries = [at for at in self._read.get(positions[0], []) if self._is_whole(at)]
@@ -316,7 +316,7 @@ class RayStep:
         return [(self.job.home[at], self._kinds[at]) for at in stacks.inputs[argument]], stacks.input_dims[argument]
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """Create state in its shardings: `init` runs on each mesh, which keeps its own part; as in `Pipeline`."""
+        """Create state in its shardings: `init` runs on each mesh, which keeps its own part; as in `Runtime`."""
         made: dict[int, Part] = {}
         for mesh, ats, own in births(self._stacks, init, first, count, lambda at: self.job.home[at]):
             kinds = [self._kinds[at] for at in ats]
