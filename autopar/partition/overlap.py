@@ -3,7 +3,9 @@
 In:     the sharded program and its mesh.
 Out:    options of this one compilation; nothing global is set.
 Method: XLA's scheduler for GPUs starts collectives early and waits for them late; within a loop, only for collectives
-        that are pipelined into the trip before or after. Small collectives are combined up to a threshold on their
+        that are pipelined into the trip before or after. Gathers go into the trip before, with all that leads to them and not
+        to what the loop carries: in a loop over microbatches that may be a whole forward pass, whose activations would then
+        wait for a trip. Then gathers are not pipelined. Small collectives are combined up to a threshold on their
         results: for each kind the bytes that one trip of a loop makes, so that the gathers of one layer are combined,
         but not those of two, which would overlap with nothing. Where no loop sends a kind, or one sends more than a
         bucket, those that are too large for `fuse.py` stay apart, as they were placed. A program that copies to the
@@ -21,11 +23,24 @@ from typing import Any
 import jax
 
 from autopar._jax import takes_packed
-from autopar.cost.steps import CollectiveKind
+from autopar.cost.steps import AllGather, CollectiveKind
 from autopar.debug import xla_flags
+from autopar.intra_op.carried import carries_in
 from autopar.intra_op.fuse import small_bytes
 from autopar.intra_op.host_order import copies_host
-from autopar.intra_op.sharded import Body, Collective, Region, collectives_of, instructions_within, sent_in
+from autopar.intra_op.sharded import (
+    Body,
+    Collective,
+    Compute,
+    Copy,
+    Fused,
+    Move,
+    Region,
+    collectives_of,
+    instructions_within,
+    sent_in,
+)
+from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 
@@ -45,7 +60,7 @@ _KINDS: Mapping[CollectiveKind, tuple[str, str]] = {
 def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
     """XLA's options for a program on GPUs; {} if it neither communicates nor copies to host memory."""
     trips = _trips(body)
-    copies_rows = any(copies_host(i) for inner in trips for i in inner.instructions)
+    copies_rows = any(copies_host(i) for _, inner in trips for i in inner.instructions)
     copies = copies_rows or any(map(copies_host, body.instructions))
     if not (copies or any(True for _ in collectives_of(body, mesh))):
         return {}
@@ -55,8 +70,8 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
     if copies_rows:
         found["xla_gpu_enable_pipelined_host_offloading"] = True
     for kind, (threshold, pipelined) in _KINDS.items():
-        per_trip = max((_bytes_of(inner, mesh, kind) for inner in trips), default=0)
-        if per_trip:
+        per_trip = max((_bytes_of(inner, mesh, kind) for _, inner in trips), default=0)
+        if per_trip and not (kind == "all-gather" and any(_gathers_what_it_works_out(*trip) for trip in trips)):
             found[pipelined] = True
         if 0 < per_trip <= body.bucket:
             found[threshold] = per_trip
@@ -89,10 +104,27 @@ def compile_lowered(
     return takes_packed(lowered.compile(compiler_options=dict(given) if given else None))
 
 
-def _trips(body: Body) -> list[Body]:
-    """The bodies of all loops, nested ones included."""
+def _trips(body: Body) -> list[tuple[Region, Body]]:
+    """All loops and their bodies, nested ones included."""
     regions = (i for i, _ in instructions_within(body) if isinstance(i, Region))
-    return [inner for region in regions if kind_of(region.eqn) in ("scan", "while") for inner in region.bodies]
+    return [(loop, inner) for loop in regions if kind_of(loop.eqn) in ("scan", "while") for inner in loop.bodies]
+
+
+def _gathers_what_it_works_out(loop: Region, body: Body) -> bool:
+    """Whether a trip gathers results of kernels that need nothing of what the loop carries."""
+    carried = {old for old, _ in carries_in(loop, body)}
+    worked_out: set[Copy] = set()
+    for instruction in body.instructions:
+        reads, makes = instruction.reads, instruction.makes
+        if not carried.isdisjoint(reads):
+            carried.update(makes)
+        elif isinstance(instruction, Region) or (isinstance(instruction, Compute) and not is_fused(instruction)):
+            worked_out.update(makes)
+        elif not worked_out.isdisjoint(reads):
+            if isinstance(instruction, Move | Fused) and isinstance(instruction.moves[0].step, AllGather):
+                return True
+            worked_out.update(makes)
+    return False
 
 
 def _bytes_of(body: Body, mesh: LogicalMesh, kind: CollectiveKind) -> int:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import Cluster, DataParallel, ThreeD
+from autopar import Cluster, DataParallel, ShardParallel, ThreeD
 from autopar.intra_op.fuse import small_bytes
 from autopar.partition import overlap
 from autopar.partition.overlap import compile_lowered, overlap_options
@@ -85,6 +85,28 @@ def test_a_layer_is_gathered_as_one_message_and_ahead():
     assert found["xla_gpu_enable_pipelined_all_gather"] is True
     assert found["xla_gpu_reduce_scatter_combine_threshold_bytes"] == layer // 4, "XLA counts results"
     assert "xla_gpu_enable_pipelined_all_reduce" not in found, "the loop has none"
+
+
+def test_a_forward_pass_is_not_done_a_trip_ahead():
+    """Nothing of it depends on what a loop over microbatches carries: XLA would gather activations in the trip before, and
+    work out again what the backward pass reads."""
+
+    def sorting(weights, batch):
+        def loss_of(weights):
+            return jnp.mean((jnp.sort(batch["x"] @ weights["up"], -1) @ weights["down"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    weight = jax.ShapeDtypeStruct((WIDE, WIDE), "float32")
+    given = {"up": weight, "down": weight}, {"x": jax.ShapeDtypeStruct((2, 8, WIDE), "float32")}
+    pins = {"*up*": PartitionSpec(None, "x"), "*down*": PartitionSpec(None, "x")}
+    method = ShardParallel(mesh_shape=(2,), num_microbatches=2, constraints=pins)
+    plan = autopar.parallelize(sorting, cluster=Cluster.of("2 h100"), method=method).plan(*given)
+    assert any(c.kind == "all-gather" and c.times == 2 and c.bytes == 8 * WIDE * 4 for c in plan.cost.collectives)
+    found = overlap_options(plan.origin.pipeline.stages[0].sharded.body, plan.mesh)
+    assert "xla_gpu_all_gather_combine_threshold_bytes" in found
+    assert "xla_gpu_enable_pipelined_all_gather" not in found
 
 
 def test_messages_of_a_program_without_loops_stay_apart():
