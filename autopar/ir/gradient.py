@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from autopar._jax import Jaxpr, JaxprEqn, NameStack, Var, all_equations
 from autopar.ir.dataflow import descendants, inputs_of
@@ -69,25 +69,31 @@ def gradient_line(jaxpr: Jaxpr) -> str:
 # Dependences on the backward pass.
 
 
-def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
-    """For each equation, whether it is of the backward pass or the backward pass depends on it."""
+def feeds_backward(jaxpr: Jaxpr, is_of_pass: Callable[[JaxprEqn], bool] = is_backward) -> list[bool]:
+    """For each equation, whether it is of the backward pass or the backward pass depends on it.
+
+    `is_of_pass`: which equations are of the backward pass.
+    """
     needed: dict[Var, None] = {}
     found = []
     for eqn in reversed(jaxpr.eqns):
-        feeds = is_backward(eqn) or any(var in needed for var in eqn.outvars)
+        feeds = is_of_pass(eqn) or any(var in needed for var in eqn.outvars)
         if feeds:
             needed.update(dict.fromkeys(inputs_of(eqn)))
         found.append(feeds)
     return found[::-1]
 
 
-def after_gradients(jaxpr: Jaxpr) -> list[bool]:
-    """For each equation, whether it depends on the backward pass, and the backward pass does not depend on it."""
+def after_gradients(jaxpr: Jaxpr, is_of_pass: Callable[[JaxprEqn], bool] = is_backward) -> list[bool]:
+    """For each equation, whether it depends on the backward pass, and the backward pass does not depend on it.
+
+    `is_of_pass`: as in `feeds_backward`.
+    """
     made: set[Var] = set()
     found = []
-    for eqn, feeds in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
+    for eqn, feeds in zip(jaxpr.eqns, feeds_backward(jaxpr, is_of_pass), strict=True):
         found.append(not feeds and not made.isdisjoint(inputs_of(eqn)))
-        made.update(eqn.outvars if found[-1] or is_backward(eqn) else ())
+        made.update(eqn.outvars if found[-1] or is_of_pass(eqn) else ())
     return found
 
 

@@ -24,7 +24,7 @@ from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.grouping import grouped
 from autopar.ir.build import Equations, rebuilt_apart
 from autopar.ir.dataflow import ancestors, descendants, inputs_of, makers, needed, read_by, variables
-from autopar.ir.gradient import after_gradients, is_backward
+from autopar.ir.gradient import after_gradients, is_ahead, is_backward, is_of_inner_gradient
 from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.work import Work, num_bytes, num_elements_of
@@ -54,7 +54,7 @@ def _is_pure_cond(eqn: JaxprEqn) -> bool:
 
 def _cut(eqn: JaxprEqn) -> list[JaxprEqn]:
     region = region_of(eqn)
-    halves = [_halves(branch) for branch in region.bodies]
+    halves = [_halves(branch, is_ahead(eqn)) for branch in region.bodies]
     if not any(second for _, second in halves):
         return [eqn]
     firsts = [Equations(first) for first, _ in halves]
@@ -76,9 +76,14 @@ def _cut(eqn: JaxprEqn) -> list[JaxprEqn]:
     ]
 
 
-def _halves(branch: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """The branch's equations up to its gradients, and those that follow them."""
-    behind = after_gradients(branch)
+def _halves(branch: Jaxpr, in_loss: bool) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """The branch's equations up to its gradients, and those that follow them.
+
+    A branch that takes the derivative of a gradient, and no gradient of that (`jax.jvp(jax.grad(f))`, a product with the
+    Hessian), ends behind it; `in_loss`: a gradient of it is taken outside.
+    """
+    only_derived = not in_loss and not any(map(is_backward, branch.eqns))
+    behind = after_gradients(branch, is_of_inner_gradient if only_derived else is_backward)
     return list(compress(branch.eqns, (not is_behind for is_behind in behind))), list(compress(branch.eqns, behind))
 
 

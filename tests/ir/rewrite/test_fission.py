@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+import autopar
 from autopar._jax import eval_jaxpr, make_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.region import region_of
-from autopar.ir.rewrite.fission import fission, merge_conditions
+from autopar.ir.rewrite.fission import cut_after_gradients, fission, merge_conditions
 from autopar.ir.trace.trace import trace_step
+from tests.ir.traced import split_microbatches, traced
 
 
 def three_ways(state, batch):
@@ -152,3 +154,35 @@ def test_conditions_together_again():
         pairs = zip(run(program, joined, state), run(program, jaxpr, state), strict=True)
         for got, want in pairs:
             np.testing.assert_array_equal(got, want)
+
+
+def curvature_now_and_then(state, batch):
+    """As Sophia: every few steps a product with the Hessian, and of that an average."""
+    weights, curvature, count = state
+
+    def loss(weights):
+        return jnp.mean(jnp.tanh(batch @ weights) ** 2)
+
+    def measured(curvature):
+        signs = jnp.where(weights > 0, 1.0, -1.0)
+        product = jax.jvp(jax.grad(loss), (weights,), (signs,))[1] * signs
+        return 0.9 * curvature + 0.1 * product**2
+
+    curvature = lax.cond(count % 2 == 0, measured, lambda curvature: curvature, curvature)
+    return (weights - jax.grad(loss)(weights) / (curvature + 1), curvature, count + 1), loss(weights)
+
+
+def test_conditions_end_behind_products_with_the_hessian():
+    """What microbatches add up is the product, and not what the branch makes of it."""
+    random = np.random.default_rng(0)
+    state = random.normal(size=(6, 2)).astype(np.float32), np.ones((6, 2), np.float32), np.int32(0)
+    batch = random.normal(size=(8, 6)).astype(np.float32)
+    jaxpr = traced(curvature_now_and_then, state, batch)
+    cut = cut_after_gradients(jaxpr)
+    check_program(cut)
+    split = split_microbatches(cut, 4, (3,))
+    assert [sum(eqn.primitive.name == "cond" for eqn in eqns) for eqns in (split.loop.eqns, split.after)] == [1, 1]
+    with pytest.raises(autopar.errors.MicrobatchError):
+        split_microbatches(jaxpr, 4, (3,))
+    for actual, expected in zip(eval_jaxpr(cut, (), *state, batch), eval_jaxpr(jaxpr, (), *state, batch), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
