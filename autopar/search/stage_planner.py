@@ -296,8 +296,9 @@ def default_microbatches(request: Request, num_stages: int, data: int = 1) -> in
     """
     if num_stages == 1:
         return 1
-    wanted = own_microbatches(request.program.jaxpr) or TUNING.microbatches_per_stage * num_stages
-    return request.most_microbatches(wanted, data)
+    own = own_microbatches(request.program.jaxpr)
+    is_possible = own > 0 and request.divides_into(own)
+    return request.most_microbatches(own if is_possible else TUNING.microbatches_per_stage * num_stages, data)
 
 
 def _marked_stages(program: Program, chunks: int) -> int:

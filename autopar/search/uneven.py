@@ -73,7 +73,8 @@ def _why_whole(cut: CutStep, eqn: JaxprEqn) -> str:
     if trip_count(eqn) < 2:
         return ""
     own = own_microbatches(cut.program.jaxpr) if holds_steps(eqn) else 0
-    if own:
+    sizes = [cut.program.in_avals[k].shape[dim] for k, dim in cut.roles.leading.items()]
+    if own and not any(size % own for size in sizes):
         return f"it adds up gradients: with num_microbatches={own}, each of its turns is a microbatch, and is cut into stages"
     if not region_of(eqn).xs:
         return "it runs over no stack of layers, such as weights that lax.scan takes as `xs`"

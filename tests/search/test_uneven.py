@@ -189,3 +189,22 @@ def test_microbatches_of_the_users_own(num_microbatches, text):
         plan = parallel.plan(stack, BATCH)
     assert plan.num_microbatches == (num_microbatches or 8)
     assert [text in str(w.message) for w in found if "far from even" in str(w.message)] == [True] * bool(text)
+
+
+def test_own_microbatches_that_are_not_the_whole_batch():
+    """The first part is taken before the loop, whose trips are then no number that the batch divides into."""
+
+    def step(params, batch):
+        grad = jax.grad(lambda params, part: jnp.mean(layers(params, part) ** 2))
+        grads, _ = jax.lax.scan(
+            lambda total, part: (jax.tree.map(jnp.add, total, grad(params, part)), None),
+            grad(params, batch[:8]),
+            batch[8:].reshape(3, 8, WIDTH),
+        )
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    stack = {"layers": jax.ShapeDtypeStruct((NUM_LAYERS, WIDTH, WIDTH), np.float32)}
+    cluster, method = autopar.Cluster(1, 2, SLOW, QUICK), autopar.PipelineParallel(num_stages=2)
+    with pytest.warns(UserWarning, match="far from even") as found:
+        plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(stack, BATCH)
+    assert plan.num_microbatches == 8 and not any("with num_microbatches" in str(w.message) for w in found)
