@@ -62,6 +62,10 @@ KERNELS = {
     "grouped_product": "grouped product",
 }
 CLOSE = 1e-5
+INTERPRETED = (
+    "Kernels for TPUs are interpreted, also where they are compiled for GPUs: XLA then has the interpreter's zeros in memory, "
+    "too, which a real kernel has not, and the prediction does not count."
+)
 Row = dict[str, Any]
 Place = tuple[str, int]
 """A kind of kernel, and which of its operands and results."""
@@ -227,7 +231,8 @@ def _elements(kernel: str) -> int:
 
 def table(found: dict[str, Row], target: str) -> Table:
     """All rows."""
-    made = Table(title=f"Steps with kernels on 8 CPU devices, and for 8 {target}", title_justify="left", box=None)
+    title = f"Steps with kernels on 8 CPU devices, and for 8 {target}"
+    made = Table(title=title, title_justify="left", caption=INTERPRETED, caption_justify="left", box=None)
     for k, heading in enumerate(("step; method", "equal", "plan", "XLA over predicted", "bytes", "kernels", "a part")):
         made.add_column(heading, justify="right" if k in (1, 3, 6) else "left", no_wrap=k != 5)
     for key, row in found.items():
@@ -239,7 +244,7 @@ def page(found: dict[str, Row]) -> str:
     """A line for each step: of each method the difference to jit, the part that a kernel does, XLA's memory over predicted."""
     lines = [f"| step | {' | '.join(METHODS)} |", "|---" * (1 + len(METHODS)) + "|"]
     lines += [f"| {step} | {' | '.join(_brief(found.get(f'{step}; {m}')) for m in METHODS)} |" for step in STEPS]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", INTERPRETED])
 
 
 def _brief(row: Row | None) -> str:
