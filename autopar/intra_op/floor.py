@@ -10,7 +10,7 @@ Method: while an equation runs, its operands and results are alive, in shardings
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ def memory_floor(
         donated: Per input, whether its memory may be reused.
         elsewhere: Values that take no memory here.
     """
-    return _Floors(graph, costs, class_of, elsewhere | set(_written_over(graph.jaxpr))).program(graph.jaxpr, donated)
+    return _Floors(graph, costs, class_of, elsewhere).program(graph.jaxpr, donated)
 
 
 class _Floors:
@@ -143,16 +143,6 @@ class _Floors:
         if shape not in self.most:
             self.most[shape] = _most_shards(shape, self.graph.mesh.axis_sizes)
         return device_bytes(var) / self.most[shape]
-
-
-def _written_over(jaxpr: Jaxpr) -> Iterator[Var]:
-    """What trips of loops may write over what the trip before has left (`carried.py`)."""
-    for eqn in jaxpr.eqns:
-        if is_region(eqn):
-            region = region_of(eqn)
-            yield from (b.value for b in region.carries if isinstance(b.value, Var))
-            for body in region.bodies:
-                yield from _written_over(body)
 
 
 def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar._jax import Var
-from autopar.intra_op.carried import Carry, carries_in
 from autopar.intra_op.liveness import shared_inputs, sized_versions, workspace_of
 from autopar.intra_op.sharded import Body, Copy, Region
 from autopar.mesh import LogicalMesh
@@ -48,13 +47,12 @@ def _add_ranges(
     stored: Mapping[Var, int],
     elsewhere: AbstractSet[Copy],
     is_program: bool = False,
-    carries: Sequence[Carry] = (),
 ) -> int:
     """Add the live ranges of a body's arrays and of all inside it; returns the moment after it.
 
     Inputs among those `elsewhere` have memory already. A program's results have memory of their own.
     """
-    made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=is_program, carries=carries)
+    made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=is_program)
     count, own = len(body.instructions), body.results if is_program else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
     for instruction in body.instructions:
@@ -64,8 +62,7 @@ def _add_ranges(
         begin += 1
         if isinstance(instruction, Region):
             for inner in instruction.bodies:
-                shared, carried = shared_inputs(instruction, inner), carries_in(instruction, inner)
-                begin = _add_ranges(found, begin, inner, mesh, stored, shared, carries=carried)
+                begin = _add_ranges(found, begin, inner, mesh, stored, shared_inputs(instruction, inner))
     first.append(begin)
     for num_bytes, copy, start, end in zip(size, made.copies, made.starts, made.ends, strict=True):
         if num_bytes and not (end == count and copy in own):

@@ -3,12 +3,11 @@
 In:     `Body`, the mesh, which values are held, which inputs are donated.
 Out:    `Liveness`: the peak, its moment, and the copies alive then.
 Method: the live range of a copy extends from the instruction that makes it to its last reader. Inputs live throughout;
-        donated ones until their last reader. A loop's body adds its own peak; its stacks live from before the loop, and what
-        it carries is there once (`carried.py`). Values that are not held (`held.py`) take no memory, but extend the live
-        ranges of what they are computed from. Gradients stay until their sums over devices are certainly made
-        (`unsent.py`). In a stage of a pipeline, some values are elsewhere, and some exist once per microbatch in flight
-        (`Waiting`). Values in host memory are counted likewise, also under another name after a barrier
-        (`host_peak_bytes`). A bound over all shardings and orders is in `floor.py`.
+        donated ones until their last reader. A loop's body adds its own peak; its stacks live from before the loop. Values
+        that are not held (`held.py`) take no memory, but extend the live ranges of what they are computed from. Gradients stay
+        until their sums over devices are certainly made (`unsent.py`). In a stage of a pipeline, some values are elsewhere,
+        and some exist once per microbatch in flight (`Waiting`). Values in host memory are counted likewise, also under
+        another name after a barrier (`host_peak_bytes`). A bound over all shardings and orders is in `floor.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autopar._jax import Var, on_host
-from autopar.intra_op.carried import Carry, begin_where_made, carries_in, overwrites
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, local_bytes, share_bytes
 from autopar.intra_op.unsent import unsent_copies
 from autopar.intra_op.versions import Versions, find_versions
@@ -182,14 +180,13 @@ def _peaks(
     in_place: AbstractSet[Copy] = frozenset(),
     over: float = 0.0,
     given: bool = False,
-    carries: Sequence[Carry] = (),
 ) -> list[Liveness]:
     """Up to `count` local peaks of a body, the highest first.
 
     Bytes alive at each instruction are appended to `curve`. All peaks but the highest have more than `over` bytes. Other
     arguments as in `sized_versions`.
     """
-    made, size, times = sized_versions(body, mesh, stored, pinned, free, waiting, in_place, given, carries)
+    made, size, times = sized_versions(body, mesh, stored, pinned, free, waiting, in_place, given)
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
     peaks: list[Liveness] = []
@@ -221,22 +218,19 @@ def sized_versions(
     waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
     given: bool = False,
-    carries: Sequence[Carry] = (),
 ) -> tuple[Versions, list[int], list[int]]:
     """The versions of a body's copies, and of each its bytes on one device and its number of instances.
 
     Copies in `free` are counted by the caller, those `in_place` overwrite inputs. `given`: inputs are in the layout given.
-    `carries`: of a loop's body.
     """
     made = find_versions(body, pinned, stored, given)
     made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
-    no_more = begin_where_made(made, body) | overwrites(made, body, carries)
     times = _times(made, body, waiting)
     size = [0] * len(made.copies)
     known: dict[Any, int] = {}  # of equal types that are sharded alike
     for k, (copy, start) in enumerate(zip(made.copies, made.starts, strict=True)):
         elsewhere = copy[0] in waiting.elsewhere or copy in (in_place if start >= 0 else free)
-        if made.takes_memory(k) and not elsewhere and k not in no_more:
+        if made.takes_memory(k) and not elsewhere:
             same = copy[0].aval, copy[1]
             num_bytes = known.get(same)
             if num_bytes is None:
@@ -300,7 +294,6 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var
     for body in instruction.bodies:
         shared = shared_inputs(instruction, body)
         within = dataclasses.replace(waiting, elsewhere=frozenset())
-        carries = carries_in(instruction, body)
-        inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within, carries=carries)
+        inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within)
         most = max(most, *inner, key=lambda peak: peak.peak_bytes)
     return most

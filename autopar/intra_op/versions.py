@@ -16,7 +16,7 @@ import numpy as np
 from autopar._jax import Literal, Var, on_host
 from autopar.intra_op.host_order import arrivals, copies_host, fetched_first
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
-from autopar.intra_op.traffic import is_fused, is_view
+from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
 
 
@@ -157,9 +157,7 @@ class _Walk:
         if copies_host(instruction) and not on_host(instruction.reads[0][0].aval):
             self.leaving.update(dict.fromkeys(instruction.makes, behind))
         for copy in instruction.makes:
-            made_of = (
-                behind if self.is_recomputed(instruction, copy) or self.is_input(instruction, copy, behind) else None
-            )
+            made_of = behind if self.is_recomputed(instruction, copy) else None
             if copy in passed:
                 made_of = self.found.made_of[self.current[passed[copy]]]
             self.current[copy] = self.found.add(copy, start, made_of=made_of)
@@ -169,13 +167,6 @@ class _Walk:
         if self.stored is None or not isinstance(instruction, Compute) or copy[0] in self.stored:
             return False
         return copy not in self.results and (copy not in self.moved or is_fused(instruction))
-
-    def is_input(self, instruction: Instruction, copy: Copy, behind: Sequence[int]) -> bool:
-        """Whether a result of an instruction is an input in another shape, which is the same array."""
-        if self.stored is None or copy in self.results or not isinstance(instruction, Compute):
-            return False
-        is_same = is_view(instruction.eqn) and instruction.eqn.primitive.name != "transpose"
-        return is_same and all(self.found.starts[number] < 0 for number in behind)
 
     def zeros_at(self, instruction: Instruction, position: int) -> int:
         """The position at which the zeros are made that an instruction's result begins as: its own, or an earlier one."""
