@@ -49,6 +49,6 @@ def emitted(
         if node.kind == "op":
             kernel = kernel_of(node, node.strategies[0], traffic[node.index], _ONE)
             found += [kernel] * round(node.weight) if kernel.num_bytes else []
-    loops = [i for i in body.instructions if isinstance(i, Region)]
-    found += [MemoryPass(trip_count(loop.eqn) * row_bytes(loop, _ONE, is_cpu), 0.0, "parameters") for loop in loops]
+    loops = [i for i in body.instructions if is_cpu and isinstance(i, Region)]
+    found += [MemoryPass(trip_count(loop.eqn) * row_bytes(loop, _ONE), 0.0, "parameters") for loop in loops]
     return run, tuple(found)

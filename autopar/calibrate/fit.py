@@ -3,8 +3,8 @@
 In:     seconds of cases, starting values of the device and the link.
 Out:    the `Device` and `Link` that fit best, and their prediction for each case.
 Method: one kind of case after the other: launch and memory from passes, products by dtype, then convolutions, fused kernels,
-        updates and whole layers, and links. Each parameter minimizes the mean relative error (medians are not smooth), or its
-        mean square, of the formulas that plans are priced with, by a search on successively finer grids.
+        updates and whole layers, and links. Each parameter minimizes the mean relative error (medians are not smooth) of
+        the formulas that plans are priced with, by a search on successively finer grids.
 """
 
 from __future__ import annotations
@@ -131,19 +131,12 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
 
 
 def _fit_share(device: Device, samples: Sequence[Sample], name: str, least: float, most: float) -> Device:
-    """Fit the field of `Achieved` that a kind of kernels depends on.
-
-    By least squares: between two cases that disagree, the mean distance is the same everywhere.
-    """
+    """Fit the field of `Achieved` that a kind of kernels depends on."""
 
     def made(share: float) -> Device:
         return _with(device, **{name: min(most, share)})
 
-    def error(share: float) -> float:
-        fitted = Fitted(made(share), None)
-        return _mean(_ratio(fitted.seconds(s.case), s.seconds) ** 2 for s in samples)
-
-    return made(*_closest(error, [(least, most)]))
+    return made(*_closest(lambda share: _error(made(share), samples), [(least, most)]))
 
 
 def _with(device: Device, **achieved: Any) -> Device:

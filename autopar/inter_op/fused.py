@@ -53,6 +53,5 @@ def fused_stage(program: StageProgram, sharded: Sharded) -> StagePlan:
         0.0,
         max(0, sharded.peak_bytes - sum(v.num_bytes for v in inputs)),
         sharded.collectives,
-        sharded.copying_seconds,
     )
     return StagePlan(program, sharded, (plan,))

@@ -29,7 +29,6 @@ from autopar.inter_op.stage import RESIDENT, Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.stage_tasks import read_as_given
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.build_graph import build_graph
-from autopar.intra_op.copied_rows import copying_seconds
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.graph import Graph, Tables, stacked
 from autopar.intra_op.heap import gap_bytes
@@ -88,7 +87,6 @@ class TaskPlan:
             shorten.
         working_bytes: Peak bytes alive on one device during a run, without operands and results that overwrite them.
         collectives: The collectives of one run.
-        copying_seconds: The part of `seconds` in rows that loops copy.
     """
 
     task: Task
@@ -101,7 +99,6 @@ class TaskPlan:
     batchless_seconds: float
     working_bytes: int
     collectives: tuple[Collective, ...]
-    copying_seconds: float = 0.0
 
     @property
     def written_rows(self) -> tuple[Placed, ...]:
@@ -145,7 +142,7 @@ class StagePlan:
         """The optimality gap, with the tasks priced as they were lowered rather than the joint program as a whole."""
         seconds = 0.0
         for t in self.tasks:
-            kernels = t.seconds - t.copying_seconds - sum(t.exposed_seconds)
+            kernels = t.seconds - sum(t.exposed_seconds)
             priced = self.sharded.priced_seconds(t.body, t.exposed_seconds, kernels, t.communication_seconds)
             seconds += priced * (self.program.count if t.task.is_in_loop else 1)
         return self.sharded.gap_of(seconds)
@@ -343,7 +340,6 @@ class _Lowering:
             self.batchless(body),
             own_bytes + gap_bytes(body, self.mesh, self.stored),
             collectives,
-            copying_seconds(body, self.mesh, self.device),
         )
 
     def in_place(self, task: Task, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> frozenset[Copy]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds
-from autopar.intra_op.copied_rows import rows_of
+from autopar.intra_op.copied_rows import row_bytes
 from autopar.intra_op.host_order import host_waits
 from autopar.intra_op.sharded import (
     Body,
@@ -141,7 +141,7 @@ class _Build:
     def region(self, region: Region, needs: tuple[int, ...], place: int) -> _Task:
         """A loop, or branches, as one task."""
         trips = trip_count(region.eqn)
-        seconds, exposed = trips * self.device.row_seconds(rows_of(region, self.mesh, self.device)), []
+        seconds, exposed = trips * self.device.row_seconds(row_bytes(region, self.mesh)), []
         for inner in region.bodies:
             of_body, of_each = self.turns(region, inner, trips)
             seconds += of_body

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost import collective_seconds
-from autopar.intra_op.copied_rows import copying_seconds
 from autopar.intra_op.costs import OperationSeconds, build_problem
 from autopar.intra_op.exposure import Exposure, OwnExposure, show
 from autopar.intra_op.graph import Graph, Node
@@ -50,7 +49,6 @@ class Sharded:
         communication_seconds: Seconds of its collectives.
         exposed_seconds: Exposed seconds of each collective.
         exposure: The fraction of each conversion that counted in the problem; None: all.
-        copying_seconds: Of `compute_seconds`, those of rows that loops copy, which the problem does not price.
     """
 
     graph: Graph
@@ -66,7 +64,6 @@ class Sharded:
     communication_seconds: float
     exposed_seconds: tuple[float, ...]
     exposure: Exposure | None = None
-    copying_seconds: float = 0.0
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -77,11 +74,6 @@ class Sharded:
     def step_seconds(self) -> float:
         """Predicted seconds of one step: kernels and exposed collectives."""
         return self.compute_seconds + sum(self.exposed_seconds)
-
-    @property
-    def modelled_seconds(self) -> float:
-        """Those of `step_seconds` that the problem prices, to be held against its objective."""
-        return self.step_seconds - self.copying_seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -96,7 +88,7 @@ class Sharded:
     @property
     def is_off_price(self) -> bool:
         """Whether prices are unreliable, as where many small collectives are fused."""
-        return abs(self.solution.objective - self.modelled_seconds) > TUNING.known_far * self.modelled_seconds
+        return abs(self.solution.objective - self.step_seconds) > TUNING.known_far * self.step_seconds
 
     @property
     def shared_seconds(self) -> float:
@@ -150,7 +142,7 @@ class Sharded:
     @property
     def own_priced_seconds(self) -> float:
         """The cost of the program itself, with collectives counted as in the problem."""
-        taken = self.compute_seconds - self.copying_seconds, self.communication_seconds
+        taken = self.compute_seconds, self.communication_seconds
         return self.priced_seconds(self.body, self.exposed_seconds, *taken)
 
     def as_compared(self, device: Device) -> Sharded:
@@ -213,5 +205,4 @@ def read_off(
         communication,
         lanes.exposed,
         exposure,
-        copying_seconds(body, graph.mesh, device),
     )

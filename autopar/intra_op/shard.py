@@ -180,7 +180,7 @@ def _around(
     leaves a smaller gap."""
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     for turn in range(turns):
-        off = abs(1 - best.solution.objective / best.modelled_seconds) if turn < TUNING.exposure_turns else 0.0
+        off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
         if before is None or max(best.gap, off) <= TUNING.rough_gap or instance.limit.is_over:
             break
         exposure = _shown(last).as_in(shown, before)
@@ -242,7 +242,7 @@ def _misjudged(sharded: Sharded) -> bool:
     much = TUNING.exposure_same * sharded.step_seconds
     now, before = sharded.exposure.after(shown), sharded.exposure
     wrong = sum(abs(now.of(one.kind) - before.of(one.kind)) * one.seconds for one in shown if one.kind is not None)
-    return wrong > much and abs(sharded.solution.objective - sharded.modelled_seconds) > much
+    return wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much
 
 
 def _with_known(

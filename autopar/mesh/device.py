@@ -166,10 +166,8 @@ class Device:
         return (self.achieved.turning - 1) * num_bytes / (self.memory_bytes_per_second * self.achieved.memory)
 
     def row_seconds(self, num_bytes: float) -> float:
-        """Seconds to read and write so many bytes to copy rows of stacks in a loop, as programs for CPUs and for GPUs do,
-        whose products are cut into tiles; as for updates."""
-        copies = self.achieved.host_cores or self.achieved.cores
-        times = self.achieved.update_passes if copies else 0.0
+        """Seconds to read and write so many bytes to copy rows of stacks in a loop, as programs for CPUs do; as for updates."""
+        times = self.achieved.update_passes if self.achieved.host_cores else 0.0
         return times * num_bytes / (self.memory_bytes_per_second * self.achieved.memory)
 
     def flops_per_second(self, dtype: Any) -> float:

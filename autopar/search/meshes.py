@@ -143,7 +143,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     known = request.narrowed.seconds if request.narrowed else math.inf
     if (1 - TUNING.untied_near) * best.step_seconds > known:
         return
-    misjudged = abs(1 - best.solution.objective / best.modelled_seconds)
+    misjudged = abs(1 - best.solution.objective / best.step_seconds)
     is_short = any(sharded.problem.rows for sharded in searched.results)
     near = (1 + TUNING.untied_near) * best.step_seconds if request.cluster.device.achieved.overlap else 0.0
     all_seconds = sum(planning_seconds(sharded.problem) for sharded in searched.results)

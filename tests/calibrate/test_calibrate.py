@@ -73,16 +73,6 @@ def test_a_gpu_of_the_catalog_keeps_its_peaks():
     assert found.link.bytes_per_second == pytest.approx(3e11, rel=0.1)
 
 
-def test_two_cases_that_disagree_meet_halfway():
-    layers = [case for case in all_cases(1, False, blocks(False)) if case.kind == "layer"]
-    start = find_device("h100").device
-    of = [dataclasses.replace(start, achieved=dataclasses.replace(start.achieved, passes=p)) for p in (1.0, 4.0)]
-    samples = [Sample(case, Fitted(device, None).seconds(case)) for case, device in zip(layers, of, strict=True)]
-    fitted = fit(samples, start, Link(1e-6, 1e11))
-    less, more = (math.log(measured.fitted_seconds / measured.seconds) for measured in as_measured(samples, fitted))
-    assert less > 0.1 and more == pytest.approx(-less, rel=0.3)
-
-
 def test_other_programs_on_shared_cores_do_not_stretch_what_is_measured():
     """Kernels count by the cores they keep busy; where devices meet and cores rest, the clock counts, less the stretch."""
     kernels = [case for case in all_cases(8, True) if not case.collectives][:3]

@@ -20,12 +20,7 @@ def plan(seconds, *shape, pairs=0):
     problem = SimpleNamespace(costs=[np.zeros(1)], edges={(0, 1): np.zeros((pairs, 1))})
     solution = SimpleNamespace(objective=seconds)
     return SimpleNamespace(
-        mesh=LogicalMesh(shape),
-        step_seconds=seconds,
-        modelled_seconds=seconds,
-        shared_seconds=0.1 * seconds,
-        problem=problem,
-        solution=solution,
+        mesh=LogicalMesh(shape), step_seconds=seconds, shared_seconds=0.1 * seconds, problem=problem, solution=solution
     )
 
 
