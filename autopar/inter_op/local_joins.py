@@ -7,13 +7,12 @@ Method: joins of one kind that are read by the next alone are one join of all th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, new_var, replace_eqn
 from autopar.grouping import grouped
-from autopar.ir.dataflow import makers, variables
+from autopar.ir.dataflow import makers, times_read
 from autopar.ir.work import num_elements_of
 from autopar.tuning import TUNING
 
@@ -43,13 +42,13 @@ def join_locally(
 
 def _find_joins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> Iterable[_Join]:
     """The joins of scalars among the equations, each as large as can be."""
-    times_read = Counter(variables([*(a for eqn in eqns for a in eqn.invars), *jaxpr.outvars]))
+    reads = times_read(eqns, jaxpr.outvars)
     joins: dict[Atom, _Join] = {}
     for eqn in eqns:
         if eqn.primitive.name in JOINS and len(eqn.invars) == 2 and all(map(is_scalar, eqn.invars)):
             join = joins[eqn.outvars[0]] = _Join([eqn], [])
             for atom in eqn.invars:
-                inner = joins.get(atom) if isinstance(atom, Var) and times_read[atom] == 1 else None
+                inner = joins.get(atom) if isinstance(atom, Var) and reads[atom] == 1 else None
                 if inner is not None and inner.is_like(eqn):
                     join.eqns.extend(joins.pop(atom).eqns)
                     join.parts.extend(inner.parts)

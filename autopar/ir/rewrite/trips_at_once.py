@@ -10,7 +10,6 @@ Method: `jax.vmap`. A microbatch then holds one trip, whose forward and backward
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, eval_jaxpr, make_jaxpr
 from autopar.ir.build import Equations, flat_function
-from autopar.ir.dataflow import known_as, makers, reading, variables
+from autopar.ir.dataflow import known_as, makers, reading, times_read, variables
 from autopar.ir.known_values import KnownValues
 from autopar.ir.region import Region, equations_within, kind_of, region_of, trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -90,8 +89,7 @@ class _Body:
 
     def __init__(self, body: Jaxpr):
         self.made_by = makers(body.eqns)
-        read = [*(a for eqn in body.eqns for a in eqn.invars), *body.outvars]
-        self.times_read = Counter(variables(read))
+        self.times_read = times_read(body.eqns, body.outvars)
 
     def addend(self, before: Var, after: Atom) -> Atom | None:
         """What `after` is `before` plus, if nothing else reads either; else None."""
