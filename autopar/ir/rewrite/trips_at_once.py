@@ -63,8 +63,8 @@ class _Sum:
     """A carry that only grows: by `addend` in each trip; or, if that is known, by `step` from `first` on."""
 
     addend: Atom | None
-    first: int = 0
-    step: int = 0
+    first: float = 0
+    step: float = 0
 
 
 def _sums(scan: Region, known: KnownValues) -> list[_Sum] | None:
@@ -74,7 +74,7 @@ def _sums(scan: Region, known: KnownValues) -> list[_Sum] | None:
     for b in scan.carries:
         numbers = known.in_trips(b.var, scan)
         if numbers is not None and numbers.shape == (scan.trips,):
-            found.append(_Sum(None, int(numbers[0]), int(numbers[1] - numbers[0])))
+            found.append(_Sum(None, numbers[0].item(), (numbers[1] - numbers[0]).item()))
         elif b.value is b.var:
             found.append(_Sum(None))
         elif (addend := body.addend(b.var, b.value)) is not None:

@@ -59,6 +59,17 @@ def with_keys(kernels, x):
     return lax.scan(trip, (zeros(kernels), 5), x.reshape(TRIPS, ROWS, -1), reverse=False)
 
 
+def with_a_clock(kernels, x):
+    """A number that is no integer, which each trip reads."""
+
+    def trip(carry, x):
+        sums, time = carry
+        value, grads = VALUE(kernels, x)
+        return (added(sums, (value * time, grads)), time + 0.5), time
+
+    return lax.scan(trip, (zeros(kernels), 0.25), x.reshape(TRIPS, ROWS, -1))
+
+
 def read_on_its_way(kernels, x):
     return lax.scan(
         lambda s, x: (added(s, VALUE(kernels, x)), s[1][0, 0, 0] * 0),
@@ -78,7 +89,7 @@ def largest(kernels, x):
     )
 
 
-@pytest.mark.parametrize("step", [over_rows, over_blocks, with_keys])
+@pytest.mark.parametrize("step", [over_rows, over_blocks, with_keys, with_a_clock])
 def test_trips_stand_in_the_program(step):
     jaxpr = traced(step, KERNELS, X)
     made = trips_at_once(jaxpr, TRIPS)
