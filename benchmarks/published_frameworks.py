@@ -57,6 +57,9 @@ OMNI_PATH, OMNI_PATH_RING = 0.28, 5.06e9
 each of 16 hosts of Jean Zay, as its users measured. And what one ring has between hosts, of however many devices of each: with
 four and with eight both of its channels went through one of the four cards (BigScience, experiments/bandwidth,
 n16_32gb_all_reduce_bench, n4_a100_all_reduce_bench, all_reduce_bench-a100-n4)."""
+EFA_SECONDS = 7.5e-5
+"""From host to host by Amazon's Elastic Fabric Adapter, as its plugin tells NCCL (aws-ofi-nccl, `platform_data_map`: P4d and
+P5)."""
 ALIGNMENT_BYTES = 16
 """What rows of a product's operands begin at a multiple of, or else it is not multiplied by tensor cores at full rate (NVIDIA,
 "Matrix multiplication background user's guide": tensor core requirements). XLA pads operands, frameworks do not."""
@@ -112,12 +115,13 @@ def stage_layers(run: Run) -> list[int]:
 
     Megatron's stages are equal. DeepSpeed's are too, or embedding and head count as a layer each where the sum then divides
     (`--pp-partition-method type:transformer|embedding`); else the last one has the rest. nanotron counts the head by its
-    parameters, and a stage ends with the layer by which it has more than its part of the sum (`build_model`).
+    parameters, and a stage ends with the layer by which it has its part of the sum (`build_model`; parameters of the first
+    stages in its public benchmark).
     """
     count, most = run.pipeline, math.ceil(run.layers / run.pipeline)
     if "nanotron" in run.framework:
         weight = run.vocabulary * run.width / (4 * run.width**2 + 3 * run.width * run.hidden)
-        ends = [min(run.layers, int((run.layers + weight) * (k + 1) / count) + 1) for k in range(count - 1)]
+        ends = [min(run.layers, math.ceil((run.layers + weight) * (k + 1) / count)) for k in range(count - 1)]
         borders = [0, *ends, run.layers]
         return [b - a for a, b in zip(borders, borders[1:], strict=False)]
     if run.layers % count == 0:

@@ -12,7 +12,15 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from published_frameworks import BY_ROWS, FIRST_FLASH, OMNI_PATH, OMNI_PATH_RING, SECOND_FLASH, generation_of
+from published_frameworks import (
+    BY_ROWS,
+    EFA_SECONDS,
+    FIRST_FLASH,
+    OMNI_PATH,
+    OMNI_PATH_RING,
+    SECOND_FLASH,
+    generation_of,
+)
 from published_runs import Run
 
 from autopar.errors import AutoparError
@@ -69,6 +77,8 @@ def machine_of(run: Run) -> Machine:
     if rate is not None:
         reached = OMNI_PATH if is_omni_path else inter.bytes_per_second / model.inter_peak
         inter = replace(inter, bytes_per_second=rate * reached)
+    if re.search(r"\bEFA\b|Elastic Fabric", run.network):
+        inter = replace(inter, latency_seconds=EFA_SECONDS)
     device = model.device
     if run.by_rows and run.dtype == "float8":
         device = replace(device, achieved=replace(device.achieved, narrow=device.achieved.narrow * BY_ROWS))

@@ -201,6 +201,13 @@ def test_layers_of_stages(framework, layers, stages, expected):
     assert stage_layers(run) == expected
 
 
+def test_a_stage_ends_with_the_layer_that_makes_its_part_whole():
+    """A head like 4 layers of 16: 940 million parameters are on the first of two stages, as nanotron's benchmark says."""
+    run = llama(framework="nanotron", layers=16, pipeline=2, width=2048, hidden=8192, vocabulary=131072)
+    assert stage_layers(run) == [10, 6]
+    assert 131072 * 2048 + 10 * (4 * 2048**2 + 3 * 2048 * 8192) == pytest.approx(940e6, rel=0.001)
+
+
 def test_rows_that_begin_anywhere_are_multiplied_without_tensor_cores():
     device = find_device("a100").device
     even, odd = (Product(12, 2048, 2048, depth, 1e8, ("bfloat16", "bfloat16")) for depth in (152, 150))
@@ -220,6 +227,15 @@ def test_omni_path_is_as_fast_as_its_users_measured(runs):
     eight, four, two = (data_seconds(plan, machine, 1e9, 6, 1.0, 2.0)[0] for plan in plans)
     # Eight rings of a host share its cards; two, of four of its devices each, leave two cards idle.
     assert four == pytest.approx(eight / 2, rel=0.1) and two == pytest.approx(four * 3.5 / 5.06, rel=0.1)
+
+
+def test_hops_over_amazons_network_take_what_its_plugin_says(runs):
+    run = replace(
+        next(run for run in runs if run.framework == "nanotron"), devices=16, network="NVLink; 32x100 Gb/s EFA"
+    )
+    machine, usual = machine_of(run), machine_of(replace(run, network="NVLink; 8x400 Gb/s IB"))
+    assert machine.inter == replace(usual.inter, latency_seconds=75e-6)
+    assert machine.link_of(16).hops_seconds(16) == pytest.approx(75e-6 + 14 * machine.intra.latency_seconds)
 
 
 def test_links_to_one_neighbour_are_not_all_that_a_device_has(runs):
