@@ -325,7 +325,8 @@ class _Lowering:
         body = lower_task(task.jaxpr, self.graph, self.choices, entering, leaving, *how)
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
-        liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))
+        in_place = self.in_place(task, inputs, body_outputs)
+        liveness = measure_liveness(body, self.mesh, self.stored, in_place=in_place)
         lanes = run_lanes(body, self.operations.of, self.mesh, self.device)
         own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
         made = sum(b.num_bytes for b in outputs)  # these reuse operands' memory, or are allocations of their own
@@ -338,7 +339,7 @@ class _Lowering:
             communication,
             lanes.exposed,
             self.batchless(body),
-            own_bytes + gap_bytes(body, self.mesh, self.stored),
+            own_bytes + gap_bytes(body, self.mesh, self.stored, in_place),
             collectives,
         )
 

@@ -2,22 +2,25 @@
 
 In:     a sharded body, the mesh, the held values.
 Out:    `gap_bytes`: how far the highest place is above the most bytes alive at once.
-Method: XLA places arrays after it has put the program in order: the largest first, or if that is better the longest-lived
-        first, each in the smallest gap between those that are alive with it (`GlobalDecreasingSizeBestFitHeap` in
-        `heap_simulator.cc`). The same is done here with live ranges as `liveness.py` knows them. The trips of a loop share
-        their places. Arguments and results have memory of their own.
+Method: arguments have memory of their own, and so have, from the start, results that do not overwrite any. An array that is
+        no larger than such a result takes its memory while it is not made (`MaybeAssignBuffer` in `buffer_assignment.cc`).
+        XLA places the others after it has put the program in order: the largest first, or if that is better the
+        longest-lived first, each in the smallest gap between those that are alive with it
+        (`GlobalDecreasingSizeBestFitHeap` in `heap_simulator.cc`). The same is done here with live ranges as `liveness.py`
+        knows them. The trips of a loop share their places.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar._jax import Var
+from autopar._jax import Var, on_host
 from autopar.intra_op.liveness import shared_inputs, sized_versions, workspace_of
 from autopar.intra_op.sharded import Body, Copy, Region
 from autopar.mesh import LogicalMesh
@@ -32,11 +35,37 @@ class Range(NamedTuple):
     end: int
 
 
-def gap_bytes(body: Body, mesh: LogicalMesh, stored: Mapping[Var, int]) -> int:
-    """Bytes that a program loses to gaps. `stored`: held values, with the factor on their bytes (`held.py`)."""
+def gap_bytes(
+    body: Body, mesh: LogicalMesh, stored: Mapping[Var, int], in_place: AbstractSet[Copy] = frozenset()
+) -> int:
+    """Bytes that a program loses to gaps, and to results before they are made.
+
+    Args:
+        body: The program.
+        mesh: Its mesh.
+        stored: Held values, with the factor on their bytes (`held.py`).
+        in_place: Results that overwrite inputs.
+    """
     found: list[Range] = []
-    _add_ranges(found, 0, body, mesh, stored, frozenset(body.inputs), is_program=True)
-    return lost_bytes(found)
+    results: dict[Copy, Range] = {}
+    _add_ranges(found, 0, body, mesh, stored, frozenset(body.inputs), results)
+    return lost_bytes(found, [results[copy] for copy in results if copy not in in_place])
+
+
+def overwriting(body: Body, donated: Sequence[bool]) -> frozenset[Copy]:
+    """Results of a program that overwrite its donated inputs: each the memory of one that is of its type and sharded alike."""
+    free = Counter(_type_of(copy) for copy, is_free in zip(body.inputs, donated, strict=False) if is_free)
+    found: list[Copy] = []
+    for copy in body.results:
+        if free[_type_of(copy)]:
+            free[_type_of(copy)] -= 1
+            found.append(copy)
+    return frozenset(found)
+
+
+def _type_of(copy: Copy) -> Hashable:
+    aval = copy[0].aval
+    return aval.shape, aval.dtype, on_host(aval), copy[1]
 
 
 def _add_ranges(
@@ -46,14 +75,14 @@ def _add_ranges(
     mesh: LogicalMesh,
     stored: Mapping[Var, int],
     elsewhere: AbstractSet[Copy],
-    is_program: bool = False,
+    results: dict[Copy, Range] | None = None,
 ) -> int:
     """Add the live ranges of a body's arrays and of all inside it; returns the moment after it.
 
-    Inputs among those `elsewhere` have memory already. A program's results have memory of their own.
+    Inputs among those `elsewhere` have memory already. Of a program, those of results go to `results`.
     """
-    made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=is_program)
-    count, own = len(body.instructions), body.results if is_program else {}
+    made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=results is not None)
+    count, own = len(body.instructions), body.results if results is not None else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
     for instruction in body.instructions:
         first.append(begin)
@@ -65,19 +94,39 @@ def _add_ranges(
                 begin = _add_ranges(found, begin, inner, mesh, stored, shared_inputs(instruction, inner))
     first.append(begin)
     for num_bytes, copy, start, end in zip(size, made.copies, made.starts, made.ends, strict=True):
-        if num_bytes and not (end == count and copy in own):
+        if num_bytes:
             last = begin if end == count else first[max(start, end) + 1] - 1
-            found.append(Range(num_bytes, first[max(start, 0)], max(first[max(start, 0)], last)))
+            array = Range(num_bytes, first[max(start, 0)], max(first[max(start, 0)], last))
+            if results is not None and end == count and copy in own:
+                results[copy] = array
+            else:
+                found.append(array)
     return begin
 
 
-def lost_bytes(ranges: Sequence[Range]) -> int:
-    """How far the highest place is above the most bytes alive at once; arrays of a small part of these do not count."""
-    least = TUNING.placed_part * _alive_bytes(ranges)
+def lost_bytes(ranges: Sequence[Range], results: Sequence[Range] = ()) -> int:
+    """How far the highest place is above the most bytes alive at once; arrays of a small part of these do not count.
+
+    `results`: those that have memory of their own.
+    """
+    least = TUNING.placed_part * _alive_bytes([*ranges, *results])
     large = [array for array in ranges if array.num_bytes > least]
-    alive = _alive_bytes(large)
-    lost = _height(sorted(large, key=_by_size)) - alive
-    return min(lost, _height(sorted(large, key=_by_duration)) - alive) if lost else 0
+    alive = _alive_bytes([*large, *results]) - sum(result.num_bytes for result in results)
+    placed = _beside(large, results)
+    lost = _height(sorted(placed, key=_by_size)) - alive
+    return min(lost, _height(sorted(placed, key=_by_duration)) - alive) if lost else 0
+
+
+def _beside(ranges: Sequence[Range], results: Sequence[Range]) -> Sequence[Range]:
+    """The arrays that do not take the memory of a result."""
+    if not results:
+        return ranges
+    taken = [[result] for result in sorted(results)]
+    rest: list[Range] = []
+    for array in sorted(ranges, key=_by_size):
+        places = (place for place in taken if place[0].num_bytes >= array.num_bytes)
+        next((p for p in places if all(array.end < o.begin or o.end < array.begin for o in p)), rest).append(array)
+    return rest
 
 
 def _alive_bytes(ranges: Sequence[Range]) -> int:

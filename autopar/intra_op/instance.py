@@ -128,7 +128,7 @@ class Instance:
 
     def gaps_of(self, choices: Sequence[int]) -> int:
         """Bytes that are lost to gaps between arrays, given choices of classes."""
-        return gaps_in(self.graph, self._body_of(self.nodes(choices)))
+        return gaps_in(self.graph, self._body_of(self.nodes(choices)), self.donated)
 
     def _body_of(self, choices: tuple[int, ...]) -> Body:
         if choices not in self._lowered:

@@ -17,7 +17,7 @@ from autopar.cost import collective_seconds
 from autopar.intra_op.costs import OperationSeconds, build_problem
 from autopar.intra_op.exposure import Exposure, OwnExposure, show
 from autopar.intra_op.graph import Graph, Node
-from autopar.intra_op.heap import gap_bytes
+from autopar.intra_op.heap import gap_bytes, overwriting
 from autopar.intra_op.held import held_values
 from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.lanes import run_lanes
@@ -48,6 +48,7 @@ class Sharded:
         compute_seconds: Seconds of its kernels.
         communication_seconds: Seconds of its collectives.
         exposed_seconds: Exposed seconds of each collective.
+        donated: Per input, whether its memory may be reused.
         exposure: The fraction of each conversion that counted in the problem; None: all.
     """
 
@@ -63,6 +64,7 @@ class Sharded:
     compute_seconds: float
     communication_seconds: float
     exposed_seconds: tuple[float, ...]
+    donated: tuple[bool, ...]
     exposure: Exposure | None = None
 
     @property
@@ -78,7 +80,7 @@ class Sharded:
     @property
     def peak_bytes(self) -> int:
         """Peak bytes on one device, with those that are lost to gaps between arrays."""
-        return self.liveness.peak_bytes + gaps_in(self.graph, self.body)
+        return self.liveness.peak_bytes + gaps_in(self.graph, self.body, self.donated)
 
     def fits(self, budget: float) -> bool:
         """Whether it takes no more than so many bytes; gaps do not double what is alive."""
@@ -166,9 +168,10 @@ class Sharded:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
 
-def gaps_in(graph: Graph, body: Body) -> int:
+def gaps_in(graph: Graph, body: Body, donated: Sequence[bool]) -> int:
     """Bytes that a program of a graph loses to gaps between arrays; cached in the graph."""
-    return graph.cached(("gaps", body), lambda: gap_bytes(body, graph.mesh, held_values(graph)))
+    how = graph.mesh, held_values(graph), overwriting(body, donated)
+    return graph.cached(("gaps", body), lambda: gap_bytes(body, *how))
 
 
 def read_off(
@@ -204,5 +207,6 @@ def read_off(
         lanes.compute_seconds + besides,
         communication,
         lanes.exposed,
+        tuple(donated),
         exposure,
     )

@@ -66,7 +66,7 @@ def tight(method, loss=loss_of):
         try:
             plan = parallel(method(memory_budget_bytes=budget, offload="never"), loss).plan(*arguments(loss))
             assert not plan.offloaded and not plan.cost.host_bytes
-            budget = max(plan.cost.peak_bytes) - WIDTH * WIDTH * 2
+            budget = max(plan.cost.peak_bytes) - 500  # half a moment on one device, but for the loss
         except InfeasibleError as error:
             refused = error
     assert 'Or offload="auto"' in str(refused)
