@@ -19,6 +19,7 @@ from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, on_host
 from autopar.intra_op.batch import between_samples, follow_batch
 from autopar.intra_op.graph import (
     PHASES,
+    Choices,
     Edge,
     Graph,
     Keep,
@@ -253,10 +254,7 @@ class _Builder:
         rule, carried, signature = self.rule(eqn)
         choices = self.graph.tables.choices
         if signature not in choices:
-            strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
-            wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]
-            given = [self.shared([s.results[k] for s in strategies]) for k in range(len(rule.results))]
-            choices[signature] = strategies, wanted, given
+            choices[signature] = self.choices(rule, carried)
         strategies, wanted, given = choices[signature]
         node = self.node(
             kind="op",
@@ -275,6 +273,16 @@ class _Builder:
                 self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
+
+    def choices(self, rule: ShardingRule, carried: tuple[int, ...]) -> Choices:
+        """The strategies of a rule, and what they want and give: the same for operations of one form."""
+        known, form = self.graph.tables.forms, (rule.form(), carried)
+        if form not in known:
+            strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
+            wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]
+            given = [self.shared([s.results[k] for s in strategies]) for k in range(len(rule.results))]
+            known[form] = strategies, wanted, given
+        return known[form]
 
     def rule(self, eqn: JaxprEqn) -> tuple[ShardingRule, tuple[int, ...], object]:
         """The rule of an equation, the linear groups through which partial sums pass, and its signature."""

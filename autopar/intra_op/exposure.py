@@ -14,7 +14,7 @@ Method: conversions of one kind (of samples or not; read by the forward pass, th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost import collective_seconds
@@ -140,17 +140,20 @@ def is_sent_with_others(edge: Edge, small: float) -> bool:
     return not edge.is_sample and num_bytes(edge.var) <= small
 
 
-def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
-    """Read off the exposed seconds of a program's conversions.
+def show(graph: Graph, body: Body, exposed: Sequence[float]) -> tuple[Shown, ...]:
+    """Read off the exposed seconds of a program's conversions; cached in the graph.
 
     `graph`: its decision graph. `exposed`: exposed seconds of each of its collectives (`collectives_of`).
     """
-    found: list[Shown] = []
+    return graph.cached(("shown", body, tuple(exposed)), lambda: tuple(_shown_in(graph, body, exposed)))
+
+
+def _shown_in(graph: Graph, body: Body, exposed: Sequence[float]) -> Iterator[Shown]:
     samples, small = graph.samples, small_bytes(graph.mesh)
     for (instruction, sent), seconds_exposed in zip(sent_by(body, graph.mesh), exposed, strict=True):
         seconds = sent.times * collective_seconds(sent.kind, sent.bytes, sent.axes, graph.mesh)
         if not isinstance(instruction, Move | Fused):
-            found.append(Shown(None, seconds, seconds_exposed, seconds))
+            yield Shown(None, seconds, seconds_exposed, seconds)
             continue
         moves = instruction.moves
         for move in moves:
@@ -158,8 +161,7 @@ def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
             is_small = move.var not in samples and num_bytes(move.var) <= small
             kind = (move.var in samples, move.phase, float(sent.times), is_small)
             priced = sent.times * _priced(move, is_small, graph.mesh) if len(moves) > 1 or is_small else seconds
-            found.append(Shown(kind, share * seconds, share * seconds_exposed, priced))
-    return found
+            yield Shown(kind, share * seconds, share * seconds_exposed, priced)
 
 
 def _priced(move: Move, is_small: bool, mesh: LogicalMesh) -> float:

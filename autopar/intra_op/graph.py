@@ -36,6 +36,9 @@ Phase = typing.Literal["f", "b", "u", "o"]
 PHASES: tuple[Phase, ...] = typing.get_args(Phase)
 """Reader of a value: the forward pass, the backward pass, the update, or an output of the program or body."""
 
+Choices = tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]
+"""The strategies of an operation, and the shardings that these want of each operand and give each result."""
+
 NodeKind = typing.Literal["op", "port", "hub", "keep"]
 """Explained in the module's docstring."""
 
@@ -138,14 +141,16 @@ class Tables:
     Attributes:
         lists: Tuple of shardings -> the first equal one: they are compared by identity.
         ports: (shape, whether with partial sums) -> all its shardings.
-        choices: Signature of an equation -> its strategies, and the shardings that these want and give.
+        choices: Signature of an equation -> its choices.
+        forms: (form of a rule, ...) -> the choices of operations with it.
         conversions: Seconds of conversions (`costs.py`).
         operations: Signature of an operation, ... -> seconds of one run under each strategy (`costs.py`).
     """
 
     lists: dict[Shardings, Shardings] = field(default_factory=dict)
     ports: dict[tuple[tuple[int, ...], bool], Shardings] = field(default_factory=dict)
-    choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = field(default_factory=dict)
+    choices: dict[object, Choices] = field(default_factory=dict)
+    forms: dict[Hashable, Choices] = field(default_factory=dict)
     conversions: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
     operations: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
 

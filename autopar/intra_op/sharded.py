@@ -265,7 +265,8 @@ def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
 def sent_by(body: Body, mesh: LogicalMesh) -> Iterator[tuple[Instruction, Collective]]:
     """The collectives of a program as in `collectives_of`, each with its instruction."""
     for instruction, times in instructions_within(body):
-        yield from ((instruction, sent) for sent in sent_in(instruction, mesh, times))
+        if not isinstance(instruction, Compute) or communicates(instruction):  # most do not: fast
+            yield from ((instruction, sent) for sent in sent_in(instruction, mesh, times))
 
 
 def sent_in(instruction: Instruction, mesh: LogicalMesh, times: int = 1) -> Iterator[Collective]:

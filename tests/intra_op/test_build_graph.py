@@ -52,3 +52,15 @@ def test_shared_tables_change_nothing_and_are_made_once(mesh, monkeypatch):
         assert all(np.array_equal(shared.edges[key], own.edges[key]) for key in own.edges)
         assert all(np.array_equal(*pair) for pair in zip(shared.costs, own.costs, strict=True))
     assert before and not asked and conversions == len(tables.conversions)
+
+
+def test_operations_of_one_form_share_their_choices():
+    """Which function is applied to each element says nothing about how it may be split."""
+
+    def step(x):
+        return jnp.tanh(x) + jnp.sin(x), x.sum()
+
+    jaxpr = trace_step(step, (jax.ShapeDtypeStruct((8, 16), jnp.float32),)).jaxpr
+    of = {node.name: node for node in build_graph(jaxpr, MESH, {}, (0,)).nodes}
+    assert of["tanh"].strategies is of["sin"].strategies and of["tanh"].signature != of["sin"].signature
+    assert of["reduce_sum"].strategies != of["sin"].strategies != of["add"].strategies

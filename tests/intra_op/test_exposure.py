@@ -49,6 +49,7 @@ def test_all_that_is_sent_is_shown_and_priced(scanned):
     plan = plan_of(scanned, 3, 1e10, 0.8)
     sharded = sharded_of(plan)
     shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
+    assert shown is show(sharded.graph, sharded.body, sharded.exposed_seconds), "read off once"
     assert sum(one.seconds for one in shown) == pytest.approx(sharded.communication_seconds)
     assert sum(one.exposed_seconds for one in shown) == pytest.approx(sum(sharded.exposed_seconds))
     prices = Prices(sharded.graph, device(0.8), sharded.class_of, sharded.allowed.masks)

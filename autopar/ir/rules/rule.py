@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -147,6 +147,12 @@ class ShardingRule:
                     seen[factor] = None
                     leading[factor] = leading.get(factor, True) and position == 0
         return tuple(f for f in seen if leading[f] and f not in self.whole and self.sizes[f] > 1)
+
+    def form(self) -> Hashable:
+        """What the rule's strategies depend on: operations with equal forms have equal strategies."""
+        maps = (self.sizes, self.reduced, self.accumulators)
+        others = self.summed, self.one_hot, self.whole, self.linear, self.exchange, self.host_call
+        return self.operands, self.results, *(tuple(each.items()) for each in maps), *others
 
     def __str__(self) -> str:
         def term(dims: Term) -> str:
