@@ -189,6 +189,8 @@ class Tuning:
     less_memory: tuple[float, ...] = (0.85, 0.7)
     """Parts of the bytes that the answer of a small problem takes, within which it is solved again if its gap is more than
     `rough_gap`."""
+    less_planes: int = 4
+    """Cutting planes at most of such a solve: its answer need not be the best within these bytes, and is often none."""
     placed_part: float = 2e-4
     """Part of the most bytes alive at once. Smaller arrays are not placed: they fit in any gap."""
     placing_turns: int = 3

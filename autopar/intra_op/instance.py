@@ -83,12 +83,12 @@ class Instance:
             return solved[1].bound
         return solve(problem, self.solver, self.limit, max(self.gap, TUNING.large_gap)).bound
 
-    def solve(self, problem: Problem, beat: float = np.inf) -> Solution:
+    def solve(self, problem: Problem, beat: float = np.inf, num_planes: int = TUNING.cutting_planes) -> Solution:
         """Solve a problem of this program within the memory budget."""
         search, one = self.budget_search, self._solve_one
         if np.isfinite(search.budget):
             how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._learnt
-            return solve_constrained(problem, search.broken_rows, *how)
+            return solve_constrained(problem, search.broken_rows, *how, num_planes)
         return one(problem, self.solver, self.limit, self.gap, beat)
 
     def solve_within(self, budget: float, exposure: Exposure, beat: float) -> tuple[Problem, Solution]:
@@ -98,7 +98,7 @@ class Instance:
         self._learnt, self._moments = Learnt(), {}
         problem = self.prices.problem(exposure)
         try:
-            solution = self.solve(problem, beat)
+            solution = self.solve(problem, beat, TUNING.less_planes)
         finally:
             self.budget_search, self._learnt, self._moments = kept
         problem.rows.clear()  # they hold of the fewer bytes

@@ -46,6 +46,7 @@ def solve_constrained(
     is_hopeless: Callable[[], bool] = lambda: False,
     solve_one: Solve = solve,
     learnt: Learnt | None = None,
+    num_planes: int = TUNING.cutting_planes,
 ) -> Solution:
     """Least assignment that violates no row, generating rows with `broken_rows` as needed.
 
@@ -59,6 +60,7 @@ def solve_constrained(
         is_hopeless: Whether it is proved that nothing fits; called once a row is violated.
         solve_one: Solves problems without rows.
         learnt: What earlier problems taught; updated.
+        num_planes: How often a small problem is solved with rows as cutting planes, before bytes get a price.
 
     Returns:
         The assignment; status `"infeasible"` if none was found.
@@ -77,7 +79,7 @@ def solve_constrained(
         return dataclasses.replace(base, choices=(), status="infeasible")
     if num_pairs(problem) <= TUNING.rows_core and not limit.is_spent:
         with limit.half():
-            exact = search.cut(gap)
+            exact = search.cut(gap, num_planes)
         if exact.status != "infeasible":
             return exact
     # Rows describe the program that they were read from, and may overestimate another: infeasible rows prove nothing.
@@ -133,7 +135,7 @@ class _Search:
             problem.rows.extend(broken)
         return False
 
-    def cut(self, gap: float) -> Solution:
+    def cut(self, gap: float, num_planes: int) -> Solution:
         """Solve with rows as cutting planes, until none is violated, or none of the answers can beat `known`.
 
         Begins with the rows of the problem before, without which most of them would be found once more, one solve each. Where
@@ -145,7 +147,7 @@ class _Search:
         problem.rows.extend(self.learnt.rows)
         fitting: Solution | None = None
         before, share = -np.inf, 0.0
-        for _ in range(TUNING.cutting_planes):
+        for _ in range(num_planes):
             solution = solve(problem, self.solver, self.limit, gap)
             solution = solution.bounded(max(solution.bound, self.base.bound)) if solution.choices else solution
             if not solution.choices:

@@ -136,6 +136,26 @@ def test_many_answers_that_cost_the_same_are_not_forbidden_one_by_one(monkeypatc
     assert len(solved) < 20, "with each of them forbidden alone, there would be thousands"
 
 
+def test_cutting_planes_are_as_many_as_are_allowed(monkeypatch):
+    """Every answer but the dearest is forbidden only once it is seen: the first few show that this leads nowhere soon."""
+    costs, solved = [np.arange(1.0, 13.0)], []
+
+    def broken(choices):
+        used = np.arange(12) == choices[0]
+        return [MemoryRow(f"answer {choices[0]}", {0: used.astype(float)}, 0.5)] if choices[0] < 11 else []
+
+    def counted(*args, **kwargs):
+        solved.append(args)
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(memory_constrained, "solve", counted)
+    assert solve_constrained(Problem(costs), broken).choices == (11,)
+    assert len(solved) >= 11
+    solved.clear()
+    found = solve_constrained(Problem(costs), broken, num_planes=3)
+    assert len(solved) <= 4 and (found.status == "infeasible" or not broken(found.choices))
+
+
 @pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
 def test_what_cannot_beat_a_known_plan_ends_early(small, monkeypatch):
     """At some price on bytes, or within some rows, no assignment is as good as one known from elsewhere."""
