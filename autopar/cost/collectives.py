@@ -45,21 +45,17 @@ def all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     Returns:
         Seconds; 0.0 for a group of one.
     """
-    sent = (group_size - 1) * num_bytes / group_size
-    return 2 * (link.hops_seconds(group_size) + sent / link.ring_bytes_per_second)
+    hops = 2 * (group_size - 1)
+    return hops * (link.latency_seconds + num_bytes / group_size / link.ring_bytes_per_second)
 
 
 def tree_all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one all-reduce along a binary tree: 2 ceil(log2 p) hops of num_bytes each, for latency-bound messages.
 
-    Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005, sec. 4.5. The
-    devices that an axis through several hosts has in each are a chain (NCCL, `src/graph/tuning.cc`).
+    Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005, sec. 4.5.
     """
-    chain = min(link.in_host[0], group_size)
-    latency = (chain - 1) * link.in_host_latency_seconds + math.ceil(
-        math.log2(group_size / chain)
-    ) * link.latency_seconds
-    return 2 * (latency + math.ceil(math.log2(group_size)) * num_bytes / link.ring_bytes_per_second)
+    hops = 2 * math.ceil(math.log2(group_size))
+    return hops * (link.latency_seconds + num_bytes / link.ring_bytes_per_second)
 
 
 def all_gather_seconds(num_bytes: float, group_size: int, link: Link) -> float:
@@ -70,7 +66,7 @@ def all_gather_seconds(num_bytes: float, group_size: int, link: Link) -> float:
         group_size: Devices taking part.
         link: Slowest hop.
     """
-    return link.hops_seconds(group_size) + (group_size - 1) * num_bytes / group_size / link.ring_bytes_per_second
+    return (group_size - 1) * (link.latency_seconds + num_bytes / group_size / link.ring_bytes_per_second)
 
 
 def reduce_scatter_seconds(num_bytes: float, group_size: int, link: Link) -> float:
@@ -90,8 +86,7 @@ def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     if link.torus:
         axes = link.axes(group_size)
         moving *= max(1.0, axes * group_size ** (1 / axes) / 4)
-    latency = (in_host - 1) * link.in_host_latency_seconds + (group_size - in_host) * link.latency_seconds
-    return latency + moving * num_bytes / group_size
+    return (group_size - 1) * link.latency_seconds + moving * num_bytes / group_size
 
 
 def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
@@ -178,24 +173,19 @@ def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, L
 def _as_one(groups: Sequence[tuple[int, Link]]) -> tuple[int, Link]:
     """Axes as one, outer ones first: rings go through all devices of the inner axes, and leave them by the cards of each."""
     size, whole = groups[-1]
+    hops = (size - 1) * whole.latency_seconds
     for count, link in reversed(groups[:-1]):
         in_host, inside = link.in_host
-        far = math.ceil(count / in_host) - 1
-        near = count * whole.hops_seconds(size) + link.hops_seconds(count) - far * link.latency_seconds
-        whole = dataclasses.replace(
-            link,
-            in_host=(size * in_host, min(inside, whole.ring_bytes_per_second)),
-            in_host_latency_seconds=near / (size * count - 1 - far),
-        )
+        whole = dataclasses.replace(link, in_host=(size * in_host, min(inside, whole.ring_bytes_per_second)))
+        hops = count * hops + (count - 1) * link.latency_seconds
         size *= count
-    return size, dataclasses.replace(whole, switch_bytes_per_second=0.0)
+    return size, dataclasses.replace(whole, latency_seconds=hops / (size - 1), switch_bytes_per_second=0.0)
 
 
 def _under(link: Link, latency: float, rate: float) -> Link:
     """A link under another protocol: factors on its latency and rates; the switch reduces long messages only."""
     in_host, inside = link.in_host
-    sent = Link(link.latency_seconds, link.bytes_per_second * rate, in_host=(in_host, inside * rate))
-    return dataclasses.replace(sent, in_host_latency_seconds=link.in_host_latency_seconds).slower(latency)
+    return Link(link.latency_seconds * latency, link.bytes_per_second * rate, in_host=(in_host, inside * rate))
 
 
 def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:

@@ -58,7 +58,8 @@ def sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     The clock then shows how many are fused, and the price follows that (`exposure.py`).
     """
     share = max(TUNING.fused_latency, num_bytes / BUCKET_BYTES)
-    return LogicalMesh(mesh.shape, mesh.axis_names, tuple(link.slower(share) for link in mesh.links))
+    links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
+    return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
 def fuse_collectives(body: Body, mesh: LogicalMesh, bucket: int = BUCKET_BYTES) -> Body:

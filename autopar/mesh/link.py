@@ -37,7 +37,6 @@ class Link:
             per participant, and copies whose bytes do not depend on the number of participants.
         in_host: Of an axis through several hosts: how many devices of each it takes, and the rate between these. Rings use
             the network cards of all of them; the other devices of the host have rings and cards of their own.
-        in_host_latency_seconds: Of such an axis: the latency between devices of one host.
 
     Raises:
         ClusterError: A negative latency, or a rate that is not positive.
@@ -51,7 +50,6 @@ class Link:
     shared_memory: bool = False
     torus: tuple[tuple[int, float], ...] = ()
     in_host: tuple[int, float] = (1, math.inf)
-    in_host_latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("latency_seconds", 0), ("bytes_per_second", None), ("switch_bytes_per_second", 0)):
@@ -63,19 +61,6 @@ class Link:
         """Rate of the rings along the axis together, or of trees: each crosses to the next host by another card."""
         cards, inside = self.in_host
         return min(cards * self.bytes_per_second, inside)
-
-    def hops_seconds(self, num_devices: int) -> float:
-        """Latency of all hops of a ring but the last, of which as many as there are hosts, less one, go from host to host.
-
-        NCCL, `src/graph/tuning.cc`: `nInterSteps`.
-        """
-        far = math.ceil(num_devices / self.in_host[0]) - 1
-        return far * self.latency_seconds + (num_devices - 1 - far) * self.in_host_latency_seconds
-
-    def slower(self, factor: float) -> Link:
-        """The link with so many times the latency."""
-        near = self.in_host_latency_seconds * factor
-        return dataclasses.replace(self, latency_seconds=self.latency_seconds * factor, in_host_latency_seconds=near)
 
     def within(self, num_devices: int) -> Link:
         """The link as a group of `num_devices` neighbours has it."""

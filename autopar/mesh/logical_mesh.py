@@ -134,8 +134,7 @@ def _link_along(cluster: Cluster, size: int, stride: int) -> Link:
     link, in_host = cluster.link_at(level).within(size), cluster.devices_per_host // stride
     if not level or link.torus or not 1 < in_host < size:
         return link
-    near = cluster.intra.within(in_host)
-    return replace(link, in_host=(in_host, near.bytes_per_second), in_host_latency_seconds=near.latency_seconds)
+    return replace(link, in_host=(in_host, cluster.intra.within(in_host).bytes_per_second))
 
 
 def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: int = 3) -> list[LogicalMesh]:

@@ -210,7 +210,7 @@ def _measured(entry: Entry) -> Measured:
 
 _link_of = reader_of(
     Link,
-    later=("torus", "in_host", "in_host_latency_seconds"),
+    later=("torus", "in_host"),
     infinite=("bytes_per_second",),
     groups=_parts,
     torus=_parts,

@@ -156,17 +156,15 @@ def _stage(entry: Entry) -> Stage:
 
 
 def _link(entry: Entry) -> Link:
-    if not isinstance(entry.value, list) or len(entry.value) not in (4, 5, 6, 7):
-        raise entry.wrong("a list of 4, of 5 on a torus, or of 7 through several devices of each host")
+    if not isinstance(entry.value, list) or len(entry.value) not in (4, 5, 6):
+        raise entry.wrong("a list of 4, of 5 on a torus, or of 6 through several devices of each host")
     latency, rate, switch, way, *rest = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
     rates = _rate(rate), _rate(switch)
     way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
     torus = rest[0].items(lambda part: part.pair(lambda size: size.count(1), Entry.number)) if rest else ()
     in_host = rest[1].pair(_several, _rate) if rest[1:] else (1, math.inf)
-    # Plans of earlier versions do not say it, and were made as if all hops took as long.
-    near = rest[2].number() if rest[2:] else latency.number() if rest[1:] else 0.0
     has_short_messages, shared_memory = bool(way.value & 1), bool(way.value & 2)
-    return Link(latency.number(), *rates, has_short_messages, (), shared_memory, torus, in_host, near)
+    return Link(latency.number(), *rates, has_short_messages, shared_memory=shared_memory, torus=torus, in_host=in_host)
 
 
 def _several(entry: Entry) -> int:

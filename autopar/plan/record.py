@@ -88,5 +88,5 @@ def record_text(plan: Decision) -> str:
 def _link_record(link: Link) -> list[Any]:
     rates = link.latency_seconds, link.bytes_per_second, link.switch_bytes_per_second
     way = int(link.has_short_messages) + 2 * int(link.shared_memory)
-    in_host = (link.in_host, link.in_host_latency_seconds) if link.in_host[0] > 1 else ()
+    in_host = (link.in_host,) if link.in_host[0] > 1 else ()
     return plain([*rates, way, link.torus, *in_host] if link.torus or in_host else [*rates, way])

@@ -197,23 +197,3 @@ def test_rings_through_hosts_use_the_cards_of_all_their_devices():
     assert own == pytest.approx(1e9 / 5e10, rel=1e-3), "a message takes its device's card"
     link = joined.links[0]
     assert link.in_host == (4, 4e11) and _link(Entry(_link_record(link), "link")) == link
-
-
-def test_only_hops_between_hosts_have_the_latency_of_the_network():
-    """As NCCL counts them: of a ring through two hosts of 8 one hop of 15, of its tree one after a chain of 8 devices."""
-    near, far = 1e-6, 1e-3
-    cluster = Cluster(2, 8, intra=Link(near, 4e11), inter=Link(far, 5e10))
-    mesh = linked_mesh(cluster, (16,))
-    (link,) = mesh.links
-    launch = far
-    assert collective_seconds("all-gather", 0.0, ("x",), mesh) == pytest.approx(launch + 14 * near + far)
-    assert all_reduce_seconds(0.0, 16, link) == pytest.approx(2 * (14 * near + far))
-    assert tree_all_reduce_seconds(0.0, 16, link) == pytest.approx(2 * (7 * near + far))
-    assert all_to_all_seconds(0.0, 16, link) == pytest.approx(7 * near + 8 * far)
-    # Hosts and devices on axes of their own are one ring, too.
-    apart = linked_mesh(cluster, (2, 8))
-    assert collective_seconds("all-gather", 0.0, ("x", "y"), apart) == pytest.approx(launch + 7 * near + far)
-    assert _link(Entry(_link_record(link), "link")) == link
-    assert _link(Entry(_link_record(link)[:6], "link")).hops_seconds(16) == pytest.approx(15 * far), (
-        "of an earlier plan"
-    )

@@ -191,10 +191,7 @@ def test_logical_meshes(hosts, per_host, count, max_axes, meshes):
 def test_every_axis_has_the_link_it_takes():
     cluster = Cluster(2, 8, intra=FAST, inter=SLOW)
     assert [mesh.links for mesh in logical_meshes(cluster)] == [(SLOW, FAST), (SLOW, FAST, FAST)]
-    several = [
-        dataclasses.replace(SLOW, in_host=(count, FAST.bytes_per_second), in_host_latency_seconds=FAST.latency_seconds)
-        for count in (8, 2)
-    ]
+    several = [dataclasses.replace(SLOW, in_host=(count, FAST.bytes_per_second)) for count in (8, 2)]
     assert logical_meshes(cluster, max_axes=1)[0].links == (several[0],)
     assert logical_mesh(cluster, (4, 4)).links == (several[1], FAST)
     assert logical_mesh(cluster, (2, 2, 4)).links == (SLOW, FAST, FAST)
@@ -278,8 +275,7 @@ def test_meshes_over_hosts_and_a_part_of_each():
     for num_devices, outer in ((8, inter), (16, across)):
         (mesh,) = finer_meshes(cluster, num_devices, wide=False)
         assert mesh.shape == (num_devices // 2, 2)
-        first = dataclasses.replace(outer, in_host=(2, 1e11), in_host_latency_seconds=1e-6)
-        assert mesh.links == (first, intra)
+        assert mesh.links == (dataclasses.replace(outer, in_host=(2, 1e11)), intra)
         assert mesh.links[0].ring_bytes_per_second == 2 * outer.bytes_per_second
     slow = dataclasses.replace(cluster, intra=Link(1e-6, 5e9))
     assert finer_meshes(slow, 8, wide=False)[0].links[0].ring_bytes_per_second == 5e9
