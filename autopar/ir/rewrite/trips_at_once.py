@@ -1,27 +1,42 @@
 """Takes a loop that adds up gradients apart, where it has as many trips as there are microbatches: each trip is one of them.
 
 In:     a flat program, the number of microbatches.
-Out:    the same function. A scan of so many trips that takes gradients in its body and carries only sums becomes its body over
-        the rows of all trips at once; what the trips add is summed behind it.
+Out:    the same function. A scan of so many trips that takes gradients in its body and adds them up becomes its body over the
+        rows of all trips at once; what the trips add is summed behind it.
 Method: `jax.vmap`. A microbatch then holds one trip, whose forward and backward pass stand in the program, where stages may
-        begin between any two layers and scans over layers may be cut; a loop around them would be one piece. Conditions and
-        loops that end by themselves stay in their loop: for all trips at once they would be other programs.
+        begin between any two layers and scans over layers may be cut; a loop around them would be one piece. What goes on
+        from trip to trip by itself, as a random key that each trip splits, is made by a loop before; what no gradient waits
+        for, as a largest loss or running statistics, by a loop behind. Conditions and loops that end by themselves stay in
+        their loop: for all trips at once they would be other programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, eval_jaxpr, make_jaxpr
 from autopar.ir.build import Equations, flat_function
-from autopar.ir.dataflow import known_as, makers, reading, times_read, variables
+from autopar.ir.dataflow import (
+    descendants,
+    inputs_of,
+    known_as,
+    makers,
+    needed,
+    read_by,
+    reading,
+    times_read,
+    variables,
+)
+from autopar.ir.gradient import holds_backward
 from autopar.ir.known_values import KnownValues
-from autopar.ir.region import Region, equations_within, kind_of, region_of, trip_count
+from autopar.ir.region import Binding, Region, equations_within, kind_of, region_of, trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.split.rounds.steps import holds_steps, is_loop_of_steps
 
@@ -30,7 +45,7 @@ def own_microbatches(jaxpr: Jaxpr) -> int:
     """The trips of a step's loop that adds up gradients, its own microbatches; 0: it has none."""
     loops = [eqn for eqn in jaxpr.eqns if trip_count(eqn) > 1 and _adds_gradients(eqn, trip_count(eqn))]
     known = KnownValues(jaxpr) if loops else None
-    return next((trip_count(eqn) for eqn in loops if known and _sums(region_of(eqn), known) is not None), 0)
+    return next((trip_count(eqn) for eqn in loops if known and _carries(region_of(eqn), known) is not None), 0)
 
 
 def trips_at_once(jaxpr: Jaxpr, count: int) -> Jaxpr:
@@ -40,8 +55,8 @@ def trips_at_once(jaxpr: Jaxpr, count: int) -> Jaxpr:
     known, eqns, same = KnownValues(jaxpr), Equations(), dict[Var, Atom]()
     for eqn in jaxpr.eqns:
         eqn = reading(eqn, same)
-        sums = _sums(region_of(eqn), known) if _adds_gradients(eqn, count) else None
-        results = None if sums is None else _at_once(eqns, region_of(eqn), sums)
+        carries = _carries(region_of(eqn), known) if _adds_gradients(eqn, count) else None
+        results = None if carries is None else _at_once(eqns, region_of(eqn), carries)
         if results is None:
             eqns.append(eqn)
         else:
@@ -60,36 +75,59 @@ def _adds_gradients(eqn: JaxprEqn, count: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A carry that only grows: by `addend` in each trip; or, if that is known, by `step` from `first` on."""
+    """A carry that only grows, by `addend` in each trip."""
 
-    addend: Atom | None
+    addend: Atom
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A carry that is `first` in the first trip, and `step` more in each trip after; a `step` of 0: it stays as it is."""
+
     first: float = 0
     step: float = 0
 
 
-def _sums(scan: Region, known: KnownValues) -> list[_Sum] | None:
-    """The carries of a scan; None: one of them is no sum, or is read on its way."""
-    body = _Body(scan.bodies[0])
-    found: list[_Sum] = []
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A carry that goes on by itself, from what all trips share: a random key that each trip splits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """A carry that no gradient or sum depends on: the largest loss, running statistics."""
+
+
+_Carry = _Sum | _Count | _Ahead | _Behind
+_Values = dict[Var, jax.Array]
+
+
+def _carries(scan: Region, known: KnownValues) -> list[_Carry] | None:
+    """What the carries of a scan are; None: it has to be a loop, since one of them is something else."""
+    body = _Body(scan)
+    found: dict[Binding, _Carry] = {}
     for b in scan.carries:
         numbers = known.in_trips(b.var, scan)
         if numbers is not None and numbers.shape == (scan.trips,):
-            found.append(_Sum(None, numbers[0].item(), (numbers[1] - numbers[0]).item()))
+            found[b] = _Count(numbers[0].item(), (numbers[1] - numbers[0]).item())
         elif b.value is b.var:
-            found.append(_Sum(None))
+            found[b] = _Count()
         elif (addend := body.addend(b.var, b.value)) is not None:
-            found.append(_Sum(addend))
-        else:
-            return None
-    return found
+            found[b] = _Sum(addend)
+    found |= dict.fromkeys(body.ahead(found), _Ahead())
+    if body.rest_is_behind(found):
+        found |= {b: _Behind() for b in scan.carries if b not in found}
+    return [found[b] for b in scan.carries] if len(found) == len(scan.carries) else None
 
 
 class _Body:
-    """Tells what a trip adds to a carry."""
+    """Tells what a trip does to a carry."""
 
-    def __init__(self, body: Jaxpr):
-        self.made_by = makers(body.eqns)
-        self.times_read = times_read(body.eqns, body.outvars)
+    def __init__(self, scan: Region):
+        self.scan = scan
+        (self.jaxpr,) = scan.bodies
+        self.made_by = makers(self.jaxpr.eqns)
+        self.times_read = times_read(self.jaxpr.eqns, self.jaxpr.outvars)
 
     def addend(self, before: Var, after: Atom) -> Atom | None:
         """What `after` is `before` plus, if nothing else reads either; else None."""
@@ -110,37 +148,144 @@ class _Body:
             atom = eqn.invars[0]
         return atom
 
+    def ahead(self, found: Mapping[Binding, _Carry]) -> list[Binding]:
+        """The carries that go on by themselves; `found`: what others are."""
+        shared = [b.var for b in self.scan.carries if isinstance(found.get(b), _Count)]
+        shared += [b.var for b in self.scan.consts]
+        left = [b for b in self.scan.carries if b not in found]
+        while True:
+            given = {*shared, *(b.var for b in left)}
+            kept = [b for b in left if self.is_of(given, b.value)]
+            if len(kept) == len(left):
+                return kept
+            left = kept
 
-def _at_once(eqns: Equations, scan: Region, sums: Sequence[_Sum]) -> list[Atom] | None:
+    def is_of(self, given: Container[Var], value: Atom) -> bool:
+        """Whether a value of the body depends on these of its inputs alone, and on no gradient."""
+        eqns = needed(self.jaxpr.eqns, variables([value]), effects=False)
+        read = read_by(eqns, [value])
+        return not any(map(holds_backward, eqns)) and all(var in given for var in read if var not in self.made_by)
+
+    def rest_is_behind(self, found: Mapping[Binding, _Carry]) -> bool:
+        """Whether nothing that takes gradients, and no other carry, depends on the carries that are not `found`.
+
+        What they need of the trips is kept for all trips, and must be no larger than the sums.
+        """
+        rest, eqns = [b for b in self.scan.carries if b not in found], self.jaxpr.eqns
+        led = descendants(eqns, given=[b.var for b in rest])
+        others = [*(b.value for b in found), *(c.addend for c in found.values() if isinstance(c, _Sum))]
+        if any(var in led for var in variables(others)):
+            return False
+        if any(holds_backward(eqn) and any(var in led for var in inputs_of(eqn)) for eqn in eqns):
+            return False
+        kept = sum(var.aval.size for var in _late(self.scan, rest).read) * self.scan.trips
+        return kept <= sum(b.var.aval.size for b, carry in found.items() if isinstance(carry, _Sum))
+
+
+class _Late(NamedTuple):
+    """What a loop behind the trips does.
+
+    Attributes:
+        eqns: The equations of the body that depend on the carries that are `_Behind`.
+        stacks: The stacked results that do.
+        read: What these equations and carries read of a trip.
+    """
+
+    eqns: list[JaxprEqn]
+    stacks: list[Binding]
+    read: list[Var]
+
+
+def _late(scan: Region, behind: Sequence[Binding]) -> _Late:
+    """What behind the trips depends on these carries."""
+    led = descendants(scan.bodies[0].eqns, given=[b.var for b in behind])
+    eqns = [eqn for eqn in scan.bodies[0].eqns if any(var in led for var in eqn.outvars)]
+    elsewhere = {*led, *(b.var for b in scan.consts)}
+    read = [var for var in read_by(eqns, [b.value for b in behind]) if var not in elsewhere]
+    return _Late(eqns, [b for b in scan.ys if isinstance(b.value, Var) and b.value in led], read)
+
+
+def _at_once(eqns: Equations, scan: Region, carries: Sequence[_Carry]) -> list[Atom] | None:
     """Append the body over all trips' rows; the loop's results. None: the body holds a function without `jax.vmap`."""
     operands = [b.operand for b in scan.bindings if b.operand is not None]
     try:
-        flat = flat_function(partial(_all_trips, scan, sums), *(a.aval for a in operands))
+        flat = flat_function(partial(_all_trips, scan, carries), *(a.aval for a in operands))
     except NotImplementedError:
         return None
     return eqns.substitute(flat, operands)
 
 
-def _all_trips(scan: Region, sums: Sequence[_Sum], *operands: jax.Array) -> list[jax.Array]:
+def _all_trips(scan: Region, carries: Sequence[_Carry], *operands: jax.Array) -> list[jax.Array]:
     """The function of a loop's operands that gives its results."""
-    (body,), carried = scan.bodies, len(sums)
-    begin = len(scan.consts)
-    consts, carries, stacks = operands[:begin], operands[begin : begin + carried], operands[begin + carried :]
-    added = [total.addend for total in sums if total.addend is not None]
-    alone = make_jaxpr(body.invars, [*added, *body.outvars[carried:]], body.eqns)
-    counts = [
-        total.first + total.step * jnp.arange(scan.trips, dtype=carry.dtype) if total.step else None
-        for total, carry in zip(sums, carries, strict=True)
-    ]
+    eqns, found = scan.bodies[0].eqns, dict(zip(scan.carries, carries, strict=True))
+    known: _Values = dict(zip((b.var for b in scan.bindings if b.operand is not None), operands, strict=True))
+    ends = {b.var: known[b.var] for b in scan.carries}
+    rows = {b.var: known.pop(b.var) for b in scan.xs}
+    for b, carry in found.items():
+        if isinstance(carry, _Count) and carry.step:
+            ends[b.var] = known.pop(b.var) + carry.step * scan.trips
+            rows[b.var] = carry.first + carry.step * jnp.arange(scan.trips, dtype=b.var.aval.dtype)
+    ahead, behind = ([b for b, carry in found.items() if isinstance(carry, kind)] for kind in (_Ahead, _Behind))
+    late = _late(scan, behind)
 
-    def trip(rows: Sequence[jax.Array], numbers: Sequence[jax.Array | None]) -> list[jax.Array]:
-        given = [carry if number is None else number for carry, number in zip(carries, numbers, strict=True)]
-        return eval_jaxpr(alone, (), *consts, *given, *rows)
+    ended, before = _loop(scan, eqns, ahead, [b.var for b in ahead], known, rows)
+    ends |= ended
+    rows |= zip((b.var for b in ahead), before, strict=True)
 
-    made = jax.vmap(trip, axis_size=scan.trips)(list(stacks), counts)
-    terms = iter(made)
-    totals = [
-        carry + total.step * scan.trips if total.addend is None else carry + next(terms).sum(0, dtype=carry.dtype)
-        for total, carry in zip(sums, carries, strict=True)
-    ]
-    return [*totals, *terms]
+    kept = [var for var in late.read if var not in known and var not in rows]
+    stacks = [b for b in scan.ys if b not in late.stacks]
+    addends = {b.var: carry.addend for b, carry in found.items() if isinstance(carry, _Sum)}
+    made = iter(_vmapped(scan, [*addends.values(), *kept, *(b.value for b in stacks)], known, rows))
+    ends |= {var: ends[var] + next(made).sum(0, dtype=ends[var].dtype) for var in addends}
+    rows |= {var: next(made) for var in kept}
+    stacked = {b: next(made) for b in stacks}
+
+    ended, later = _loop(scan, late.eqns, behind, [b.value for b in late.stacks], known, rows)
+    ends |= ended
+    stacked |= zip(late.stacks, later, strict=True)
+    return [*(ends[b.var] for b in scan.carries), *(stacked[b] for b in scan.ys)]
+
+
+def _vmapped(scan: Region, wanted: Sequence[Atom], known: _Values, rows: _Values) -> list[jax.Array]:
+    """The wanted values of all trips."""
+    part = _part(scan.bodies[0].eqns, wanted, {**known, **rows})
+    over = [var for var in part.invars if var in rows]
+
+    def trip(*row: jax.Array) -> list[jax.Array]:
+        return _values(part, {**known, **dict(zip(over, row, strict=True))})
+
+    return jax.vmap(trip, axis_size=scan.trips)(*(rows[var] for var in over))
+
+
+def _loop(
+    scan: Region,
+    eqns: Sequence[JaxprEqn],
+    carries: Sequence[Binding],
+    wanted: Sequence[Atom],
+    known: _Values,
+    rows: _Values,
+) -> tuple[_Values, list[jax.Array]]:
+    """Go through the trips with some carries alone: what these end with, and stacks of the wanted values."""
+    if not carries:
+        return {}, []
+    names = [b.var for b in carries]
+    part = _part(eqns, [*(b.value for b in carries), *wanted], {**known, **rows})
+    over = [var for var in part.invars if var in rows]
+
+    def trip(values: list[jax.Array], row: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        made = _values(part, {**known, **dict(zip(over, row, strict=True)), **dict(zip(names, values, strict=True))})
+        return made[: len(names)], made[len(names) :]
+
+    begun, stacks = [known[var] for var in names], [rows[var] for var in over]
+    ended, made = lax.scan(trip, begun, stacks, scan.trips, reverse=scan.eqn.params["reverse"])
+    return dict(zip(names, ended, strict=True)), made
+
+
+def _part(eqns: Sequence[JaxprEqn], wanted: Sequence[Atom], given: Collection[Var]) -> Jaxpr:
+    """The program of the wanted values of a body, over those given that it reads."""
+    taken = needed(eqns, variables(wanted), effects=False, given=given)
+    return make_jaxpr([var for var in read_by(taken, wanted) if var in given], wanted, taken)
+
+
+def _values(part: Jaxpr, known: _Values) -> list[jax.Array]:
+    return eval_jaxpr(part, (), *(known[var] for var in part.invars))

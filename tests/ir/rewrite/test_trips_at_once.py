@@ -13,6 +13,7 @@ from autopar.ir.check import check_program
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import equations_within, kind_of, trip_count
 from autopar.ir.rewrite.trips_at_once import trips_at_once
+from autopar.ir.split.rounds.steps import holds_steps
 from tests.ir.traced import split_microbatches, traced
 
 TRIPS, LAYERS, WIDTH, ROWS = 4, 3, 8, 2
@@ -70,12 +71,52 @@ def with_a_clock(kernels, x):
     return lax.scan(trip, (zeros(kernels), 0.25), x.reshape(TRIPS, ROWS, -1))
 
 
+def with_a_key_split_by_each_trip(kernels, x):
+    """The key goes on by itself, against the order of the rows."""
+
+    def trip(carry, x):
+        sums, key = carry
+        key, own = jax.random.split(key)
+        return (added(sums, VALUE(kernels, x, own)), key), own
+
+    return lax.scan(trip, (zeros(kernels), jax.random.PRNGKey(0)), x.reshape(TRIPS, ROWS, -1), reverse=True)
+
+
+def with_statistics(kernels, x):
+    """No gradient waits for the largest loss and the running mean, which one trip hands to the next."""
+
+    def trip(carry, x):
+        sums, most, mean, number = carry
+        value, grads = VALUE(kernels, x)
+        mean = 0.9 * mean + 0.1 * number * x.mean(0)
+        return (added(sums, (value, grads)), jnp.maximum(most, value), mean, number + 1), (most, value)
+
+    return lax.scan(trip, (zeros(kernels), -jnp.inf, jnp.zeros(WIDTH), 1), x.reshape(TRIPS, ROWS, -1))
+
+
 def read_on_its_way(kernels, x):
     return lax.scan(
         lambda s, x: (added(s, VALUE(kernels, x)), s[1][0, 0, 0] * 0),
         zeros(kernels),
         x.reshape(TRIPS, ROWS, -1),
         reverse=True,
+    )
+
+
+def with_what_the_trip_before_saw(kernels, x):
+    def trip(carry, x):
+        sums, before = carry
+        return (added(sums, VALUE(kernels, x + before)), x), None
+
+    return lax.scan(trip, (zeros(kernels), jnp.zeros((ROWS, WIDTH))), x.reshape(TRIPS, ROWS, -1))
+
+
+def running_mean_of_gradients(kernels, x):
+    """Behind the trips it would need the gradients of all of them, each as large as their sum."""
+    return lax.scan(
+        lambda s, x: (jax.tree.map(lambda s, g: 0.9 * s + g, s, VALUE(kernels, x)), None),
+        zeros(kernels),
+        x.reshape(TRIPS, ROWS, -1),
     )
 
 
@@ -89,12 +130,15 @@ def largest(kernels, x):
     )
 
 
-@pytest.mark.parametrize("step", [over_rows, over_blocks, with_keys, with_a_clock])
+@pytest.mark.parametrize(
+    "step", [over_rows, over_blocks, with_keys, with_a_clock, with_a_key_split_by_each_trip, with_statistics]
+)
 def test_trips_stand_in_the_program(step):
     jaxpr = traced(step, KERNELS, X)
     made = trips_at_once(jaxpr, TRIPS)
     check_program(made)
-    assert {trip_count(eqn) for eqn in made.eqns if kind_of(eqn) == "scan"} == {LAYERS}
+    assert LAYERS in {trip_count(eqn) for eqn in made.eqns if kind_of(eqn) == "scan"}
+    assert not any(map(holds_steps, made.eqns))
     assert any(map(is_backward, made.eqns))
     for actual, expected in zip(
         eval_jaxpr(made, (), KERNELS, X), jax.tree.leaves(jax.jit(step)(KERNELS, X)), strict=True
@@ -103,7 +147,9 @@ def test_trips_stand_in_the_program(step):
         assert actual.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("step", [read_on_its_way, descent, largest])
+@pytest.mark.parametrize(
+    "step", [read_on_its_way, with_what_the_trip_before_saw, running_mean_of_gradients, descent, largest]
+)
 def test_loops_that_do_more_than_add_stay(step):
     jaxpr = traced(step, KERNELS, X)
     assert trips_at_once(jaxpr, TRIPS).eqns[-1].primitive.name == jaxpr.eqns[-1].primitive.name
