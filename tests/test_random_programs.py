@@ -1,4 +1,4 @@
-"""Fifty random small programs under random plans equal plain `jax.jit`; `make sweep` runs a thousand (`random_sweep.py`)."""
+"""Thirty random small programs under random plans equal plain `jax.jit`; `make sweep` runs a thousand (`random_sweep.py`)."""
 
 import collections
 
@@ -10,8 +10,10 @@ from autopar.ir.trace.trace import trace_step
 from tests.random_programs import draw_program
 from tests.random_sweep import GROUP, _difference, case_of, check_group
 
+NUM_PROGRAMS = 30
 
-@pytest.mark.parametrize("first", range(0, 50, GROUP))
+
+@pytest.mark.parametrize("first", range(0, NUM_PROGRAMS, GROUP))
 def test_equal_to_jit(first):
     found = check_group(range(first, first + GROUP))
     assert not found, "\n".join(found)
@@ -20,9 +22,12 @@ def test_equal_to_jit(first):
 def test_programs_are_of_all_kinds():
     """Gradients, half precision, NaN among the inputs, loops and branches; most of what a training step is made of."""
     many = [draw_program(seed) for seed in range(200)]
-    programs, kinds = many[:50], collections.Counter(line.name.split()[0] for program in many for line in program.lines)
+    programs, kinds = (
+        many[:NUM_PROGRAMS],
+        collections.Counter(line.name.split()[0] for program in many for line in program.lines),
+    )
     assert {"dot", "write", "scan", "branch", "sum,", "cholesky", "max", "convolution", "top_k", "random"} <= set(kinds)
-    assert 10 < sum(program.gradient for program in programs) < 40
+    assert 6 < sum(program.gradient for program in programs) < 24
     assert any(np.isnan(np.asarray(x, np.float32)).any() for program in programs for x in program.state)
     case = case_of(programs[:25])
     eqns = trace_step(case.step, (case.state, case.batches[0])).jaxpr.eqns

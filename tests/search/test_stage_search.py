@@ -36,8 +36,7 @@ def predicted(cluster, method, rows, width):
     return autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=1).plan(params, batch)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("rate, rows", [(1e9, 512), (12e9, 2048)])
+@pytest.mark.parametrize("hosts, rate, rows", [(1, 1e9, 512), (2, 12e9, 2048)])
 def test_nothing_fixed_by_hand_is_faster(hosts, rate, rows):
     """Where links are slow, stages win, within one host too."""
     device = autopar.Device("d", 1.5e13, memory_bytes=64e9, memory_bytes_per_second=1e12)
