@@ -91,6 +91,13 @@ class Tuning:
     """Part of the time to plan all meshes that it may take on those nearly as fast as the best, whatever it may win."""
     finalists_seconds: float = 1.0
     """Seconds: the most that this may be."""
+    descent_meshes: float = 2.0
+    """Times the time to plan a mesh of two axes that a descent from its answer on three takes."""
+    descent_node: float = 1e-4
+    """Seconds of that for each node, if many are tied."""
+    descent_seconds: float = 3.3
+    """Seconds: a first descent that takes no longer is made whatever it may win, if the second axis won anything; on 8 devices
+    it won 0.02 to 0.05 % of a step."""
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""
     named_seconds: float = 13.0
@@ -98,6 +105,8 @@ class Tuning:
     settled_seconds: float = 7.0
     """Seconds. Such an answer is refined over all axes (`settle` in `intra_op/shard.py`) as often as that takes no longer,
     roughly, and at least once."""
+    settled_quickly: float = 1.5
+    """Seconds. If refining it once takes no longer, roughly, that is done for a gap of more than `large_gap`, too."""
     settled_part: float = 0.09
     """Part of the step that refining it more than once is expected to win."""
     untied_near: float = 0.02

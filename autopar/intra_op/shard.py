@@ -154,10 +154,18 @@ def _explore(instance: Instance, best: Sharded, last: Sharded, tried: list[tuple
     return found.repriced(last.problem, last.solution.bound, last.exposure), last
 
 
-def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence[bool], turns: int) -> Sharded:
+def settle(
+    sharded: Sharded,
+    device: Device,
+    options: Options,
+    donated: Sequence[bool],
+    turns: int,
+    gap: float = TUNING.rough_gap,
+) -> Sharded:
     """Refine an answer that was found two axes at a time with `_around`, by message passing over all axes together.
 
-    This takes long, and is for the best answer of all meshes. Arguments as in `shard` and `_around`.
+    This takes long, and is for the best answer of all meshes. `gap`: the largest that may be left. Other arguments as in
+    `shard` and `_around`.
     """
     setting = Setting(sharded.graph, device, None, sharded.allowed, sharded.class_of)
     # Memory is checked by `_around`, and not priced.
@@ -167,21 +175,27 @@ def settle(sharded: Sharded, device: Device, options: Options, donated: Sequence
         setting, endless, donated, ONE_PROGRAM, PROVED, lambda problem, *_: pass_messages(problem, start)
     )
     tried, budget = [start], options.budget_bytes(device.memory_bytes)
-    return _around(instance, sharded, sharded, tried, turns, budget)
+    return _around(instance, sharded, sharded, tried, turns, gap, budget)
 
 
 def _around(
-    instance: Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]], turns: int, budget: float = np.inf
+    instance: Instance,
+    best: Sharded,
+    last: Sharded,
+    tried: list[tuple[int, ...]],
+    turns: int,
+    gap: float = TUNING.rough_gap,
+    budget: float = np.inf,
 ) -> Sharded:
     """Solve with the exposure that the best program alone shows, then with that of it and the programs so found.
 
     The exposure shown by several programs is true of none: the best may look slower than it is, and others faster.
-    Arguments as in `_follow_clock`, turns, and a memory budget. Returns the fastest, priced by its own exposure if that
-    leaves a smaller gap."""
+    Arguments as in `_follow_clock`, turns, the gap to end at, and a memory budget. Returns the fastest, priced by its own
+    exposure if that leaves a smaller gap."""
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     for turn in range(turns):
         off = abs(1 - best.solution.objective / best.step_seconds) if turn < TUNING.exposure_turns else 0.0
-        if before is None or max(best.gap, off) <= TUNING.rough_gap or instance.limit.is_over:
+        if before is None or max(best.gap, off) <= gap or instance.limit.is_over:
             break
         exposure = _shown(last).as_in(shown, before)
         problem, solution = instance.solve_under(exposure)

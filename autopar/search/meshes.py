@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError, needed_bytes
 from autopar.intra_op.by_axes import joined_axes
 from autopar.intra_op.exposure import Exposure
-from autopar.intra_op.problem import num_pairs, planning_seconds
+from autopar.intra_op.problem import Problem, num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Pruned, settle
 from autopar.intra_op.time_limit import TimeLimit
@@ -114,9 +114,13 @@ def _to_beat(best: Sharded, mesh: LogicalMesh) -> float:
 
     Prices are not simulated times: of two plans with equal objectives on different meshes, either may be faster.
     """
-    small = num_pairs(best.problem) <= TUNING.small_mesh_pairs
+    small = _is_small(best.problem)
     descends = not small and len(mesh.shape) > 2
     return best.solution.objective * (1 + small * TUNING.clock_doubt + descends * TUNING.descent_doubt)
+
+
+def _is_small(problem: Problem) -> bool:
+    return num_pairs(problem) <= TUNING.small_mesh_pairs
 
 
 def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
@@ -146,7 +150,9 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     misjudged = abs(1 - best.solution.objective / best.step_seconds)
     is_short = any(sharded.problem.rows for sharded in searched.results)
     near = (1 + TUNING.untied_near) * best.step_seconds if request.cluster.device.achieved.overlap else 0.0
-    all_seconds = sum(planning_seconds(sharded.problem) for sharded in searched.results)
+    # The others were not solved as a whole, as they would be now.
+    whole = [s.problem for s in searched.results if len(s.mesh.shape) < 3 or _is_small(s.problem)]
+    all_seconds = sum(map(planning_seconds, whole))
     left = min(TUNING.finalists_part * all_seconds, TUNING.finalists_seconds)
     left = math.inf if request.options.repaying_steps == math.inf else left
     for sharded in sorted(searched.results, key=_rank):
@@ -180,9 +186,11 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
         # If the program takes longer than its choices were priced, bounds by these prices cannot close the gap.
         misjudged = sharded.least_gap > TUNING.rough_gap
         known = sharded if misjudged else proved(sharded)
-        if known.gap <= TUNING.rough_gap:
+        is_quick = TUNING.solve_share * planning_seconds(known.problem) <= TUNING.settled_quickly
+        gap = TUNING.large_gap if is_quick else TUNING.rough_gap
+        if known.gap <= gap:
             return known
-        around = settle(known, device, options, request.roles.donated, _turns(known, options))
+        around = settle(known, device, options, request.roles.donated, _turns(known, options), gap)
         if misjudged and around.choices == known.choices and around.gap > known.least_gap:
             return min(around, proved(known), key=lambda sharded: sharded.gap)
         return around
@@ -247,7 +255,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
         return "" if options.repays(won, takes) else too_long
     if won <= TUNING.third_axis_gain * best.step_seconds:
         return f"left out: no plan takes less than {best.shared_seconds:.3e} s"
-    if options.repaying_steps == math.inf:
+    if options.repaying_steps == math.inf or _is_quick_descent(widest, by_axes):
         return ""  # what follows says that it wins little, not that it wins nothing
     if by_axes.get(2, math.inf) > (1 - TUNING.second_axis_gain) * by_axes.get(1, math.inf):
         return "left out: the second axis won next to nothing"
@@ -260,3 +268,16 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     if 1 in by_axes and 2 in by_axes:  # a third axis wins less than the second did
         won = min(won, by_axes[1] - by_axes[2])
     return "" if options.repays(won, takes) else too_long
+
+
+def _is_quick_descent(widest: Sharded, by_axes: Mapping[int, float]) -> bool:
+    """Whether a first mesh of three axes is planned whatever it may win: the second axis won, and it takes little time.
+
+    It only descends from the answer on two axes, which takes as long as a few meshes like that.
+    """
+    takes = TUNING.descent_meshes * planning_seconds(widest.problem) + len(widest.graph.nodes) * TUNING.descent_node
+    return (
+        by_axes.keys() == {1, 2}
+        and by_axes[2] < (1 - TUNING.axis_gain) * by_axes[1]
+        and takes <= TUNING.descent_seconds
+    )

@@ -183,7 +183,7 @@ def test_the_best_is_solved_around_as_often_as_repays(monkeypatch, steps, turns)
     """A step of microseconds is known as well as may be after one turn; many steps of it repay more."""
     found, asked = misjudged(monkeypatch), []
 
-    def settle(known, device, options, donated, turns):
+    def settle(known, device, options, donated, turns, gap):
         asked.append(turns)
         return known
 
