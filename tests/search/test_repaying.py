@@ -93,10 +93,10 @@ def test_another_axis_is_tried_for_all_that_is_open():
 
 
 def test_a_third_axis_is_tried_where_a_second_won_much():
-    """It wins less than the second did; where that won next to nothing, see `test_meshes.py`."""
+    """It wins less than the second did, and is planned in a moment; where that won next to nothing, see `test_meshes.py`."""
     step, *args = scale.digits_cnn()
     planned = autopar.parallelize(step, cluster=autopar.Cluster.local(), batch_argnums=1).plan(*args)
-    assert "longer to plan" in dict(planned.alternatives)["(x=2, y=2, z=2)"]
+    assert planned.mesh.shape == (2, 2, 2)
 
 
 def test_equal_problems_are_solved_once(monkeypatch):
