@@ -98,6 +98,8 @@ class Tuning:
     descent_seconds: float = 3.3
     """Seconds: a first descent that takes no longer is made whatever it may win, if the second axis won anything; on 8 devices
     it won 0.02 to 0.05 % of a step."""
+    descent_part: float = 0.025
+    """Part of all steps' time that it may take, too: a demo of short steps is planned in 2 s instead of 4."""
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""
     named_seconds: float = 13.0

@@ -255,7 +255,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
         return "" if options.repays(won, takes) else too_long
     if won <= TUNING.third_axis_gain * best.step_seconds:
         return f"left out: no plan takes less than {best.shared_seconds:.3e} s"
-    if options.repaying_steps == math.inf or _is_quick_descent(widest, by_axes):
+    if options.repaying_steps == math.inf or _is_quick_descent(widest, by_axes, request.options.repaying_steps):
         return ""  # what follows says that it wins little, not that it wins nothing
     if by_axes.get(2, math.inf) > (1 - TUNING.second_axis_gain) * by_axes.get(1, math.inf):
         return "left out: the second axis won next to nothing"
@@ -270,14 +270,15 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     return "" if options.repays(won, takes) else too_long
 
 
-def _is_quick_descent(widest: Sharded, by_axes: Mapping[int, float]) -> bool:
+def _is_quick_descent(widest: Sharded, by_axes: Mapping[int, float], steps: float) -> bool:
     """Whether a first mesh of three axes is planned whatever it may win: the second axis won, and it takes little time.
 
-    It only descends from the answer on two axes, which takes as long as a few meshes like that.
+    It only descends from the answer on two axes, which takes as long as a few meshes like that. It also has to be short beside
+    the `steps` that are planned for.
     """
     takes = TUNING.descent_meshes * planning_seconds(widest.problem) + len(widest.graph.nodes) * TUNING.descent_node
     return (
         by_axes.keys() == {1, 2}
         and by_axes[2] < (1 - TUNING.axis_gain) * by_axes[1]
-        and takes <= TUNING.descent_seconds
+        and takes <= min(TUNING.descent_seconds, TUNING.descent_part * steps * by_axes[2])
     )
