@@ -170,8 +170,10 @@ class Sharded:
 
 def gaps_in(graph: Graph, body: Body, donated: Sequence[bool]) -> int:
     """Bytes that a program of a graph loses to gaps between arrays; cached in the graph."""
-    how = graph.mesh, held_values(graph), overwriting(body, donated)
-    return graph.cached(("gaps", body), lambda: gap_bytes(body, *how))
+    return graph.cached(
+        ("gaps", body, tuple(donated)),
+        lambda: gap_bytes(body, graph.mesh, held_values(graph), overwriting(body, donated)),
+    )
 
 
 def read_off(

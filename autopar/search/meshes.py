@@ -255,7 +255,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
         return "" if options.repays(won, takes) else too_long
     if won <= TUNING.third_axis_gain * best.step_seconds:
         return f"left out: no plan takes less than {best.shared_seconds:.3e} s"
-    if options.repaying_steps == math.inf or _is_quick_descent(widest, by_axes, request.options.repaying_steps):
+    if options.repaying_steps == math.inf or _is_quick_descent(widest, by_axes, options.repaying_steps):
         return ""  # what follows says that it wins little, not that it wins nothing
     if by_axes.get(2, math.inf) > (1 - TUNING.second_axis_gain) * by_axes.get(1, math.inf):
         return "left out: the second axis won next to nothing"

@@ -9,6 +9,8 @@ from autopar import Cluster, ShardParallel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.heap import Range, gap_bytes, lost_bytes, overwriting
 from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.read_off import gaps_in
+from tests.intra_op.test_exposure import sharded_of
 from tests.intra_op.test_liveness import lowered
 
 N = 16
@@ -52,6 +54,18 @@ def test_results_that_overwrite_nothing_are_there_from_the_start():
     assert gap_bytes(body, mesh, stored, overwriting(body, [True, False])) == 0
     assert overwriting(body, [False, True]) == frozenset()
     assert measure_liveness(body, mesh, stored).peak_bytes < 2 * product + 2 * state
+
+
+def test_gaps_of_a_program_depend_on_what_it_may_overwrite():
+    def update(w, x):
+        return w - jnp.sum((x @ w) ** 2)
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N, N), (64 * N, N))]
+    parallel = autopar.parallelize(update, cluster=Cluster.of("1 h100"), method=ShardParallel(), batch_argnums=1)
+    sharded = sharded_of(parallel.plan(*arguments))
+    assert sharded.donated == (True, False)
+    assert gaps_in(sharded.graph, sharded.body, (True, False)) == 0
+    assert gaps_in(sharded.graph, sharded.body, (False, False)) == N * N * 4
 
 
 def step(w, two, three, four, five):
