@@ -12,10 +12,8 @@ Method: `jax.vmap`. A microbatch then holds one trip, whose forward and backward
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +22,26 @@ from jax import lax
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, eval_jaxpr, make_jaxpr
 from autopar.ir.build import Equations, flat_function
 from autopar.ir.dataflow import (
-    descendants,
-    inputs_of,
     known_as,
-    makers,
     needed,
     read_by,
     reading,
-    times_read,
     variables,
 )
-from autopar.ir.gradient import holds_backward
 from autopar.ir.known_values import KnownValues
 from autopar.ir.region import Binding, Region, equations_within, kind_of, region_of, trip_count
+from autopar.ir.rewrite.carried import Ahead, Behind, Carry, Count, Sum, carries_of, done_behind
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.split.rounds.steps import holds_steps, is_loop_of_steps
+
+_Values = dict[Var, jax.Array]
 
 
 def own_microbatches(jaxpr: Jaxpr) -> int:
     """The trips of a step's loop that adds up gradients, its own microbatches; 0: it has none."""
     loops = [eqn for eqn in jaxpr.eqns if trip_count(eqn) > 1 and _adds_gradients(eqn, trip_count(eqn))]
     known = KnownValues(jaxpr) if loops else None
-    return next((trip_count(eqn) for eqn in loops if known and _carries(region_of(eqn), known) is not None), 0)
+    return next((trip_count(eqn) for eqn in loops if known and carries_of(region_of(eqn), known) is not None), 0)
 
 
 def trips_at_once(jaxpr: Jaxpr, count: int) -> Jaxpr:
@@ -55,7 +51,7 @@ def trips_at_once(jaxpr: Jaxpr, count: int) -> Jaxpr:
     known, eqns, same = KnownValues(jaxpr), Equations(), dict[Var, Atom]()
     for eqn in jaxpr.eqns:
         eqn = reading(eqn, same)
-        carries = _carries(region_of(eqn), known) if _adds_gradients(eqn, count) else None
+        carries = carries_of(region_of(eqn), known) if _adds_gradients(eqn, count) else None
         results = None if carries is None else _at_once(eqns, region_of(eqn), carries)
         if results is None:
             eqns.append(eqn)
@@ -73,139 +69,7 @@ def _adds_gradients(eqn: JaxprEqn, count: int) -> bool:
     return all(kind_of(inner) not in ("cond", "while") for inner, _ in equations_within(region_of(eqn).bodies[0]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """A carry that only grows, by `addend` in each trip."""
-
-    addend: Atom
-
-
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """A carry that is `first` in the first trip, and `step` more in each trip after; a `step` of 0: it stays as it is."""
-
-    first: float = 0
-    step: float = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A carry that goes on by itself, from what all trips share: a random key that each trip splits."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Behind:
-    """A carry that no gradient or sum depends on: the largest loss, running statistics."""
-
-
-_Carry = _Sum | _Count | _Ahead | _Behind
-_Values = dict[Var, jax.Array]
-
-
-def _carries(scan: Region, known: KnownValues) -> list[_Carry] | None:
-    """What the carries of a scan are; None: it has to be a loop, since one of them is something else."""
-    body = _Body(scan)
-    found: dict[Binding, _Carry] = {}
-    for b in scan.carries:
-        numbers = known.in_trips(b.var, scan)
-        if numbers is not None and numbers.shape == (scan.trips,):
-            found[b] = _Count(numbers[0].item(), (numbers[1] - numbers[0]).item())
-        elif b.value is b.var:
-            found[b] = _Count()
-        elif (addend := body.addend(b.var, b.value)) is not None:
-            found[b] = _Sum(addend)
-    found |= dict.fromkeys(body.ahead(found), _Ahead())
-    if body.rest_is_behind(found):
-        found |= {b: _Behind() for b in scan.carries if b not in found}
-    return [found[b] for b in scan.carries] if len(found) == len(scan.carries) else None
-
-
-class _Body:
-    """Tells what a trip does to a carry."""
-
-    def __init__(self, scan: Region):
-        self.scan = scan
-        (self.jaxpr,) = scan.bodies
-        self.made_by = makers(self.jaxpr.eqns)
-        self.times_read = times_read(self.jaxpr.eqns, self.jaxpr.outvars)
-
-    def addend(self, before: Var, after: Atom) -> Atom | None:
-        """What `after` is `before` plus, if nothing else reads either; else None."""
-        total = self.plain(after)
-        adding = self.made_by.get(total) if isinstance(total, Var) else None
-        if adding is None or adding.primitive.name not in ("add", "add_any"):
-            return None
-        operands = [self.plain(a) for a in adding.invars]
-        alone = all(self.times_read[var] == 1 for var in variables([before, total, after]))
-        return adding.invars[1 - operands.index(before)] if alone and before in operands else None
-
-    def plain(self, atom: Atom) -> Atom:
-        """A value before conversions to its own dtype (a carry that began as a Python number has such), if it is read once."""
-        while isinstance(atom, Var) and self.times_read[atom] == 1 and atom in self.made_by:
-            eqn = self.made_by[atom]
-            if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype != atom.aval.dtype:
-                break
-            atom = eqn.invars[0]
-        return atom
-
-    def ahead(self, found: Mapping[Binding, _Carry]) -> list[Binding]:
-        """The carries that go on by themselves; `found`: what others are."""
-        shared = [b.var for b in self.scan.carries if isinstance(found.get(b), _Count)]
-        shared += [b.var for b in self.scan.consts]
-        left = [b for b in self.scan.carries if b not in found]
-        while True:
-            given = {*shared, *(b.var for b in left)}
-            kept = [b for b in left if self.is_of(given, b.value)]
-            if len(kept) == len(left):
-                return kept
-            left = kept
-
-    def is_of(self, given: Container[Var], value: Atom) -> bool:
-        """Whether a value of the body depends on these of its inputs alone, and on no gradient."""
-        eqns = needed(self.jaxpr.eqns, variables([value]), effects=False)
-        read = read_by(eqns, [value])
-        return not any(map(holds_backward, eqns)) and all(var in given for var in read if var not in self.made_by)
-
-    def rest_is_behind(self, found: Mapping[Binding, _Carry]) -> bool:
-        """Whether nothing that takes gradients, and no other carry, depends on the carries that are not `found`.
-
-        What they need of the trips is kept for all trips, and must be no larger than the sums.
-        """
-        rest, eqns = [b for b in self.scan.carries if b not in found], self.jaxpr.eqns
-        led = descendants(eqns, given=[b.var for b in rest])
-        others = [*(b.value for b in found), *(c.addend for c in found.values() if isinstance(c, _Sum))]
-        if any(var in led for var in variables(others)):
-            return False
-        if any(holds_backward(eqn) and any(var in led for var in inputs_of(eqn)) for eqn in eqns):
-            return False
-        kept = sum(var.aval.size for var in _late(self.scan, rest).read) * self.scan.trips
-        return kept <= sum(b.var.aval.size for b, carry in found.items() if isinstance(carry, _Sum))
-
-
-class _Late(NamedTuple):
-    """What a loop behind the trips does.
-
-    Attributes:
-        eqns: The equations of the body that depend on the carries that are `_Behind`.
-        stacks: The stacked results that do.
-        read: What these equations and carries read of a trip.
-    """
-
-    eqns: list[JaxprEqn]
-    stacks: list[Binding]
-    read: list[Var]
-
-
-def _late(scan: Region, behind: Sequence[Binding]) -> _Late:
-    """What behind the trips depends on these carries."""
-    led = descendants(scan.bodies[0].eqns, given=[b.var for b in behind])
-    eqns = [eqn for eqn in scan.bodies[0].eqns if any(var in led for var in eqn.outvars)]
-    elsewhere = {*led, *(b.var for b in scan.consts)}
-    read = [var for var in read_by(eqns, [b.value for b in behind]) if var not in elsewhere]
-    return _Late(eqns, [b for b in scan.ys if isinstance(b.value, Var) and b.value in led], read)
-
-
-def _at_once(eqns: Equations, scan: Region, carries: Sequence[_Carry]) -> list[Atom] | None:
+def _at_once(eqns: Equations, scan: Region, carries: Sequence[Carry]) -> list[Atom] | None:
     """Append the body over all trips' rows; the loop's results. None: the body holds a function without `jax.vmap`."""
     operands = [b.operand for b in scan.bindings if b.operand is not None]
     try:
@@ -215,18 +79,18 @@ def _at_once(eqns: Equations, scan: Region, carries: Sequence[_Carry]) -> list[A
     return eqns.substitute(flat, operands)
 
 
-def _all_trips(scan: Region, carries: Sequence[_Carry], *operands: jax.Array) -> list[jax.Array]:
+def _all_trips(scan: Region, carries: Sequence[Carry], *operands: jax.Array) -> list[jax.Array]:
     """The function of a loop's operands that gives its results."""
     eqns, found = scan.bodies[0].eqns, dict(zip(scan.carries, carries, strict=True))
     known: _Values = dict(zip((b.var for b in scan.bindings if b.operand is not None), operands, strict=True))
     ends = {b.var: known[b.var] for b in scan.carries}
     rows = {b.var: known.pop(b.var) for b in scan.xs}
     for b, carry in found.items():
-        if isinstance(carry, _Count) and carry.step:
+        if isinstance(carry, Count) and carry.step:
             ends[b.var] = known.pop(b.var) + carry.step * scan.trips
             rows[b.var] = carry.first + carry.step * jnp.arange(scan.trips, dtype=b.var.aval.dtype)
-    ahead, behind = ([b for b, carry in found.items() if isinstance(carry, kind)] for kind in (_Ahead, _Behind))
-    late = _late(scan, behind)
+    ahead, behind = ([b for b, carry in found.items() if isinstance(carry, kind)] for kind in (Ahead, Behind))
+    late = done_behind(scan, behind)
 
     ended, before = _loop(scan, eqns, ahead, [b.var for b in ahead], known, rows)
     ends |= ended
@@ -234,7 +98,7 @@ def _all_trips(scan: Region, carries: Sequence[_Carry], *operands: jax.Array) ->
 
     kept = [var for var in late.read if var not in known and var not in rows]
     stacks = [b for b in scan.ys if b not in late.stacks]
-    addends = {b.var: carry.addend for b, carry in found.items() if isinstance(carry, _Sum)}
+    addends = {b.var: carry.addend for b, carry in found.items() if isinstance(carry, Sum)}
     made = iter(_vmapped(scan, [*addends.values(), *kept, *(b.value for b in stacks)], known, rows))
     ends |= {var: ends[var] + next(made).sum(0, dtype=ends[var].dtype) for var in addends}
     rows |= {var: next(made) for var in kept}

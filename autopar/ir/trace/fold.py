@@ -45,11 +45,12 @@ def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
     """The literal or operand that equals the result of `eqn`; None: it has to be computed."""
     if len(eqn.outvars) != 1 or not operands or not isinstance(operands[0], Literal):
         return None  # a callback has no result
-    name = eqn.primitive.name
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "select_n":
         chosen = operands[1 + int(_value(operands[0]))]
-        return chosen if chosen.aval == eqn.outvars[0].aval else None
-    out = eqn.outvars[0].aval
+        if chosen.aval == out:
+            return chosen
+        return _converted(chosen, out) if _is_known(chosen) and chosen.aval.dtype == out.dtype else None
     if getattr(out, "shape", None) != () or not all(_is_known(operand) for operand in operands):
         return None
     if name == "convert_element_type":
@@ -59,9 +60,9 @@ def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
     is_float, values = np.issubdtype(out.dtype, np.floating), [_value(operand) for operand in operands]
     with np.errstate(all="ignore"):
         if name == "div" and is_float:  # integers: NumPy and XLA round differently
-            return _literal(np.divide(*values), out)
+            return literal_of(np.divide(*values), out)
         if name in _EXACT or (name in _EXACT_ON_INTEGERS and not is_float):
-            return _literal(OPERATIONS[name](eqn.params, *values), out)
+            return literal_of(OPERATIONS[name](eqn.params, *values), out)
     return None
 
 
@@ -80,9 +81,10 @@ def _converted(operand: Literal, out: Aval) -> Literal | None:
     if np.issubdtype(value.dtype, np.floating) and np.issubdtype(out.dtype, np.integer):
         return None  # implementations differ out of range
     with np.errstate(all="ignore"):
-        return _literal(value.astype(out.dtype), out)
+        return literal_of(value.astype(out.dtype), out)
 
 
-def _literal(value: np.ndarray, aval: Aval) -> Literal:
+def literal_of(value: np.ndarray, aval: Aval) -> Literal:
+    """A scalar as a literal of this type."""
     scalar = np.asarray(value, aval.dtype)[()]
     return Literal(scalar.item() if aval.weak_type else scalar, aval)  # JAX reads a Python number as weakly typed

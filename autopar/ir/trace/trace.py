@@ -22,6 +22,7 @@ from autopar.ir.passes import Pass, run_passes, without_collection
 from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.one_dtype import products_of_one_dtype
+from autopar.ir.rewrite.peeled_trips import roll_in_peeled_trips
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.rewrite.unique_writes import resolve_unique_writes
 from autopar.ir.trace.containers import accepts, in_containers, key_text
@@ -37,6 +38,11 @@ TRACE: tuple[Pass[Traced], ...] = (
         "moved_out",
         "what JAX hoisted out of a forward loop that takes gradients belongs to the forward pass",
         lambda step: step.by(restore_scopes),
+    ),
+    Pass(
+        "peeled_trips",
+        "a trip that stands before or behind a loop that adds up gradients is one of its trips",
+        lambda step: step.by(roll_in_peeled_trips),
     ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
     Pass("one_dtype", "products of two dtypes convert their operands", lambda step: step.by(products_of_one_dtype)),
