@@ -274,7 +274,9 @@ def test_the_backward_pass_reads_16_bits_of_what_is_slow_through_a_barrier(is_ke
     if is_kept:
         direct = [eqn.primitive.name for eqn in jaxpr.eqns if tanh in eqn.invars and eqn not in barriers]
         through = [eqn.primitive.name for eqn in jaxpr.eqns if barriers[0].outvars[0] in eqn.invars]
-        assert sorted(direct) == ["dot_general", "sub"] and sorted(through) == ["dot_general", "mul"]
+        # The derivative is (1 + tanh) (1 - tanh) in JAX 0.10, one operation in 0.11.
+        assert sorted(direct) in (["dot_general", "sub"], ["dot_general", "one_minus_square"])
+        assert sorted(through) == ["dot_general", "mul"][: 2 if "sub" in direct else 1]
 
 
 def test_a_mask_is_not_kept_between_two_loops():

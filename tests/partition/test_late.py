@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar._jax import open_jaxpr, scan_counts
 from autopar.intra_op.sharded import local_bytes
 from autopar.partition.late import late_delays
 from autopar.partition.program import run_body
@@ -92,8 +93,8 @@ def test_in_a_loop_what_was_kept_waits_for_the_trip_before():
 
     kept = {"scores": types(3, ROWS, ROWS), "w": types(WIDTH, WIDTH)}
     (scan,) = (eqn for eqn in emitted(*planned(step, kept)).eqns if eqn.primitive.name == "scan")
-    inside = scan.params["jaxpr"].jaxpr
-    carry = inside.invars[scan.params["num_consts"]]
+    inside, _ = open_jaxpr(scan.params["jaxpr"])
+    carry = inside.invars[scan_counts(scan.params)[0]]
     (exponential,) = (k for k, eqn in enumerate(inside.eqns) if eqn.primitive.name == "exp")
     assert carry in needed_for(inside, exponential)
 
