@@ -63,15 +63,17 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
 
 
 def _enough_turns(call: _Call, deadline: float) -> int:
-    """The number of turns that take about `CALL_SECONDS`, or more; at least 2."""
+    """The number of turns that take about `CALL_SECONDS`, or more; at least 2, and where there is no time to find out, few."""
     once, _ = call(1)
     turns, taken = 1, 0.0
     while taken < CALL_SECONDS / 4 and turns < MOST_TURNS and time.monotonic() < deadline:
         turns *= 2 if turns == 1 else 4
         call(turns)
         taken = call(turns)[0] - once  # without what each call takes to allocate arrays
-    many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / max(taken, CALL_SECONDS / 100))
-    return max(2, many)
+    is_known = taken >= CALL_SECONDS / 4 or turns >= MOST_TURNS  # else it may be next to nothing, or less: noise
+    if taken > CALL_SECONDS / 2 or not is_known:
+        return max(2, turns)
+    return max(2, round(turns * CALL_SECONDS / max(taken, CALL_SECONDS / 100)))
 
 
 def _timed(case: Case, devices: Sequence[jax.Device]) -> _Call:

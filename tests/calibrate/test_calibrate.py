@@ -16,7 +16,7 @@ from autopar.calibrate.blocks import blocks
 from autopar.calibrate.calibrate import host_memory_bytes
 from autopar.calibrate.cases import all_cases, collective
 from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
-from autopar.calibrate.timing import fresh_memory, shared_cores, undisturbed
+from autopar.calibrate.timing import CALL_SECONDS, _enough_turns, fresh_memory, shared_cores, undisturbed
 from autopar.calibrate.words import profile_text
 from autopar.cli import main
 from autopar.errors import ClusterError, ProfileError
@@ -116,6 +116,12 @@ def test_what_was_not_measured_stays():
 def test_a_collective_of_few_bytes_has_elements(kind):
     case = collective(kind, 4, 8)
     assert min(map(min, case.shapes)) >= 1
+
+
+def test_few_turns_are_measured_where_there_is_no_time():
+    """Turns that take no longer than the first, which something else disturbed, do not say that thousands are needed."""
+    assert _enough_turns(lambda count: (0.3, 0.3), deadline=0.0) == 2
+    assert _enough_turns(lambda count: (0.001 * count,) * 2, deadline=math.inf) == pytest.approx(1000 * CALL_SECONDS, rel=0.2)
 
 
 @pytest.fixture(scope="module")
