@@ -95,6 +95,8 @@ def test_numbers_of_trips_that_were_stacked():
     [
         (lambda x: -jnp.full((2, 3), 7.0), 7.0),
         (lambda x: -(jnp.zeros((3, 4)).reshape(12)), 0.0),
+        (lambda x: -(jnp.full((2, 3), 1.0) / 4), 0.25),
+        (lambda x: -lax.div(jnp.full((2, 3), -7), 2), -3),
         (lambda x: -(x * 0), None),
     ],
 )

@@ -3,8 +3,8 @@
 In:     a scan; what is known of the program's values.
 Out:    for each carry: a sum of what the trips add, a weighted sum such as a running mean, a number that counts, something
         that goes on by itself, as a random key that each trip splits, or something that no gradient waits for.
-Method: dataflow of the body. A carry that becomes `factor * carry + addend`, with a factor that is known for each trip, is a
-        weighted sum: a trip's weight is the product of the factors of later trips.
+Method: dataflow of the body. A carry that becomes `factor * carry + addend`, with factors that are known for all trips, is a
+        weighted sum: the weight of a trip's addend is the product of the factors of later trips.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
 
 from autopar._jax import Atom, JaxprEqn, Var
 from autopar.ir.dataflow import descendants, inputs_of, makers, needed, read_by, times_read, variables
@@ -25,6 +28,19 @@ class Sum:
     """A carry that only grows, by `addend` in each trip."""
 
     addend: Atom
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSum:
+    """A carry that becomes `factor * carry + addend` in each trip: a running mean, or a sum that the first trip begins.
+
+    Attributes:
+        begin: The weight of what the loop begins with.
+        weights: The weight of each trip's addend, which is what the trip makes of a carry of zeros.
+    """
+
+    begin: float
+    weights: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +61,7 @@ class Behind:
     """A carry that no gradient or sum depends on: the largest loss, running statistics."""
 
 
-Carry = Sum | Count | Ahead | Behind
+Carry = Sum | WeightedSum | Count | Ahead | Behind
 
 
 def carries_of(scan: Region, known: KnownValues) -> list[Carry] | None:
@@ -60,10 +76,19 @@ def carries_of(scan: Region, known: KnownValues) -> list[Carry] | None:
             found[b] = Count()
         elif (addend := body.addend(b.var, b.value)) is not None:
             found[b] = Sum(addend)
+        elif (factors := body.factors(b.var, b.value, known)) is not None:
+            found[b] = _weighted(factors, scan.eqn.params["reverse"])
     found |= dict.fromkeys(body.ahead(found), Ahead())
     if body.rest_is_behind(found):
         found |= {b: Behind() for b in scan.carries if b not in found}
     return [found[b] for b in scan.carries] if len(found) == len(scan.carries) else None
+
+
+def _weighted(factors: np.ndarray, reverse: bool) -> WeightedSum:
+    """The sum of a carry that is multiplied with these factors, one for each row."""
+    in_turn = factors[::-1] if reverse else factors
+    begin, *weights = np.cumprod([1, *in_turn[::-1]])[::-1].tolist()
+    return WeightedSum(begin, tuple(reversed(weights) if reverse else weights))
 
 
 class Body:
@@ -93,6 +118,46 @@ class Body:
                 break
             atom = eqn.invars[0]
         return atom
+
+    def factors(self, before: Var, after: Atom, known: KnownValues) -> np.ndarray | None:
+        """In each trip, the factor of `before` in `after`, if `after` is linear in it and nothing else reads it; else None."""
+        led: dict[Var, np.ndarray] = {before: np.ones(self.scan.trips)}
+        for eqn in self.jaxpr.eqns:
+            if any(var in led for var in inputs_of(eqn)):
+                made = self.factor(eqn, led, known)
+                if made is None or eqn.outvars[0].aval.shape != before.aval.shape:
+                    return None
+                led[eqn.outvars[0]] = made
+        if [a for a in variables(self.jaxpr.outvars) if a in led] != [after] or not isinstance(after, Var):
+            return None
+        return led[after] if np.isfinite(led[after]).all() else None
+
+    def factor(self, eqn: JaxprEqn, led: Mapping[Var, np.ndarray], known: KnownValues) -> np.ndarray | None:
+        """The factor in an equation's result, given those in its operands (none: it does not depend on the carry)."""
+        of = [led.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+        factors = [np.zeros(self.scan.trips) if factor is None else factor for factor in of]
+        to = eqn.outvars[0].aval.dtype if len(eqn.outvars) == 1 else None
+        if to is None or not jnp.issubdtype(to, jnp.floating):
+            return None
+        match eqn.primitive.name, eqn.invars:
+            case (("add" | "add_any"), _):
+                return factors[0] + factors[1]
+            case "sub", _:
+                return factors[0] - factors[1]
+            case "neg", _:
+                return -factors[0]
+            case "convert_element_type", [a] if jnp.promote_types(a.aval.dtype, to) == to:
+                return factors[0]
+            case "mul", [a, b] if of[0] is None or of[1] is None:
+                number = known.in_trips(a if of[0] is None else b, self.scan)
+                return None if number is None else (factors[0] + factors[1]) * number
+            case "div", [_, b] if of[1] is None:
+                number = known.in_trips(b, self.scan)
+                return None if number is None else factors[0] / number
+            case "select_n", [which, *_] if of[0] is None:
+                number = known.in_trips(which, self.scan)
+                return None if number is None else np.choose(number.astype(int), factors[1:])
+        return None
 
     def ahead(self, found: Mapping[Binding, Carry]) -> list[Binding]:
         """The carries that go on by themselves; `found`: what others are."""
@@ -125,7 +190,7 @@ class Body:
         if any(holds_backward(eqn) and any(var in led for var in inputs_of(eqn)) for eqn in eqns):
             return False
         kept = sum(var.aval.size for var in done_behind(self.scan, rest).read) * self.scan.trips
-        return kept <= sum(b.var.aval.size for b, carry in found.items() if isinstance(carry, Sum))
+        return kept <= sum(b.var.aval.size for b, carry in found.items() if isinstance(carry, Sum | WeightedSum))
 
 
 class Late(NamedTuple):

@@ -7,7 +7,8 @@ Method: `jax.vmap`. A microbatch then holds one trip, whose forward and backward
         begin between any two layers and scans over layers may be cut; a loop around them would be one piece. What goes on
         from trip to trip by itself, as a random key that each trip splits, is made by a loop before; what no gradient waits
         for, as a largest loss or running statistics, by a loop behind. Conditions and loops that end by themselves stay in
-        their loop: for all trips at once they would be other programs.
+        their loop: for all trips at once they would be other programs. Small conditions on the trip's number, such as whether
+        it is the first, become choices (`choices.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from autopar.ir.dataflow import (
 )
 from autopar.ir.known_values import KnownValues
 from autopar.ir.region import Binding, Region, equations_within, kind_of, region_of, trip_count
-from autopar.ir.rewrite.carried import Ahead, Behind, Carry, Count, Sum, carries_of, done_behind
+from autopar.ir.rewrite.carried import Ahead, Behind, Carry, Count, Sum, WeightedSum, carries_of, done_behind
+from autopar.ir.rewrite.choices import with_choices
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.split.rounds.steps import holds_steps, is_loop_of_steps
 
@@ -39,20 +41,20 @@ _Values = dict[Var, jax.Array]
 
 def own_microbatches(jaxpr: Jaxpr) -> int:
     """The trips of a step's loop that adds up gradients, its own microbatches; 0: it has none."""
-    loops = [eqn for eqn in jaxpr.eqns if trip_count(eqn) > 1 and _adds_gradients(eqn, trip_count(eqn))]
+    loops = [eqn for eqn in jaxpr.eqns if trip_count(eqn) > 1 and _takes_gradients(eqn)]
     known = KnownValues(jaxpr) if loops else None
-    return next((trip_count(eqn) for eqn in loops if known and carries_of(region_of(eqn), known) is not None), 0)
+    return next((trip_count(eqn) for eqn in loops if known and _sums_of(eqn, known) is not None), 0)
 
 
 def trips_at_once(jaxpr: Jaxpr, count: int) -> Jaxpr:
     """Replace the loops of `count` trips that add up gradients; over the same inputs and results."""
-    if not any(_adds_gradients(eqn, count) for eqn in jaxpr.eqns):
+    if not any(trip_count(eqn) == count and _takes_gradients(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     known, eqns, same = KnownValues(jaxpr), Equations(), dict[Var, Atom]()
     for eqn in jaxpr.eqns:
         eqn = reading(eqn, same)
-        carries = carries_of(region_of(eqn), known) if _adds_gradients(eqn, count) else None
-        results = None if carries is None else _at_once(eqns, region_of(eqn), carries)
+        found = _sums_of(eqn, known) if trip_count(eqn) == count and _takes_gradients(eqn) else None
+        results = None if found is None else _at_once(eqns, *found)
         if results is None:
             eqns.append(eqn)
         else:
@@ -60,13 +62,18 @@ def trips_at_once(jaxpr: Jaxpr, count: int) -> Jaxpr:
     return remove_dead_code(make_jaxpr(jaxpr.invars, [known_as(a, same) for a in jaxpr.outvars], eqns))
 
 
-def _adds_gradients(eqn: JaxprEqn, count: int) -> bool:
-    """Whether an equation is a scan of so many trips that takes gradients, each at what the loop begins with."""
-    if trip_count(eqn) != count or kind_of(eqn) != "scan" or eqn.effects:
-        return False
-    if not holds_steps(eqn) or is_loop_of_steps(eqn):
-        return False
-    return all(kind_of(inner) not in ("cond", "while") for inner, _ in equations_within(region_of(eqn).bodies[0]))
+def _takes_gradients(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan that takes gradients, each at what the loop begins with."""
+    return kind_of(eqn) == "scan" and not eqn.effects and holds_steps(eqn) and not is_loop_of_steps(eqn)
+
+
+def _sums_of(eqn: JaxprEqn, known: KnownValues) -> tuple[Region, list[Carry]] | None:
+    """A scan and what its carries are, if its body can be written for all trips at once; else None."""
+    scan = region_of(with_choices(eqn, known))
+    if any(kind_of(inner) in ("cond", "while") for inner, _ in equations_within(scan.bodies[0])):
+        return None
+    carries = carries_of(scan, known)
+    return None if carries is None else (scan, carries)
 
 
 def _at_once(eqns: Equations, scan: Region, carries: Sequence[Carry]) -> list[Atom] | None:
@@ -89,6 +96,7 @@ def _all_trips(scan: Region, carries: Sequence[Carry], *operands: jax.Array) -> 
         if isinstance(carry, Count) and carry.step:
             ends[b.var] = known.pop(b.var) + carry.step * scan.trips
             rows[b.var] = carry.first + carry.step * jnp.arange(scan.trips, dtype=b.var.aval.dtype)
+    known |= {b.var: jnp.zeros_like(ends[b.var]) for b, carry in found.items() if isinstance(carry, WeightedSum)}
     ahead, behind = ([b for b, carry in found.items() if isinstance(carry, kind)] for kind in (Ahead, Behind))
     late = done_behind(scan, behind)
 
@@ -99,8 +107,14 @@ def _all_trips(scan: Region, carries: Sequence[Carry], *operands: jax.Array) -> 
     kept = [var for var in late.read if var not in known and var not in rows]
     stacks = [b for b in scan.ys if b not in late.stacks]
     addends = {b.var: carry.addend for b, carry in found.items() if isinstance(carry, Sum)}
-    made = iter(_vmapped(scan, [*addends.values(), *kept, *(b.value for b in stacks)], known, rows))
+    weighted = {b: carry for b, carry in found.items() if isinstance(carry, WeightedSum)}
+    made = iter(
+        _vmapped(
+            scan, [*addends.values(), *(b.value for b in weighted), *kept, *(b.value for b in stacks)], known, rows
+        )
+    )
     ends |= {var: ends[var] + next(made).sum(0, dtype=ends[var].dtype) for var in addends}
+    ends |= {b.var: _weighted(carry, ends[b.var], next(made)) for b, carry in weighted.items()}
     rows |= {var: next(made) for var in kept}
     stacked = {b: next(made) for b in stacks}
 
@@ -108,6 +122,16 @@ def _all_trips(scan: Region, carries: Sequence[Carry], *operands: jax.Array) -> 
     ends |= ended
     stacked |= zip(late.stacks, later, strict=True)
     return [*(ends[b.var] for b in scan.carries), *(stacked[b] for b in scan.ys)]
+
+
+def _weighted(carry: WeightedSum, begun: jax.Array, made: jax.Array) -> jax.Array:
+    """A weighted sum of what the loop begins with and of what its trips made."""
+    if any(weight != 1 for weight in carry.weights):
+        kind = jnp.promote_types(made.dtype, jnp.float32)
+        weights = lax.concatenate([lax.full((1,), weight, kind) for weight in carry.weights], 0)
+        made = made * lax.broadcast_in_dim(weights, made.shape, (0,))
+    total = made.sum(0).astype(begun.dtype)
+    return total + begun * jnp.asarray(carry.begin, begun.dtype) if carry.begin else total
 
 
 def _vmapped(scan: Region, wanted: Sequence[Atom], known: _Values, rows: _Values) -> list[jax.Array]:

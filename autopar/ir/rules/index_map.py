@@ -118,7 +118,9 @@ def _spread(array: np.ndarray, shape: Sequence[int], dims: Sequence[int], front:
 
 
 def _quotient(_: Params, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Integer division rounded towards zero, as in XLA."""
+    """Division; of integers rounded towards zero, as in XLA."""
+    if np.issubdtype(np.result_type(a, b), np.floating):
+        return a / b
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
 
 
