@@ -192,13 +192,13 @@ def test_microbatches_of_the_users_own(num_microbatches, text):
 
 
 def test_own_microbatches_that_are_not_the_whole_batch():
-    """The first part is taken before the loop, whose trips are then no number that the batch divides into."""
+    """Another part is taken before the loop, whose trips are then no number that the batch divides into."""
 
     def step(params, batch):
         grad = jax.grad(lambda params, part: jnp.mean(layers(params, part) ** 2))
         grads, _ = jax.lax.scan(
             lambda total, part: (jax.tree.map(jnp.add, total, grad(params, part)), None),
-            grad(params, batch[:8]),
+            grad(params, 2 * batch[:8]),
             batch[8:].reshape(3, 8, WIDTH),
         )
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
