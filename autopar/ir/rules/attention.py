@@ -14,12 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from autopar._jax import JaxprEqn
-from autopar.errors import warn
 from autopar.ir.rules.linearity import may_be_partial
-from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
+from autopar.ir.rules.registry import register_named, whole_kernel
 from autopar.ir.rules.rule import Dim, Factor, ShardingRule, Term
 from autopar.ir.rules.terms import drop_units
-from autopar.ir.source import source_line
 
 _FORWARD, _BACKWARD = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
@@ -31,8 +29,7 @@ def attention(eqn: JaxprEqn) -> ShardingRule:
     shapes = [tuple(atom.aval.shape) for atom in eqn.invars]
     reason = _not_split(eqn)
     if reason is not None:
-        warn(whole_kernel_warning(f"the kernel `{eqn.primitive}` at {source_line(eqn)}", reason, eqn))
-        return replicated_rule(eqn)
+        return whole_kernel(eqn, f"the kernel `{eqn.primitive}`", reason)
     heads_first = eqn.params["layout"] == 1
     sizes = _sizes(shapes, heads_first)
     is_packed, is_paged = len(shapes[6]) > 1, len(shapes[8]) > 1
@@ -56,8 +53,7 @@ def attention(eqn: JaxprEqn) -> ShardingRule:
         results = [query, key, value, bias][: len(eqn.outvars)]
     else:
         results = [out, statistics][: len(eqn.outvars)]
-    terms = drop_units([*operands, *results], sizes)
-    sizes = {factor: size for factor, size in sizes.items() if size != 1}
+    terms, sizes = drop_units([*operands, *results], sizes)
     results = terms[len(operands) :]
     split = [f for f in (("n", "g") if is_packed else ("b", "n", "g")) if f in sizes]
     lost = [f for f in split if not all(any(f in dim for dim in term) for term in results)]

@@ -18,9 +18,9 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar._jax import Atom, Aval, JaxprEqn, all_equations, bind_eqn, open_jaxpr, shardy_rule, trace
-from autopar.errors import RuleError, warn
+from autopar.errors import RuleError
 from autopar.ir.rules.kernel_flops import body_flops
-from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
+from autopar.ir.rules.registry import register_named, whole_kernel
 from autopar.ir.rules.replicated import list_of
 from autopar.ir.rules.rule import Dim, Shard, ShardingRule, Term, infer_sizes
 from autopar.ir.rules.terms import drop_units, factors_of
@@ -34,9 +34,7 @@ def custom_partitioning(eqn: JaxprEqn) -> ShardingRule:
     try:
         return _read(eqn, flops)
     except _CannotReadError as error:
-        what = f"the `custom_partitioning` function at {source_line(eqn)}"
-        warn(whole_kernel_warning(what, str(error), eqn))
-    return replicated_rule(eqn)
+        return whole_kernel(eqn, "the `custom_partitioning` function", str(error))
 
 
 class _CannotReadError(Exception):
@@ -63,11 +61,10 @@ def _read(eqn: JaxprEqn, flops: float) -> ShardingRule:
         sizes = infer_sizes(written, [var.aval.shape for var in variables], "its `sharding_rule`", known_sizes)
     except ValueError as error:
         raise _CannotReadError(str(error).rstrip(".")) from error
-    terms = drop_units(written, sizes)
+    terms, sizes = drop_units(written, sizes)
     operands, results = tuple(terms[: len(eqn.invars)]), tuple(terms[len(eqn.invars) :])
     kept = set(factors_of(*operands)).intersection(*(factors_of(term) for term in results))
     kept -= {*rule.need_replication_factors, *rule.permutation_factors, *rule.reduction_factors}
-    sizes = {factor: size for factor, size in sizes.items() if size != 1}
     whole = tuple(factor for factor in sizes if factor not in kept)
     local = functools.partial(_on_part, operand_terms=operands, result_terms=results)
     return ShardingRule(operands, results, sizes, whole=whole, flops=flops, local=local)

@@ -78,8 +78,7 @@ def _product(
     flops = 2.0 * math.prod(all_sizes[factor] for factor in factors_of(*operands[:2]))
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):
         flops *= 4
-    *kept, out = drop_units([*operands, out], all_sizes)
-    sizes = {factor: size for factor, size in all_sizes.items() if size != 1}
+    (*kept, out), sizes = drop_units([*operands, out], all_sizes)
     return rule_of(
         eqn,
         kept,

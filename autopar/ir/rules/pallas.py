@@ -26,16 +26,14 @@ import jax
 import numpy as np
 
 from autopar._jax import DropVar, Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_in, function_name, open_jaxpr
-from autopar.errors import warn
 from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
 from autopar.ir.rules.kernel_access import on_shorter_buffers, resized_buffer, shorter_loop, with_last_steps
 from autopar.ir.rules.kernel_flops import kernel_flops
 from autopar.ir.rules.kernel_scratch import is_begun_anew
 from autopar.ir.rules.kernel_steps import BlockLoop, dims_added_up, loops_over_blocks, steps_over_blocks
 from autopar.ir.rules.linearity import may_be_partial
-from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
+from autopar.ir.rules.registry import register_named, whole_kernel
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
-from autopar.ir.source import source_line
 
 
 @register_named("pallas_call")
@@ -50,8 +48,7 @@ def pallas_call(eqn: JaxprEqn) -> ShardingRule:
         reason = "; ".join(f"grid dim {dim}: {why}" for dim, why in sorted(kernel.whole.items()))
         reason = reason or ("no grid dim leads in every result" if kernel.grid else "it has no grid")
     name = eqn.params.get("name") or function_name(open_jaxpr(eqn.params["jaxpr"])[0]) or "pallas_call"
-    warn(whole_kernel_warning(f"the Pallas kernel `{name}` at {source_line(eqn)}", reason, eqn))
-    return dataclasses.replace(replicated_rule(eqn), flops=kernel_flops(eqn))
+    return dataclasses.replace(whole_kernel(eqn, f"the Pallas kernel `{name}`", reason), flops=kernel_flops(eqn))
 
 
 def _not_understood(eqn: JaxprEqn) -> str | None:

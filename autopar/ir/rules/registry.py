@@ -82,10 +82,7 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
     if kind in ("COLLECTIVE", "STATEFUL"):
         raise _out_of_place(eqn)
     if kind == "KERNELS":
-        warn(
-            whole_kernel_warning(f"the kernel `{eqn.primitive}` at {source_line(eqn)}", "it has no sharding rule", eqn)
-        )
-        return replicated_rule(eqn)
+        return whole_kernel(eqn, f"the kernel `{eqn.primitive}`", "it has no sharding rule")
     if rule is None:
         warn(
             f"no sharding rule for `{eqn.primitive}` at {source_line(eqn)}: it is computed whole on every device. "
@@ -95,8 +92,8 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
     return rule(eqn)
 
 
-def whole_kernel_warning(what: str, reason: str, eqn: JaxprEqn) -> str:
-    """The warning about a kernel that is not split, with the decorator that would split its leading dim."""
+def whole_kernel(eqn: JaxprEqn, what: str, reason: str) -> ShardingRule:
+    """The rule of a kernel that is not split; warns, and tells of the decorator that would split its leading dim."""
     batch = eqn.outvars[0].aval.shape[:1] if eqn.outvars else ()
     fresh = (name for name in factor_names() if name != "b")
 
@@ -106,12 +103,13 @@ def whole_kernel_warning(what: str, reason: str, eqn: JaxprEqn) -> str:
         return " ".join("b" if is_batched and dim == 0 else next(fresh) for dim in range(len(shape)))
 
     operands, results = (", ".join(map(term, variables)) for variables in (eqn.invars, eqn.outvars))
-    return (
-        f"{what} is computed whole on every device: {reason}. To split it, put above the function that calls it what is "
-        f"true of that function, with a term for each of its arrays, such as this if they are the kernel's and `b` is a dim "
-        f"along which it computes each index by itself:\n"
+    warn(
+        f"{what} at {source_line(eqn)} is computed whole on every device: {reason}. To split it, put above the function that "
+        f"calls it what is true of that function, with a term for each of its arrays, such as this if they are the kernel's "
+        f"and `b` is a dim along which it computes each index by itself:\n"
         f'    @autopar.sharding_rule("{operands} -> {results}")'
     )
+    return replicated_rule(eqn)
 
 
 def _out_of_place(eqn: JaxprEqn) -> UnsupportedPrimitiveError:

@@ -56,9 +56,10 @@ def without(term: Term, *dims: Collection[int]) -> Term:
     return tuple(dim for d, dim in enumerate(term) if not any(d in some for some in dims))
 
 
-def drop_units(terms: Sequence[Term], sizes: Mapping[Factor, int]) -> list[Term]:
-    """The terms without the factors of length 1."""
-    return [tuple(tuple(factor for factor in dim if sizes[factor] != 1) for dim in term) for term in terms]
+def drop_units(terms: Sequence[Term], sizes: Mapping[Factor, int]) -> tuple[list[Term], dict[Factor, int]]:
+    """The terms without the factors of length 1, and the lengths of the others."""
+    kept = {factor: size for factor, size in sizes.items() if size != 1}
+    return [tuple(tuple(factor for factor in dim if factor in kept) for dim in term) for term in terms], kept
 
 
 def factors_of(*terms: Term) -> tuple[Factor, ...]:
