@@ -183,9 +183,9 @@ def test_other_blocks_are_read_by_number(begin):
     assert "dynamic_slice" in set(primitives_in(traced(accumulated(0, begin), *args)))
 
 
-@pytest.mark.parametrize(("first", "count", "left"), [(0, 2, [BATCH // 2]), (1, BLOCK, [])])
+@pytest.mark.parametrize(("first", "count", "left"), [(0, 2, [BATCH // 2]), (1, BATCH, [])])
 def test_gradients_accumulated_by_blocks(first, count, left):
-    """Microbatches share the trips of the loop; big_vision takes the first block apart, of which each has a part too."""
+    """Microbatches share the trips of the loop, of which the first block is one, too, that big_vision takes apart."""
     args = KERNELS[0, :2], RNG.normal(size=(BLOCK * BATCH, 2)).astype(np.float32)
     split = split_microbatches(traced(accumulated(first, lambda i: i * BLOCK), *args), count, (1,))
     assert [eqn.params["length"] for eqn in scans(split.loop)] == left  # of one trip, no loop is left
