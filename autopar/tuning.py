@@ -133,6 +133,8 @@ class Tuning:
     """Elements of the largest table [u, node, v] that folds a node with two neighbours: 320 MB of float64."""
     equal_edges: int = 300
     """Edges from which on equal tables are shared: with fewer, each is computed by itself."""
+    equal_rows: int = 100_000
+    """Triples of choices of a folded node and its neighbours from which on equal rows of their tables are looked for."""
     compared_choices: int = 400_000
     """The most comparisons of a node's choices with each other, over all choices of its neighbours; a node that needs more
     keeps its dominated choices."""

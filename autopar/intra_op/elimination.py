@@ -263,21 +263,35 @@ def _allowed(cost: np.ndarray) -> np.ndarray | None:
 
 
 def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
-    """Mask of the choices that no other choice dominates; None: all."""
+    """Mask of the choices that no other choice dominates; None: all.
+
+    A choice that beats another everywhere does so where that one is best, which tells most pairs apart; the others are
+    compared for all choices of the neighbours.
+    """
     with np.errstate(invalid="ignore"):
-        worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
+        worst = cost[:, None] - cost  # worst[j, i]: how much j may cost more than i, at least
         for matrix in matrices:
-            excess = matrix[:, None, :] - matrix[None, :, :]
-            if not np.isfinite(matrix).all():
-                # inf - inf: both are forbidden there, so the difference says nothing.
-                excess[np.isnan(excess)] = -np.inf
-            worst += excess.max(axis=2)
-    pruned = worst <= 0
-    order = np.arange(len(cost))
-    strictly = pruned & ~(pruned.T & (order[:, None] > order[None, :]))
-    np.fill_diagonal(strictly, False)
-    keep = np.asarray(~strictly.any(axis=0))
+            there = matrix.take(matrix.argmin(axis=1), axis=1)
+            worst += _most((there - there.diagonal())[None])
+        beats = worst <= 0
+        np.fill_diagonal(beats, False)
+        better, worse = beats.nonzero()
+        exact = cost[better] - cost[worse]
+        for matrix in matrices if len(better) else ():
+            exact += _most(matrix.T.take(better, axis=1) - matrix.T.take(worse, axis=1))
+        beats[better, worse] = exact <= 0
+    # Of choices that beat each other the first stays.
+    keep = np.asarray(~(beats & ~np.tril(beats.T, -1)).any(axis=0))
     return None if keep.all() else keep
+
+
+def _most(excess: np.ndarray) -> np.ndarray:
+    """Maxima over the first dim; what is forbidden on both sides (inf - inf) says nothing."""
+    most = np.maximum.reduce(excess, axis=0)
+    if np.isnan(most).any():
+        excess[np.isnan(excess)] = -np.inf
+        most = np.maximum.reduce(excess, axis=0)
+    return np.asarray(most)
 
 
 def _least_of(table: np.ndarray, cost: np.ndarray) -> np.ndarray:
@@ -288,13 +302,28 @@ def _least_of(table: np.ndarray, cost: np.ndarray) -> np.ndarray:
 def _least_between(left: np.ndarray, right: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Per pair (i, j), the minimum over k of `left[i, k] + right[j, k] + cost[k]`.
 
-    One k at a time is several times as fast as one table over all k, whose last dim would be short. The minimizing k is
-    found on demand, for one pair (`_Folded.best`): recording it here would take as long again.
+    One k at a time is several times as fast as one table over all k, whose last dim would be short. Equal rows are computed
+    once: strategies that treat this node alike have them. The minimizing k is found on demand, for one pair
+    (`_Folded.best`): recording it here would take as long again.
     """
+    is_large = len(left) * right.size >= TUNING.equal_rows
+    (left, of_left), (right, of_right) = (
+        _distinct_rows(table) if is_large else (table, None) for table in (left, right)
+    )
     right = np.ascontiguousarray((right + cost[None, :]).T)
     least = left[:, :1] + right[0]
     other = np.empty_like(least)
     for k in range(1, left.shape[1]):
         np.add(left[:, k : k + 1], right[k], out=other)
         np.minimum(least, other, out=least)
-    return least
+    least = least if of_left is None else least.take(of_left, axis=0)
+    return least if of_right is None else least.take(of_right, axis=1)
+
+
+def _distinct_rows(matrix: np.ndarray) -> tuple[np.ndarray, list[int] | None]:
+    """The distinct rows of a matrix, and for each of its rows which one it is; None: there are no equal ones."""
+    number: dict[bytes, int] = {}
+    which = [number.setdefault(row.tobytes(), len(number)) for row in matrix]
+    if len(number) == len(matrix):
+        return matrix, None
+    return np.array([matrix[which.index(k)] for k in range(len(number))]), which

@@ -44,3 +44,42 @@ def test_kept_nodes_stay(seed):
     assert core.objective + reduced.constant == pytest.approx(brute_force(problem).objective)
     best = brute_force(problem).choices
     assert reduced.alive_of(1)[reduced.narrow(best)[reduced.kept.index(1)]] in range(len(problem.costs[1]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dominated_choices_are_dropped(seed):
+    """Of a node with too many neighbours to fold: those that another choice beats whatever the neighbours choose."""
+    rng = np.random.default_rng(seed)
+    count, forbidden = 9, 0.1
+    tables = [rng.integers(0, 4, (count, size)).astype(float) for size in (2, 3, 4)]
+    for table in tables:
+        table[rng.random(table.shape) < forbidden] = np.inf
+    cost = rng.integers(0, 4, count).astype(float)
+    problem = Problem([cost, *(np.zeros(table.shape[1]) for table in tables)])
+    problem.edges |= {(0, 1 + k): table for k, table in enumerate(tables)}
+
+    def beats(j: int, i: int) -> bool:
+        def most(table: np.ndarray) -> float:
+            return max(
+                (a - b for a, b in zip(*table[[j, i]].tolist(), strict=True) if a < np.inf or b < np.inf),
+                default=-np.inf,
+            )
+
+        return bool(float(cost[j] - cost[i]) + sum(map(most, tables)) <= 0)
+
+    def is_dropped(i: int) -> bool:
+        return any(beats(j, i) and (j < i or not beats(i, j)) for j in range(count) if j != i)
+
+    reduced = eliminate(problem, keep=(1, 2, 3))
+    assert reduced.alive_of(0).tolist() == [i for i in range(count) if not is_dropped(i)]
+
+
+def test_a_node_between_two_with_equal_rows_is_folded():
+    """Rows that are equal are computed once, and stand where they stood."""
+    rng = np.random.default_rng(0)
+    (left, right), cost = rng.random((2, 20, 50)), rng.random(50)
+    left, right = left[rng.integers(0, 20, 60)], right[rng.integers(0, 20, 50)]
+    problem = Problem([np.zeros(60), np.zeros(50), cost], {(0, 2): left, (1, 2): right})
+    reduced = eliminate(problem, keep=(0, 1))
+    expected = (left[:, None] + (right + cost)).min(axis=2)
+    np.testing.assert_array_equal(reduced.problem.edges[0, 1], expected)
