@@ -321,3 +321,9 @@ def decoder_of(row: Cells) -> int | None:
 def says(row: Cells, names: str, *columns: str) -> bool:
     """Whether any of the words is in one of the columns."""
     return bool(re.search(names, " ".join((row.get(c) or "") for c in columns), re.IGNORECASE))
+
+
+def reached_by(row: Cells) -> float:
+    """Bytes per second that an all-reduce over all devices of the job reached, as its notes say; 0: they do not."""
+    found = re.search(r"\breached (\d+(?:\.\d+)?) GB/s in an all-reduce", text_of(row, "notes"))
+    return float(found[1]) * 1e9 if found else 0.0

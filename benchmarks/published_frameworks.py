@@ -21,8 +21,13 @@ EAGER = 2.3
 HOST_SECONDS = 1e-5
 """To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
 that only small kernels wait for it."""
-SLOW_HOST, SLOW_LAUNCHES = "nanotron", 5.0
+SLOW_HOST, SLOW_LAUNCHES = "nanotron", 8.9
 """A framework whose launches take so many times as long; fitted to one source."""
+LAUNCHES = {"forward": 22, "core": 1, "backward": 33}
+"""Of its layer, counted in its code, besides collectives (`models/llama.py`): 4 products, 2 norms, 4 copies, by which queries,
+keys and values are put in order and what attention makes of them, 2 rotations, 6 for the lengths of sequences, 2 of the
+activation, 2 sums. Backward 8 products, 4 of norms, 4 of the activation, 3 of attention, 2 rotations, 4 copies, 2 sums, and 6
+gradients added."""
 PROFILED = 1.12
 """Of a launch where a run says that PyTorch's profiler was on: of nanotron's steps that wait for the host, one before it began
 took 41.6 s, those after it had recorded 46.8 (nanotron/old_bench, dp-2_tp-2_pp-2_mbz-1)."""
@@ -45,6 +50,9 @@ ADAM_BYTES = 34
 widths and moments read and written."""
 ADDED_BYTES = 6
 """Moved to add gradients of a microbatch to those before it, for each parameter: two reads and a write."""
+WIDE_ADDED_BYTES = 10
+"""The same where gradients of 16 bits are added to sums of 32 by a kernel of its own, those of the first microbatch to zeros
+(nanotron, `FP32GradientAccumulator`). It reduces these sums behind the last backward pass (`get_fp32_accum_hook`)."""
 FSDP_BYTES = 14
 """Moved by PyTorch's FSDP for each gathered parameter and microbatch. Of its first version, gradients of views into the flat
 parameter are put together, divided, and made 32 bits wide (`_flat_param.py`, `_post_backward_hook`); of its second, what is
@@ -75,6 +83,12 @@ on 80 GPUs, 91.04 instead of 97.20 TFLOP/s (chronicles-prequel, "dealing with JZ
 microbatch of 230 launches."""
 BLOCKING_FROM = 320
 """GPUs from which on they could not do without it: with fewer it hung at times, with so many always."""
+SENT_APART = "nanotron"
+"""A framework whose stages send one after the other, each waiting for the other, what others send at once there and back."""
+SENT_TENSORS, SENT_MESSAGES, READ_NUMBERS = 3, 3, (17 + 4) / 2
+"""Of it, what goes over a border for one microbatch: activations, their mask and a gradient; for each two messages of what it
+is besides itself; and reads of the device's memory, one number at a time, by who gets it and by who sends it
+(`parallel/pipeline_parallel/p2p.py`, `_recv_meta`, `create_empty_storage`, `_send_meta`; `models/llama.py`)."""
 ZERO_BUBBLE = ((("zb-h2", "zbh2", "zb-v", "zbv", "zb-2p"), 0.0), (("zb", "zero bubble", "dualpipe"), 1 / 3))
 """Of 1F1B's waiting, what is left of it."""
 QUANTIZED = 5 / 3
@@ -134,8 +148,15 @@ def stage_layers(run: Run) -> list[int]:
 
 def gradient_bytes(run: Run) -> float:
     """Bytes that go through memory for the gradient of each parameter with every microbatch, besides those of its product."""
+    if adds_wide(run):
+        return WIDE_ADDED_BYTES
     added = ADDED_BYTES if run.count > 1 else 0
     return FSDP_BYTES + added / run.shards if is_fsdp(run) else added
+
+
+def adds_wide(run: Run) -> bool:
+    """Whether gradients are added up, and reduced, in 32 bits by kernels of their own."""
+    return "nanotron" in run.framework and run.dtype != "float32"
 
 
 def is_fsdp(run: Run) -> bool:
@@ -200,13 +221,22 @@ def _is_aligned(kernel: Product) -> bool:
 def with_launches(run: Run, kernels: tuple[Kernel, ...], seconds: float, collectives: int = 0) -> float:
     """Seconds of kernels that a host launches one by one, with so many collectives between: ahead of the device, or each when
     the one before is done."""
+    launching = launch_seconds(run, kernels, collectives)
+    return seconds + launching if waits_for_kernels(run) else max(seconds, launching)
+
+
+def launch_seconds(run: Run, kernels: tuple[Kernel, ...], collectives: int = 0) -> float:
+    """Seconds that a host takes to launch kernels one by one, and so many collectives; none where a program has them all."""
+    return (collectives + sum(EAGER if isinstance(k, MemoryPass) else 1 for k in kernels)) * one_launch(run)
+
+
+def one_launch(run: Run) -> float:
+    """Seconds of one."""
     if run.compiled:
-        return seconds
-    count = collectives + sum(EAGER if isinstance(k, MemoryPass) else 1 for k in kernels)
+        return 0.0
     if waits_for_kernels(run):
-        return seconds + count * BLOCKING_SECONDS
-    slower = (SLOW_LAUNCHES if SLOW_HOST in run.framework else 1) * (PROFILED if run.is_profiled else 1)
-    return max(seconds, count * HOST_SECONDS * slower)
+        return BLOCKING_SECONDS
+    return HOST_SECONDS * (SLOW_LAUNCHES if SLOW_HOST in run.framework else 1) * (PROFILED if run.is_profiled else 1)
 
 
 def expert_launches(run: Run, kernels: tuple[Kernel, ...]) -> float:
@@ -252,6 +282,15 @@ def mask_kernels(run: Run, tokens: int) -> dict[str, tuple[Kernel, ...]]:
 
     there, back = product(slots, run.width, group), product(group, run.width, slots)
     return {"forward": (there, back), "backward": (there, back, product(group, slots, run.width))}
+
+
+def border_parts(run: Run) -> tuple[int, int, float]:
+    """Of one border of a stage and a microbatch: messages that come one after the other, how often one has an activation's
+    size, and seconds in which the host sends or reads."""
+    if SENT_APART not in run.framework:
+        return 1, 1, 0.0
+    messages = SENT_TENSORS * SENT_MESSAGES
+    return messages, 2, messages * one_launch(run) + SENT_TENSORS * READ_NUMBERS * BLOCKING_SECONDS
 
 
 def waits_for_kernels(run: Run) -> bool:

@@ -39,13 +39,19 @@ _ASYNCHRONOUS = (9, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its links: inside a host, and between hosts, where one ring has so many bytes per second at most."""
+    """A device and its links: inside a host, and between hosts.
+
+    Attributes:
+        ring: Bytes per second that one ring has between hosts at most.
+        together: Those of one device at most, where all hosts communicate at once.
+    """
 
     device: Device
     per_host: int
     intra: Link
     inter: Link
     ring: float = math.inf
+    together: float = math.inf
 
     def link_of(self, size: int) -> Link:
         """That of a group of so many neighbours."""
@@ -89,7 +95,8 @@ def machine_of(run: Run) -> Machine:
         elif run.kernel == 2 and model.capability and model.capability >= _ASYNCHRONOUS:
             fused *= SECOND_FLASH
         device = replace(device, achieved=replace(device.achieved, fused=fused))
-    return Machine(device, per_host, intra, inter, OMNI_PATH_RING if is_omni_path else math.inf)
+    together = run.reached / per_host if run.reached and run.devices > per_host else math.inf
+    return Machine(device, per_host, intra, inter, OMNI_PATH_RING if is_omni_path else math.inf, together)
 
 
 def _part_for_heads(model: Model, size: int) -> float:

@@ -32,6 +32,7 @@ from published_cells import (
     microbatch_of,
     needed,
     rate_of,
+    reached_by,
     recompute_of,
     recomputed_part,
     says,
@@ -80,6 +81,7 @@ class Run:
         may_split: Whether its row neither says nor denies that replicas split the state among them.
         mesh: On which a solver sharded that, if one did; `()`: all devices in a row.
         apart: With which runs its source says that it is not to be compared; those of which it says the same may be.
+        reached: Bytes per second through each host in an all-reduce over all devices, as the same job measured; 0: it did not.
         unstated: What the row does not say, each with what it may be, the likeliest first.
     """
 
@@ -133,6 +135,7 @@ class Run:
     may_split: bool = False
     mesh: tuple[int, ...] | None = None
     apart: tuple[str, ...] = ()
+    reached: float = 0.0
     unstated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     @property
@@ -316,6 +319,7 @@ def _run(row: Cells, line: int) -> Run:
         may_split=not (zero or net or text_of(row, "zero")),
         mesh=mesh,
         apart=tuple(re.findall(r"not to be compared with ([^;:]+)", text_of(row, "notes"))),
+        reached=reached_by(row),
         unstated=tuple(assumed.items()),
     )
     if mesh is not None and run.recompute == "full":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from published_frameworks import LIVE_PARAMETERS, is_fsdp
+from published_frameworks import LIVE_PARAMETERS, adds_wide, border_parts, is_fsdp
 from published_machines import Machine
 from published_runs import Run
 
@@ -50,7 +50,12 @@ def border_seconds(run: Run, machine: Machine, is_last: bool) -> float:
     if run.pipeline == 1 or run.chunks > 1:
         return 0.0
     part = 2 * run.microbatch * run.tokens // run.context * run.width / run.tensor
-    near, far = (link.latency_seconds + part / link.bytes_per_second for link in (machine.intra, machine.inter))
+    messages, rounds, host = border_parts(run)
+    near, far = (
+        messages * link.latency_seconds + rounds * part / link.bytes_per_second + host
+        for link in (machine.intra, machine.inter)
+    )
+    is_last = is_last or run.pipeline == 2  # each of two has one border
     if run.devices <= machine.per_host:
         return near if is_last else 2 * near
     # Several stages in one host: of the two borders of a stage one at most leaves it, of the last one none.
@@ -122,9 +127,9 @@ def data_seconds(
 
     # Parameters that are stored split are gathered, and their gradients reduced, by layers.
     num_bytes = params * width / (layers if run.zero == 3 else 1)
-    wide = num_bytes * (4 / width if is_fsdp(run) else 1)
+    wide = num_bytes * (4 / width if is_fsdp(run) or adds_wide(run) else 1)
     if run.zero == 0:
-        reduced, gathered = seconds("all-reduce", num_bytes, every), 0.0
+        reduced, gathered = seconds("all-reduce", wide, every), 0.0
     elif run.zero == 1 and "DeepSpeed" in run.framework:
         # Each replica gets all of the sum, of which its first stage needs a part (`buffered_reduce_fallback`).
         reduced, gathered = seconds("all-reduce", num_bytes, every), seconds("all-gather", num_bytes)
@@ -138,6 +143,8 @@ def data_seconds(
     if run.zero == 3:
         alone = exposed(gathered, forward) + exposed(gathered + reduced, whole - forward)
         return gathered + reduced, layers * alone
+    if adds_wide(run):
+        return exposed(reduced, layers * (whole - forward)) + gathered, 0.0
     if run.hides_gradients:
         reduced, gathered = exposed(reduced, layers * (whole - forward)), exposed(gathered, layers * forward)
     return reduced + gathered, 0.0
@@ -188,7 +195,8 @@ def _meshes(run: Run, machine: Machine) -> tuple[LogicalMesh, LogicalMesh, Logic
     shards = run.shards if run.zero and replicas % run.shards == 0 else replicas
 
     def mesh(size: int, inside: int, reach: int) -> LogicalMesh:
-        inter = replace(machine.inter, bytes_per_second=min(machine.inter.bytes_per_second, machine.ring / reach))
+        most = min(machine.inter.bytes_per_second, machine.ring / reach, machine.together)
+        inter = replace(machine.inter, bytes_per_second=most)
         links = inter, machine.intra.within(reach * run.tensor)
         return LogicalMesh((size // inside, inside), links=links)
 

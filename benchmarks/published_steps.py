@@ -92,7 +92,6 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     work = layer.compute((*PHASES, *again), device, run) + again_between_products(run, layer, device)
     tensor = layer.communication((*PHASES, *again), mesh)
     tensor *= 1 - OVERLAPPED if run.overlaps else 1
-    tensor = max(0.0, tensor - layer.idle((*PHASES, *again), device, run))
     # Tokens go to their experts and back, and so do their gradients.
     sent = (6 if "forward" in again else 4) * to_experts_seconds(run, machine)
     tensor += max(sent - work, (1 - device.achieved.overlap) * sent) if hides_tokens(run) else sent
@@ -101,10 +100,21 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
     layers = stage_layers(run)
     most, params, experts = max(layers), params_of(run, layers[0], 0), expert_params_of(run, layers[0])
     adding = kernel_seconds(MemoryPass(gradient_bytes(run) * (params + experts)), device)
-    fullest = max((most, 0.0, 0.0), (layers[-1], end, end_tensor), key=lambda s: s[0] * (work + tensor) + s[1] + s[2])
-    busy, sending = fullest[0] * work + fullest[1] + adding, fullest[0] * tensor + fullest[2]
-    others = sum(layers) * (work + tensor) + end + end_tensor + run.pipeline * adding - busy - sending
-    bubble = waiting_part(run) / run.chunks * others
+    launching, end_launching = layer.launching((*PHASES, *again), run), ends.launching(PHASES, run)
+    # With each microbatch a host begins anew, when its samples or activations are there.
+    first = forward + layer.communication(("forward", "core"), mesh) * (1 - OVERLAPPED if run.overlaps else 1)
+    late = max(0.0, layer.launching(("forward", "core"), run) - first)
+
+    def stage(count: int, is_last: bool) -> tuple[float, float, bool]:
+        """Its seconds for one microbatch, how many of them it sends, and whether it has the model's end."""
+        sending = count * tensor + is_last * end_tensor
+        alone = count * work + is_last * end + adding
+        return max(alone + sending + count * late, count * launching + is_last * end_launching), sending, is_last
+
+    stages = [stage(count, k == len(layers) - 1) for k, count in enumerate(layers)]
+    longest, sending, is_last = max(stages, key=lambda stage: stage[0])
+    busy = longest - sending
+    bubble = waiting_part(run) / run.chunks * (sum(length for length, *_ in stages) - longest)
     once, with_each = data_seconds(run, machine, params, most, forward, work + tensor)
     update = kernel_seconds(MemoryPass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
     if experts:
@@ -124,10 +134,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Layer, ends: W
         key=lambda found: found.reserved,
     )
     return Prediction(
-        run.count * (busy + sending + border_seconds(run, machine, fullest[1] > 0) + with_each)
-        + bubble
-        + once
-        + update,
+        run.count * (busy + sending + border_seconds(run, machine, is_last) + with_each) + bubble + once + update,
         run.count * busy,
         run.count * sending,
         bubble,

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from published_frameworks import (
+    LAUNCHES,
+    SLOW_HOST,
     UNTUNED,
     eager_seconds,
     expert_launches,
     joins_products,
+    launch_seconds,
     mask_kernels,
+    one_launch,
     padded_vocabulary,
     waits_for_kernels,
     with_launches,
@@ -74,9 +78,14 @@ class Work:
         moves = sum(len(self.collectives[phase]) for phase in phases)
         return with_launches(run, kernels, self.busy(phases, device, run), moves)
 
-    def idle(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
-        """Seconds of that in which it computes nothing and may communicate, because the host is not as far."""
-        return 0.0 if waits_for_kernels(run) else self.compute(phases, device, run) - self.busy(phases, device, run)
+    def launching(self, phases: tuple[str, ...], run: Run) -> float:
+        """Seconds that the host takes to launch its kernels and collectives ahead of the device."""
+        if waits_for_kernels(run):
+            return 0.0
+        moves = sum(len(self.collectives[phase]) for phase in phases)
+        if SLOW_HOST in run.framework and self.kernels["core"]:
+            return (sum(LAUNCHES[phase] for phase in phases) + moves) * one_launch(run)
+        return launch_seconds(run, tuple(kernel for phase in phases for kernel in self.kernels[phase]), moves)
 
     def communication(self, phase: str, mesh: LogicalMesh) -> float:
         """Seconds of its collectives."""
@@ -90,16 +99,17 @@ class Layer:
     parts: tuple[tuple[float, Work], ...]
 
     def compute(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
-        """Seconds of its kernels."""
+        """Seconds of its kernels, and of the host where the device cannot go on without it."""
         waiting = 0.0
         if run.experts:
             share, work = self.parts[1]
             waiting = share * expert_launches(run, tuple(k for phase in phases for k in work.kernels[phase]))
-        return waiting + sum(share * work.compute(phases, device, run) for share, work in self.parts)
+        own = Work.compute if waits_for_kernels(run) else Work.busy
+        return waiting + sum(share * own(work, phases, device, run) for share, work in self.parts)
 
-    def idle(self, phases: tuple[str, ...], device: Device, run: Run) -> float:
-        """Seconds in which nothing is computed because the host is not as far, but what it launched before may communicate."""
-        return sum(share * work.idle(phases, device, run) for share, work in self.parts)
+    def launching(self, phases: tuple[str, ...], run: Run) -> float:
+        """Seconds that the host takes to launch all that, which it does ahead of the device."""
+        return sum(share * work.launching(phases, run) for share, work in self.parts)
 
     def communication(self, phases: tuple[str, ...], mesh: LogicalMesh) -> float:
         """Seconds of its tensor-parallel collectives."""

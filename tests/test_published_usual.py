@@ -24,10 +24,9 @@ from published_machines import _network_rate, machine_of, model_of  # noqa: E402
 from published_memory import ends_bytes, state_bytes, wide_bytes  # noqa: E402
 from published_steps import Prediction, data_seconds, loss_seconds, params_of, predict  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
-from published_work import PHASES, Work, layer_of  # noqa: E402
+from published_work import PHASES, Work  # noqa: E402
 
 from autopar.cost.kernels import MemoryPass, Product, kernel_seconds  # noqa: E402
-from autopar.mesh import LogicalMesh  # noqa: E402
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1F1B", 1), ("interleaved 1F1B", 2)])
@@ -130,18 +129,6 @@ def test_first_stage_of_deepspeed_adds_up_all_gradients(read):
     )
     took = [data_seconds(run, machine_of(run), 1e10, 1, 0.0, 0.0)[0] for run in (first, second, other)]
     assert took[0] == pytest.approx(1.5 * took[2], rel=0.1) and took[1] == took[2]
-
-
-def test_what_the_host_is_late_for_hides_collectives(read):
-    """A device that waits for launches communicates meanwhile; one that no host keeps waiting does not."""
-    run = read(framework="PyTorch", tp="8", dp="1", global_batch="1", heads="8", attention="unfused")
-    machine = machine_of(run)
-    layer = layer_of(run, machine, machine.intra)
-    late = layer.idle(PHASES, machine.device, run)
-    sent = layer.communication(PHASES, LogicalMesh((8,), links=(machine.intra,)))
-    assert 0 < sent < late
-    assert predict(run).tensor < run.layers * sent
-    assert layer.idle(PHASES, machine.device, replace(run, compiled=True)) == 0
 
 
 def test_batches_in_tokens_are_whole_samples_of_every_replica(read):
