@@ -25,7 +25,6 @@ import jax
 from autopar._jax import takes_packed
 from autopar.cost.steps import AllGather, CollectiveKind
 from autopar.debug import xla_flags
-from autopar.intra_op.carried import carries_in
 from autopar.intra_op.fuse import small_bytes
 from autopar.intra_op.host_order import copies_host
 from autopar.intra_op.sharded import (
@@ -41,7 +40,7 @@ from autopar.intra_op.sharded import (
     sent_in,
 )
 from autopar.intra_op.traffic import is_fused
-from autopar.ir.region import kind_of
+from autopar.ir.region import kind_of, region_of
 from autopar.mesh import LogicalMesh
 
 Options = Mapping[str, bool | int]
@@ -112,7 +111,9 @@ def _trips(body: Body) -> list[tuple[Region, Body]]:
 
 def _gathers_what_it_works_out(loop: Region, body: Body) -> bool:
     """Whether a trip gathers results of kernels that need nothing of what the loop carries."""
-    carried = {old for old, _ in carries_in(loop, body)}
+    parts = region_of(loop.eqn)
+    entering = parts.entering(loop.bodies.index(body), parts.bindings)
+    carried = {copy for b, copy in zip(entering, body.inputs, strict=True) if b.role == "carry"}
     worked_out: set[Copy] = set()
     for instruction in body.instructions:
         reads, makes = instruction.reads, instruction.makes

@@ -2,23 +2,26 @@
 
 In:     the body of a kernel, and the steps: those of a grid dim, or the trips of a loop in the body.
 Out:    `loops_over_blocks`, `steps_over_blocks`: each step has its own block of some buffers, at an offset that it computes;
-        `dims_added_up`: results are sums over the steps.
-Method: one interpretation of the body for all steps (`kernel_buffers.py`). Whether steps carry values to later ones is
-        checked in `kernel_scratch.py`.
+        `dims_added_up`: results are sums over the steps; `is_begun_anew`: a step sees nothing of earlier ones in buffers that
+        outlive a step, as those of attention on TPUs do.
+Method: one interpretation of the body for all steps (`kernel_buffers.py`). Whether a step overwrites buffers before it reads
+        them: one for a single step, with the known grid indices, mostly index 0 of the inner dims
+        (`pl.when(pl.program_id(2) == 0)`). A branch that is known to be taken is interpreted too; other branches, and loops,
+        must not use a buffer before it is overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr
-from autopar.ir.rules.kernel_access import with_last_steps
+from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.ir.rules.index_map import numbers_of
+from autopar.ir.rules.kernel_access import access_of, with_last_steps
 from autopar.ir.rules.kernel_buffers import TRIPS, BufferUse, Dims
-from autopar.ir.rules.kernel_interpreter import NotUnderstoodError
-from autopar.ir.rules.kernel_scratch import is_begun_anew
+from autopar.ir.rules.kernel_interpreter import Interpreter, NotUnderstoodError, Value
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,3 +117,39 @@ def dims_added_up(
     dims = sorted(frozenset[int]().union(*shared.values()))
     # Twice the steps rule out a body that is a sum for this number of steps only.
     return frozenset(dim for dim in dims if grid[dim] is not None and adds_up(dim, 1) and adds_up(dim, 2))
+
+
+def is_begun_anew(body: Jaxpr, buffers: Iterable[Var], numbers: Mapping[int, np.ndarray]) -> bool:
+    """Whether a step overwrites buffers before it reads them.
+
+    Args:
+        body: The kernel's body.
+        buffers: Its arguments that outlive a step.
+        numbers: For dims of the grid, in the kernel's numbering, the indices that the step may have; other dims: any.
+    """
+    step = _OneStep(body, numbers, buffers)
+    try:
+        step.through(body)
+    except NotUnderstoodError:
+        return False
+    return not step.left
+
+
+class _OneStep(Interpreter):
+    """A walk through one step. `left`: buffers that still hold values of earlier steps."""
+
+    def __init__(self, body: Jaxpr, numbers: Mapping[int, np.ndarray], buffers: Iterable[Var]):
+        super().__init__(body, numbers)
+        self.left = dict.fromkeys(buffers)
+
+    def interpret(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+        access, index = access_of(eqn), operands[0] if operands else None
+        if any(self.buffers.get(atom) in self.left for atom in eqn.invars if isinstance(atom, Var)):
+            if eqn.primitive.name == "cond" and isinstance(index, np.ndarray) and index.size == 1:
+                return self.inside(self.branch(eqn, index), eqn.invars[1:], operands[1:])
+            if access is None or access.reads or not access.is_whole:
+                raise NotUnderstoodError
+            del self.left[self.buffers[access.buffer]]
+            return [None] * len(eqn.outvars)
+        known = [value if isinstance(value, np.ndarray) else None for value in operands]
+        return [numbers_of(eqn, known, len(self.axes))] * len(eqn.outvars)

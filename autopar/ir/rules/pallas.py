@@ -10,7 +10,7 @@ Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the s
         time. A kernel that copies blocks by itself begins the copies of the next step, too, and finds that step by numbers
         in its program, which are not those of a smaller grid. A scratch buffer, or a result that nothing reads, may carry
         values from step to step; then a dim is split only if neither its own index nor that of an outer dim is read, or if
-        the buffers are overwritten first (`kernel_scratch.py`). Positions within a block do not matter: a block is the same
+        the buffers are overwritten first (`kernel_steps.py`). Positions within a block do not matter: a block is the same
         block on one device.
 """
 
@@ -29,8 +29,13 @@ from autopar._jax import DropVar, Jaxpr, JaxprEqn, Var, all_equations, bind_eqn,
 from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
 from autopar.ir.rules.kernel_access import on_shorter_buffers, resized_buffer, shorter_loop, with_last_steps
 from autopar.ir.rules.kernel_flops import kernel_flops
-from autopar.ir.rules.kernel_scratch import is_begun_anew
-from autopar.ir.rules.kernel_steps import BlockLoop, dims_added_up, loops_over_blocks, steps_over_blocks
+from autopar.ir.rules.kernel_steps import (
+    BlockLoop,
+    dims_added_up,
+    is_begun_anew,
+    loops_over_blocks,
+    steps_over_blocks,
+)
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.registry import register_named, whole_kernel
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
