@@ -246,10 +246,15 @@ def expert_launches(run: Run, kernels: tuple[Kernel, ...]) -> float:
     and nothing runs ahead of it. Libraries launch the products of each expert one by one. Programs of XLA's have one kernel for
     all experts, and where experts have room for so many tokens the host need not wait.
     """
-    if run.whole or run.experts is None or run.experts.is_padded or multiplies_at_once(run):
+    if not waits_for_tokens(run):
         return 0.0
     launches = sum(k.count * (QUANTIZED if _is_narrow(k) else 1) if isinstance(k, Product) else 1 for k in kernels)
     return launches * HOST_SECONDS
+
+
+def waits_for_tokens(run: Run) -> bool:
+    """Whether the host cannot be ahead of a layer, as it waits for how many tokens go to which expert."""
+    return not (run.whole or run.experts is None or run.experts.is_padded or multiplies_at_once(run))
 
 
 def multiplies_at_once(run: Run) -> bool:

@@ -26,6 +26,7 @@ from published_frameworks import (
     one_launch,
     padded_vocabulary,
     waits_for_kernels,
+    waits_for_tokens,
     with_launches,
 )
 from published_layers import CORE, NARROW, Sizes, Step, ends_step, experts_step, layer_step
@@ -104,7 +105,7 @@ class Layer:
         if run.experts:
             share, work = self.parts[1]
             waiting = share * expert_launches(run, tuple(k for phase in phases for k in work.kernels[phase]))
-        own = Work.compute if waits_for_kernels(run) else Work.busy
+        own = Work.compute if waits_for_kernels(run) or waits_for_tokens(run) else Work.busy
         return waiting + sum(share * own(work, phases, device, run) for share, work in self.parts)
 
     def launching(self, phases: tuple[str, ...], run: Run) -> float:
