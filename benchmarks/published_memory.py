@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from published_frameworks import adds_wide
 from published_layers import NARROW
 from published_runs import Run
 
@@ -26,7 +27,7 @@ GROUP_BYTES = 0.4 * GIB
 USABLE = 0.988
 """Part of a device's memory that CUDA offers (`total_memory`: 15.78 of 16 GiB on V100, 39.59 of 40 and 79.15 of 80 on A100,
 79.11 on H100)."""
-CACHED, CACHED_IN_ORDER = 1.18, 1.08
+CACHED, CACHED_IN_ORDER = 1.18, 1.07
 """Reserved by an allocator that caches blocks, over what is allocated: fitted, for all frameworks on PyTorch. It gives them
 back before it fails. Less is left over where nothing is made again: backward passes free blocks that the next forward pass
 takes, of the same sizes."""
@@ -140,6 +141,9 @@ def state_bytes(run: Run) -> float:
         weight, gradient, optimizer = 2, 2, 16
     elif "DeepSpeed" in run.framework:
         weight, gradient, optimizer = 2, 6, 12  # gradients in 16 bits, and added up in 32 (`bf16_optimizer.py`)
+    elif adds_wide(run):
+        # What replicas reduce lies in buckets of 16 bits, too (PyTorch's `DistributedDataParallel`, `gradient_as_bucket_view`).
+        weight, gradient, optimizer = 2, 6 if run.data > 1 else 4, 12
     elif _is_of(run, NARROW_GRADIENTS):
         weight, gradient, optimizer = 2, 2, 12
     else:

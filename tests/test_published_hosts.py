@@ -10,6 +10,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 from published_frameworks import ADDED_BYTES, WIDE_ADDED_BYTES, gradient_bytes  # noqa: E402
 from published_machines import machine_of  # noqa: E402
+from published_memory import state_bytes  # noqa: E402
 from published_sending import border_seconds, data_seconds  # noqa: E402
 from published_steps import compose, predict  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
@@ -57,12 +58,13 @@ def test_a_host_catches_up_while_the_device_is_busy_with_the_loss(read):
 
 
 def test_gradients_that_are_summed_in_32_bits_are_reduced_so(read):
-    """nanotron adds them by kernels of their own, the first ones to zeros, and sends the sums."""
+    """nanotron adds them by kernels of their own, the first ones to zeros, and sends the sums; buckets hold them once more."""
     wide, narrow = (read(framework=name, zero="0", dp="8") for name in ("nanotron", "Megatron-LM"))
     assert (gradient_bytes(wide), gradient_bytes(narrow)) == (WIDE_ADDED_BYTES, ADDED_BYTES)
     assert gradient_bytes(replace(wide, batch=wide.data)) == WIDE_ADDED_BYTES
     took = [data_seconds(run, machine_of(run), 1e9, 1, 0.0, 0.0)[0] for run in (wide, narrow)]
     assert took[0] == pytest.approx(2 * took[1], rel=0.05)
+    assert (state_bytes(wide), state_bytes(read(framework="nanotron", gpus="1", dp="1"))) == (2 + 6 + 12, 2 + 4 + 12)
     behind = data_seconds(wide, machine_of(wide), 1e9, 1, 1.0, 3.0)[0]
     assert 0 < behind < 0.3 * took[0]
 
