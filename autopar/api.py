@@ -102,19 +102,13 @@ def parallelize(
 
 
 def _check_function(fn: Any) -> None:
-    if isinstance(fn, Method) or (isinstance(fn, type) and issubclass(fn, Method)):
+    is_method = isinstance(fn, Method) or (isinstance(fn, type) and issubclass(fn, Method))
+    if is_method or not callable(fn):
         raise AutoparError(
             "there is no step to parallelize.",
             given=f"parallelize({fn!r})",
-            wrong="the first argument is the step, and this is a method.",
-            do="pass it by name: @autopar.parallelize(method=...).",
-        )
-    if not callable(fn):
-        raise AutoparError(
-            "there is no step to parallelize.",
-            given=f"parallelize({fn!r})",
-            wrong=f"it is of type {type(fn).__name__}, which cannot be called.",
-            do="pass the step, a function of arrays; a method of planning is passed by name, method=....",
+            wrong=f"it is {'a method' if is_method else f'of type {type(fn).__name__}'}, no function of arrays.",
+            do="pass the step; a method of planning is passed by name: @autopar.parallelize(method=...).",
         )
 
 

@@ -33,8 +33,7 @@ class Tuning:
     repeated_rounds: float = 0.5
     """Part of the step's work: the most that these loops may recompute."""
     stage_rounds: int = 16
-    """The most rounds of microbatches forwards and backwards through a pipeline's stages: each costs one more analysis of the
-    step; nothing is recomputed."""
+    """The most rounds of microbatches forwards and backwards through a pipeline's stages: each is one more analysis."""
     written_steps: int = 8
     """The most trips of a loop of training steps to unroll into rounds: each is one more copy of the step to analyse, and one
     more analysis, so that twice as many take four times as long to plan (16: a minute)."""

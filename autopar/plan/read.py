@@ -162,13 +162,9 @@ def _link(entry: Entry) -> Link:
     rates = _rate(rate), _rate(switch)
     way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
     torus = rest[0].items(lambda part: part.pair(lambda size: size.count(1), Entry.number)) if rest else ()
-    in_host = rest[1].pair(_several, _rate) if rest[1:] else (1, math.inf)
+    in_host = rest[1].pair(lambda several: several.count(2), _rate) if rest[1:] else (1, math.inf)
     has_short_messages, shared_memory = bool(way.value & 1), bool(way.value & 2)
     return Link(latency.number(), *rates, has_short_messages, shared_memory=shared_memory, torus=torus, in_host=in_host)
-
-
-def _several(entry: Entry) -> int:
-    return entry.count(2)
 
 
 def _rate(entry: Entry) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
@@ -25,17 +26,18 @@ def diff_text(this: Decision, other: Decision) -> str:
 
     Raises `AutoparError`: `other` is not a plan.
     """
-    if not isinstance(other, Decision):
-        raise AutoparError(
-            "a plan is compared with a plan.",
-            given=f"plan.diff({other!r})",
-            wrong=f"it is of type {type(other).__name__}.",
-            do="pass what step.plan(...) returns, or Plan.load(path).",
-        )
+    check_plan("a plan is compared with a plan.", f"plan.diff({other!r})", other)
     tables = diff_tables(this, other)
     if not tables:
         return ""
     return page_text(Page(f"{pair_title(this, other)}: what differs", (), tuple(tables)))
+
+
+def check_plan(summary: str, given: str, plan: object, kinds: Any = Decision) -> None:
+    """Check that this is a plan, or of other `kinds`. Raises `AutoparError`: it is not."""
+    if not isinstance(plan, kinds):
+        do = "pass what step.plan(...) returns, or Plan.load(path)."
+        raise AutoparError(summary, given=given, wrong=f"it is of type {type(plan).__name__}.", do=do)
 
 
 def pair_title(this: Decision, other: Decision) -> str:

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.entry import write_whole
-from autopar.errors import AutoparError
 from autopar.markup import grid, tag
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text, type_text
-from autopar.report.diff import diff_tables, pair_title
+from autopar.report.diff import check_plan, diff_tables, pair_title
 from autopar.report.html import device_places, plan_html, section, table_html, whole_file, wrapped
 from autopar.report.measured import MeasuredStep
 from autopar.report.page import page_of
@@ -50,13 +49,7 @@ def show(plan: Decision, other: Decision | Timeline | None = None, *, path: str 
         AutoparError: An argument is not a plan, or the file cannot be written.
     """
     for each, kinds in ((plan, Decision), (other, Decision | Timeline | None)):
-        if not isinstance(each, kinds):
-            raise AutoparError(
-                "only plans can be shown.",
-                given=f"show({each!r})",
-                wrong=f"it is of type {type(each).__name__}.",
-                do="pass what step.plan(...) returns, or Plan.load(path).",
-            )
+        check_plan("only plans can be shown.", f"show({each!r})", each, kinds)
     title, body = _page(plan, other)
     if path is not None:
         return write_page(path, whole_file(title, body))

@@ -32,6 +32,7 @@ class Shaped:
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    weak_type = False
 
     @property
     def ndim(self) -> int:
@@ -56,7 +57,6 @@ class StackedArray(Shaped):
         self.parts, self.dim = tuple(parts), dim
         self.shape = joined_shape([p.shape for p in parts], dim)
         self.dtype = parts[0].dtype
-        self.weak_type = False
 
     def block_until_ready(self) -> StackedArray:
         """Wait until all parts are computed."""

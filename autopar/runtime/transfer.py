@@ -58,12 +58,8 @@ def make_transfer(
     if way.is_cut:
         return _by_tiles(plan_transfer(source, target), source, source_places, target, target_places)
     middle = ArrayType(source.shape, source.dtype, way.middle, target.mesh).on(target_places)
-    gather = _only if middle.spec == want.spec else _gather(source, middle, want)
+    gather = (lambda array: array) if middle.spec == want.spec else _gather(source, middle, want)
     return Transfer(lambda array: copied_to([array], [middle]), lambda arrived: gather(*arrived))
-
-
-def _only(array: jax.Array) -> jax.Array:
-    return array
 
 
 def _by_tiles(

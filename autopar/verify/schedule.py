@@ -27,17 +27,7 @@ from autopar.mesh import Device, LogicalMesh
 from autopar.verify.hlo import Hlo, Module, dims_of, dtype_of, groups_of, parts_of, type_bytes
 from autopar.verify.rewritten import Asked, find_rewritten
 
-_FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "iota",
-    "partition-id",
-    "replica-id",
-}
+_FREE = frozenset("parameter constant tuple get-tuple-element bitcast after-all iota partition-id replica-id".split())
 _PARTS = ("slice", "dynamic-slice", "gather")
 """These read as much of their first operand as they return."""
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}

@@ -58,7 +58,6 @@ class RemoteArray(Shaped):
         kinds = [part.copies[0].kind for part in parts]
         self.shape = joined_shape([kind.shape for kind in kinds], dim) if shape is None else shape
         self.dtype = kinds[0].dtype
-        self.weak_type = False
 
     @property
     def sharding(self) -> NamedSharding:
