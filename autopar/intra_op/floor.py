@@ -10,7 +10,7 @@ Method: while an equation runs, its operands and results are alive, in shardings
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.graph import Graph, Shardings
-from autopar.intra_op.held import held_values
+from autopar.intra_op.held import held_values, read_from_memory
 from autopar.intra_op.sharded import describe_moment
 from autopar.ir.dataflow import descendants, inputs_of, needed, read_by, variables
 from autopar.ir.region import is_region, region_of
@@ -58,6 +58,7 @@ class _Floors:
         self.graph, self.elsewhere = graph, elsewhere
         self.allowed = [np.isfinite(costs[c]) for c in class_of]
         self.held = held_values(graph)
+        self.rows = set(_rows(graph))
         self.most: dict[tuple[int, ...], int] = {}
 
     def program(self, jaxpr: Jaxpr, donated: Sequence[bool]) -> Floor:
@@ -76,7 +77,8 @@ class _Floors:
         last = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in inputs_of(eqn)}
         last.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
         last.update(dict.fromkeys(stays, len(jaxpr.eqns)))
-        size = {var: 0.0 if var in free else self.least(var) for var in dict.fromkeys((*jaxpr.invars, *last))}
+        alone = {*free, *self.rows}
+        size = {var: 0.0 if var in alone else self.least(var) for var in dict.fromkeys((*jaxpr.invars, *last))}
         size.update(stays)
         change = np.zeros(len(jaxpr.eqns) + 1)
         made = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -118,8 +120,9 @@ class _Floors:
     def operation(self, eqn: JaxprEqn) -> float:
         node = self.graph.nodes[self.graph.op_node[eqn]]
         total = np.zeros(node.num_choices)
+        read = read_from_memory(node)
         for k, var in _first(eqn.invars):
-            if var in self.held and var not in self.elsewhere:
+            if var in self.held and var not in self.elsewhere and (var in read or var not in self.rows):
                 total += self.bytes(var, tuple(s.operands[k] for s in node.strategies))
         for k, var in enumerate(eqn.outvars):
             if var in self.held and var not in self.elsewhere:
@@ -143,6 +146,12 @@ class _Floors:
         if shape not in self.most:
             self.most[shape] = _most_shards(shape, self.graph.mesh.axis_sizes)
         return device_bytes(var) / self.most[shape]
+
+
+def _rows(graph: Graph) -> Iterator[Var]:
+    """Rows of the stacks that loops read: they take memory only for what reads them as arrays (`versions.py`)."""
+    for eqn in dict.fromkeys(eqn for eqn, _, _ in graph.ports):
+        yield from (var for b in region_of(eqn).bindings if b.role == "xs" for var in b.variables)
 
 
 def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar._jax import Var, on_host
-from autopar.intra_op.liveness import shared_inputs, sized_versions, workspace_of
+from autopar.intra_op.liveness import rows_of_stacks, shared_inputs, sized_versions, workspace_of
 from autopar.intra_op.sharded import Body, Copy, Region
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
@@ -76,12 +76,14 @@ def _add_ranges(
     stored: Mapping[Var, int],
     elsewhere: AbstractSet[Copy],
     results: dict[Copy, Range] | None = None,
+    rows: AbstractSet[Copy] = frozenset(),
 ) -> int:
     """Add the live ranges of a body's arrays and of all inside it; returns the moment after it.
 
     Inputs among those `elsewhere` have memory already. Of a program, those of results go to `results`.
     """
-    made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=results is not None)
+    how = mesh, stored, frozenset[Copy](), elsewhere
+    made, size, _ = sized_versions(body, *how, given=results is not None, rows=rows)
     count, own = len(body.instructions), body.results if results is not None else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
     for instruction in body.instructions:
@@ -91,7 +93,8 @@ def _add_ranges(
         begin += 1
         if isinstance(instruction, Region):
             for inner in instruction.bodies:
-                begin = _add_ranges(found, begin, inner, mesh, stored, shared_inputs(instruction, inner))
+                shared, sliced = shared_inputs(instruction, inner), rows_of_stacks(instruction, inner)
+                begin = _add_ranges(found, begin, inner, mesh, stored, shared, rows=sliced)
     first.append(begin)
     for num_bytes, copy, start, end in zip(size, made.copies, made.starts, made.ends, strict=True):
         if num_bytes:

@@ -61,7 +61,7 @@ def _find_held(graph: Graph, nodes: Sequence[Node]) -> set[Var]:
     for node in nodes:
         if not _is_recomputable(node):
             held.update(node.eqn.outvars)
-            held.update(_as_written(var, made_by) for var in _read_from_memory(node))
+            held.update(_as_written(var, made_by) for var in read_from_memory(node))
     for scattered, total in _scatter_additions(nodes, readers):
         held.discard(scattered)
         held.add(total)
@@ -85,7 +85,7 @@ def _wide_values(nodes: Sequence[Node]) -> Iterator[Var]:
     that the per-device program keeps narrow for the backward pass (`partition/ahead.py`)."""
     made = {node.eqn.outvars[0] for node in nodes if _is_in_float32(node)}
     taken = {var for node in nodes if _is_in_float32(node) or _widens(node) for var in inputs_of(node.eqn)}
-    narrow = {var for node in nodes for var in _read_from_memory(node)}
+    narrow = {var for node in nodes for var in read_from_memory(node)}
     forward = kept_narrow(nodes)
     narrow |= {var for node in nodes if is_backward(node.eqn) for var in inputs_of(node.eqn) if var in forward}
     yield from (var for var in made if var in taken and var not in narrow and var.aval.dtype == jnp.bfloat16)
@@ -147,12 +147,13 @@ def _is_recomputable(node: Node) -> bool:
     return is_fused(node) and not copies_to_or_from_host(node.eqn) and not node.rule.summed and not node.rule.reduced
 
 
-def _read_from_memory(node: Node) -> list[Var]:
+def read_from_memory(operation: Node | Compute) -> list[Var]:
     """Operands that must be arrays in memory: not those of reductions, the source of a slice, or the target of a scatter."""
-    if is_fused(node) or len([o for o in node.rule.operands if o]) <= 1 and not copies_to_or_from_host(node.eqn):
+    rule, eqn = operation.rule, operation.eqn
+    if is_fused(operation) or len([o for o in rule.operands if o]) <= 1 and not copies_to_or_from_host(eqn):
         return []
-    first = 1 if is_picking(node) or _scatters(node) else 0
-    return [atom for atom in node.eqn.invars[first:] if not isinstance(atom, Literal)]
+    first = 1 if is_picking(operation) or _scatters(operation) else 0
+    return [atom for atom in eqn.invars[first:] if not isinstance(atom, Literal)]
 
 
 def _as_written(var: Var, made_by: Mapping[Var, Node]) -> Var:
@@ -165,7 +166,7 @@ def _as_written(var: Var, made_by: Mapping[Var, Node]) -> Var:
     return written if maker is not None and _is_recomputable(maker) else var
 
 
-def _scatters(node: Node) -> bool:
+def _scatters(node: Node | Compute) -> bool:
     return node.eqn.primitive.name.startswith("scatter")
 
 

@@ -180,13 +180,14 @@ def _peaks(
     in_place: AbstractSet[Copy] = frozenset(),
     over: float = 0.0,
     given: bool = False,
+    rows: AbstractSet[Copy] = frozenset(),
 ) -> list[Liveness]:
     """Up to `count` local peaks of a body, the highest first.
 
     Bytes alive at each instruction are appended to `curve`. All peaks but the highest have more than `over` bytes. Other
     arguments as in `sized_versions`.
     """
-    made, size, times = sized_versions(body, mesh, stored, pinned, free, waiting, in_place, given)
+    made, size, times = sized_versions(body, mesh, stored, pinned, free, waiting, in_place, given, rows)
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
     peaks: list[Liveness] = []
@@ -218,12 +219,14 @@ def sized_versions(
     waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
     given: bool = False,
+    rows: AbstractSet[Copy] = frozenset(),
 ) -> tuple[Versions, list[int], list[int]]:
     """The versions of a body's copies, and of each its bytes on one device and its number of instances.
 
     Copies in `free` are counted by the caller, those `in_place` overwrite inputs. `given`: inputs are in the layout given.
+    `rows`: of stacks that a loop reads.
     """
-    made = find_versions(body, pinned, stored, given)
+    made = find_versions(body, pinned, stored, given, rows)
     made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
     times = _times(made, body, waiting)
     size = [0] * len(made.copies)
@@ -283,6 +286,11 @@ def shared_inputs(region: Region, body: Body) -> frozenset[Copy]:
     return frozenset(body.inputs[:count])
 
 
+def rows_of_stacks(region: Region, body: Body) -> frozenset[Copy]:
+    """The inputs of a region's body that are rows of stacks in device memory."""
+    return frozenset(copy for copy in set(body.inputs) - shared_inputs(region, body) if not on_host(copy[0].aval))
+
+
 def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var, int], waiting: Waiting) -> Liveness:
     """What an instruction needs beyond its operands and results: packing, workspace, or the peak of its bodies."""
     num_bytes = workspace_of(instruction, mesh)
@@ -294,6 +302,7 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var
     for body in instruction.bodies:
         shared = shared_inputs(instruction, body)
         within = dataclasses.replace(waiting, elsewhere=frozenset())
-        inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within)
+        rows = rows_of_stacks(instruction, body)
+        inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within, rows=rows)
         most = max(most, *inner, key=lambda peak: peak.peak_bytes)
     return most

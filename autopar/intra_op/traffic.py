@@ -81,7 +81,7 @@ def is_indexing(node: Node) -> bool:
     return node.eqn.primitive.name in _PICKING | _WRITING | _SORTING
 
 
-def is_picking(node: Node) -> bool:
+def is_picking(node: Node | Compute) -> bool:
     """Whether an operation reads only as much of its first operand as it returns."""
     return node.eqn.primitive.name in _PICKING
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar._jax import Literal, Var, on_host
+from autopar.intra_op.held import read_from_memory
 from autopar.intra_op.host_order import arrivals, copies_host, fetched_first
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
 from autopar.intra_op.traffic import is_fused
@@ -69,7 +70,11 @@ class Versions:
 
 
 def find_versions(
-    body: Body, pinned: AbstractSet[Copy], stored: Mapping[Var, int] | None, given: bool = False
+    body: Body,
+    pinned: AbstractSet[Copy],
+    stored: Mapping[Var, int] | None,
+    given: bool = False,
+    rows: AbstractSet[Copy] = frozenset(),
 ) -> Versions:
     """Find the versions of a body.
 
@@ -77,11 +82,14 @@ def find_versions(
     zeros shaped like a value that was clipped at zero exists from the clipping on, since compilers merge both zeros; and
     what the first trip of the first loop fetches from host memory is there early, since compilers peel that trip off.
     A scatter that its reader adds to a value is done in place only if the reader takes it in the sharding it was made in.
+    Inputs among `rows` are rows of stacks, which elementwise work reads there: they take memory only between what reads them
+    as arrays.
     `stored` None: all copies take memory except results of barriers, which are their operands.
     """
-    walk = _Walk(body, stored, given)
+    walk = _Walk(body, stored, given, rows)
     for copy in body.inputs:
-        walk.current[copy] = walk.found.add(copy, -1, len(body.instructions) if copy in pinned else -1)
+        end, made_of = len(body.instructions) if copy in pinned else -1, () if copy in rows else None
+        walk.current[copy] = walk.found.add(copy, -1, end, made_of)
     late, begins_loops = arrivals(body, given), True
     for position, instruction in enumerate(body.instructions):
         walk.arrive(late.get(position, ()), position)
@@ -104,16 +112,18 @@ class _Walk:
         results: Copies that are results of the body.
         moved: Copies that are operands of moves: they must be arrays.
         turned: Input that is read transposed -> version of its transpose.
+        sliced: Row that is read as an array -> its version.
         leaving: Value on its way to host memory -> the versions that are copied there.
     """
 
-    def __init__(self, body: Body, stored: Mapping[Var, int] | None, given: bool):
-        self.body, self.stored, self.given = body, stored, given
+    def __init__(self, body: Body, stored: Mapping[Var, int] | None, given: bool, rows: AbstractSet[Copy]):
+        self.body, self.stored, self.given, self.rows = body, stored, given, rows
         self.found = Versions()
         self.current: dict[Copy, int] = {}
         self.results = body.results
         self.moved = {copy for i in body.instructions if isinstance(i, Move | Fused) for copy in i.reads}
         self.turned: dict[int, int] = {}
+        self.sliced: dict[Copy, int] = {}
         self.leaving: dict[Copy, Sequence[int]] = {}
 
     def behind(self, instruction: Instruction) -> Sequence[int]:
@@ -136,6 +146,11 @@ class _Walk:
         for number in self.turned_by(instruction) if self.given else ():
             if number not in turned:
                 turned[number] = self.found.add(self.found.copies[number], position)
+        for copy in _as_arrays(instruction) if self.rows else ():
+            if copy in self.rows:
+                if copy not in self.sliced:
+                    self.sliced[copy] = self.found.add(copy, position)
+                ends[self.sliced[copy]] = position
         for number in behind:
             if ends[number] < position:
                 ends[number] = position
@@ -195,6 +210,14 @@ class _Walk:
                 widths.append(width if copy[0].aval.dtype.itemsize > 1 else 1)
             if start < 0 or copy in self.moved or copy in results:  # these are in their own type
                 widths[k] = 1
+
+
+def _as_arrays(instruction: Instruction) -> Iterable[Copy]:
+    """What an instruction reads as arrays."""
+    if not isinstance(instruction, Compute):
+        return instruction.reads
+    read = set(read_from_memory(instruction))
+    return [copy for copy in instruction.reads if copy[0] in read]
 
 
 def _passed_on(instruction: Instruction) -> dict[Copy, Copy]:

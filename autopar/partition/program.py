@@ -74,6 +74,7 @@ def run_body(
     buffers: Copies = {}
     pinned = frozenset(copies if platform in GPU_PLATFORMS else ())
     owned: dict[Copy, None] = {}
+    fixed = {*body.inputs, *body.results} if is_program and platform in GPU_PLATFORMS else ()
     keeps_order = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
@@ -93,9 +94,8 @@ def run_body(
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
         spent = [copy for copy in instruction.reads if is_program and ahead.readers[copy][-1] == position]
         reader = ahead.only_reader(instruction)
-        made = _run_instruction(
-            instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first, spent, reader
-        )
+        last = earlier if is_ordered else None
+        made = _run_instruction(instruction, copies, axis_sizes, platform, last, owned, first, spent, reader, fixed)
         if of_hosts and _gathers_for_update(instruction, ahead):
             made = {copy: with_rows_major(a) for copy, a in made.items()}
         if copies_host(instruction):
@@ -192,11 +192,13 @@ def _run_instruction(
     first: Sequence[tuple[jax.Array, int]],
     spent: Container[Copy],
     reader: JaxprEqn | None,
+    fixed: Container[Copy],
 ) -> Copies:
     """Run an instruction and return the copies that it makes.
 
     Its operands wait for `earlier`, those of a loop also for `first`; `owned`: the owned sums (`owned.py`); `spent`: copies
-    that nothing reads later; `reader`: the only equation that reads what it makes.
+    that nothing reads later; `reader`: the only equation that reads what it makes; `fixed`: stacks among these have a
+    layout that stays.
     """
     match instruction:
         case Move() | Fused():
@@ -222,7 +224,7 @@ def _run_instruction(
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
             arrays = _begin_after(instruction, arrays, first)
-            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform, spent)
+            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform, spent, fixed)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case Gate():
             return {}  # `run_body` has delayed its copies
@@ -293,6 +295,7 @@ def _run_region(
     axis_sizes: Mapping[str, int],
     platform: str,
     spent: Container[Copy],
+    fixed: Container[Copy],
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
     carried = [
@@ -306,24 +309,24 @@ def _run_region(
         for body, carries in zip(region.bodies, carried, strict=True)
     ]
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
-    free: list[bool] = []  # of `xs`
+    read: list[Copy] = []
     for b, array, sharding in zip(parts.of_operands(parts.bindings), operands, region.operands, strict=True):
         of_role[b.role].append(array)
-        free += [(b.operand, sharding) in spent] if b.role == "xs" else []
+        read += [(b.operand, sharding)] if b.role == "xs" else []
     consts, carries = of_role["const"], tuple(of_role["carry"])
     match parts.kind:
         case "scan":
-
-            def step(carried, rows):
-                made = runs[0](*consts, *carried, *rows)
-                return made[: len(carried)], made[len(carried) :]
-
             how = {name: params[name] for name in ("length", "reverse", "unroll")}
             made = list(zip(region.eqn.outvars, region.results, strict=True))[len(carries) :]
+
+            def step(carried, rows):
+                results = runs[0](*consts, *carried, *_in_layout(rows, read, fixed))
+                return results[: len(carried)], _in_layout(results[len(carried) :], made, fixed)
+
             types = [_local_type(*copy, axis_sizes) for copy in made]
             there = [on_host(var.aval) for var, _ in made]
             xs = tuple(of_role["xs"])
-            over = overwritten(types, there, xs, free)
+            over = overwritten(types, there, xs, [stack in spent for stack in read])
             own = {k: kind for k, kind in enumerate(types) if not there[k] and k not in over}
             late = late_stacks(carries, own) if platform == "cpu" else {}
             last, stacks = scan_into(late, over, step, carries, xs, **how)
@@ -340,6 +343,12 @@ def _run_region(
         case "barrier":
             kept = iter(lax.optimization_barrier([x for x in operands if not on_host(jax.typeof(x))]))
             return [x if on_host(jax.typeof(x)) else next(kept) for x in operands]
+
+
+def _in_layout(rows: Sequence[jax.Array], stacks: Iterable[Copy], fixed: Container[Copy]) -> list[jax.Array]:
+    """Rows of stacks, in the layout of those that are `fixed`."""
+    found = zip(rows, stacks, strict=True)
+    return [with_rows_major(a) if stack in fixed and not on_host(stack[0].aval) else a for a, stack in found]
 
 
 def run_equation(

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autopar import Cluster
 from autopar.intra_op.build_graph import build_graph
@@ -73,6 +74,24 @@ def test_a_loop_adds_what_its_body_needs_and_its_stacks_are_there_from_the_begin
     given, results, inside = 2 * SQUARE, 4 * SQUARE, 2 * SQUARE
     assert peak.peak_bytes == given + results + inside
     assert len({alive.body for alive in peak.alive}) == 2
+
+
+@pytest.mark.parametrize(
+    "read, num_squares",
+    [
+        (lambda x, row: (x + row) @ x, 2),  # the sum and its product: the sum reads the row in the stack
+        (lambda x, row: x @ row, 2),  # the row and the product
+        (lambda x, row: (x @ x) @ row + jnp.tanh(row), 3),  # two products, and the row from the second on
+        (lambda x, row: ((x @ x) @ x) @ (row + row), 3),  # two products, and the sum that the last one reads
+    ],
+)
+def test_a_row_of_a_stack_takes_memory_only_for_what_reads_it_as_an_array(read, num_squares):
+    def step(x, rows):
+        return jax.lax.scan(lambda x, row: (read(x, row), None), x, rows)[0]
+
+    peak = measure_liveness(*lowered(step, (N, N), (3, N, N)))
+    given, result = 4 * SQUARE, SQUARE
+    assert peak.peak_bytes == given + result + num_squares * SQUARE
 
 
 def test_what_waits_is_there_for_each_microbatch_in_flight():

@@ -123,3 +123,22 @@ def test_an_input_of_elementwise_work_keeps_its_layout_while_it_waits(platform, 
         assert "select_n" in str(made_by[eqn.invars[0]])
     turned = emitted(*planned(turns_what_was_kept), platform).eqns
     assert not [eqn for eqn in turned if eqn.primitive.name == "layout_constraint"]
+
+
+@pytest.mark.parametrize("platform, shapes", [("cuda", [(8, ROWS // 8), (ROWS // 8, 8)]), ("cpu", [])])
+def test_rows_have_the_layout_of_stacks_that_enter_and_leave_a_program(platform, shapes):
+    """XLA for GPUs would transpose whole stacks before and after the loop: a ViT's stage took 6 % more memory."""
+
+    def step(kept, x):
+        def turned(total, row):
+            return total + row.sum(), row.T
+
+        made = jax.lax.scan(turned, 0.0, kept["scores"])[1]
+        return made, jax.lax.scan(turned, 0.0, 2.0 * made)[0]
+
+    eqns = emitted(*planned(step, {"scores": types(3, 8, ROWS // 8)}), platform).eqns
+    bodies = [eqn.params["jaxpr"].jaxpr for eqn in eqns if eqn.primitive.name == "scan"]
+    assert len(bodies) == 2
+    pinned = [eqn for body in bodies for eqn in body.eqns if eqn.primitive.name == "layout_constraint"]
+    assert [eqn.outvars[0].aval.shape for eqn in pinned] == shapes
+    assert all(eqn.params["layout"].major_to_minor == (0, 1) for eqn in pinned)
