@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from types import SimpleNamespace
@@ -35,11 +36,16 @@ XLA_ON_CPUS = dataclasses.replace(
 SHARED = Link(9e-6, 2.2e9, shared_memory=True)
 
 
+@functools.cache
+def cases_of(is_cpu):
+    """All cases of 8 devices: their programs are traced."""
+    return all_cases(8, is_cpu, blocks(is_cpu))
+
+
 def samples_of(truth, is_cpu, noise=0.0):
     """Times as the cost model has them, with an error of so many parts."""
     random = np.random.default_rng(0)
-    cases = all_cases(8, is_cpu, blocks(is_cpu))
-    return [Sample(case, truth.seconds(case) * math.exp(noise * random.normal())) for case in cases]
+    return [Sample(case, truth.seconds(case) * math.exp(noise * random.normal())) for case in cases_of(is_cpu)]
 
 
 @pytest.mark.parametrize("noise, near", [(0.0, 0.05), (0.1, 0.25)])
@@ -171,7 +177,7 @@ def test_no_time_and_no_devices():
 
 def test_cases_run_in_the_forms_of_steps():
     """What is fitted to weight gradients and whole layers is measured as programs of steps compute it on CPUs."""
-    cases = [c for c in all_cases(8, True, blocks(True)) if c.kind in ("turned", "layer")]
+    cases = [c for c in cases_of(True) if c.kind in ("turned", "layer")]
     assert len({c.kind for c in cases}) == 2
     for case in cases:
         arrays = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
