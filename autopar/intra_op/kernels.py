@@ -76,7 +76,7 @@ def _kernel(
     dtypes = dtypes or ("bool",) * len(eqn.invars)  # no number among them: a product of masks
     match eqn.primitive.name:
         case "dot_general":
-            return _product(eqn, shapes, flops, num_bytes, dtypes, sizes)
+            return _product(eqn, shapes, num_bytes, dtypes, sizes)
         case "conv_general_dilated":
             return _convolution(eqn, shapes, flops, num_bytes, dtypes)
     if grouped is not None:
@@ -115,12 +115,7 @@ def _grouped(node: Node, strategy: Strategy, mesh: LogicalMesh) -> _Grouped | No
 
 
 def _product(
-    eqn: JaxprEqn,
-    shapes: Sequence[Shape],
-    flops: float,
-    num_bytes: float,
-    dtypes: tuple[str, ...],
-    sizes: Sequence[int],
+    eqn: JaxprEqn, shapes: Sequence[Shape], num_bytes: float, dtypes: tuple[str, ...], sizes: Sequence[int]
 ) -> Product | MemoryPass:
     """A product of matrices; products with vectors are passes: XLA multiplies and sums elementwise."""
     if 1 in _lengths(eqn, [tuple(atom.aval.shape) for atom in eqn.invars])[1:]:

@@ -65,7 +65,7 @@ class Pipeline:
         self._places = compiled.places
         self.devices = tuple(device for places in compiled.places for device in places.devices.flat)
         self._is_donated = roles.donated
-        self._unstacked, self._stages = stacks, list(planned.stages)
+        self._unstacked = stacks
         self._types = [b.value.type.struct(self._places[b.stage]) for b in streams.buffers]
         self.functions, self.programs = compiled.functions, compiled.programs
         self.num_compiled = compiled.num_compiled
@@ -238,7 +238,7 @@ class Pipeline:
             at[mesh] += 1
 
         acts = [functools.partial(timed, own, *place) for place, own in zip(self._order, self._acts, strict=True)]
-        return self._carry_out(parts, live, acts), measured(self._streams, self._stages, seconds)
+        return self._carry_out(parts, live, acts), measured(self._streams, seconds)
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:
         """The user's arguments, with stacks split into parts."""

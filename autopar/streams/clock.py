@@ -157,7 +157,7 @@ def sharing(
     return speeds
 
 
-def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
+def measured(streams: Streams, seconds: Mapping[tuple[int, int], float]) -> Timeline:
     """Simulate the streams with measured seconds: of each instruction run alone, by (mesh, position)."""
     taken = {
         i: seconds[mesh, at]

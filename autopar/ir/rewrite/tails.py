@@ -60,14 +60,14 @@ def lengthen(array: jax.Array, dim: int, tail: Tail) -> jax.Array:
     """Pad one dim with zeros."""
     apart, at = _apart(array, dim, tail, tail.valid)
     config = [(0, tail.padded - tail.valid if d == at else 0, 0) for d in range(apart.ndim)]
-    return _joined(lax.pad(apart, jnp.zeros((), array.dtype), config), dim, tail, array.ndim)
+    return _joined(lax.pad(apart, jnp.zeros((), array.dtype), config), dim, array.ndim)
 
 
 def cut(array: jax.Array, dim: int, tail: Tail) -> jax.Array:
     """Cut the tail off one dim."""
     apart, at = _apart(array, dim, tail, tail.padded)
     limits = [tail.valid if d == at else size for d, size in enumerate(apart.shape)]
-    return _joined(lax.slice(apart, [0] * apart.ndim, limits), dim, tail, array.ndim)
+    return _joined(lax.slice(apart, [0] * apart.ndim, limits), dim, array.ndim)
 
 
 def _apart(array: jax.Array, dim: int, tail: Tail, length: int) -> tuple[jax.Array, int]:
@@ -78,7 +78,7 @@ def _apart(array: jax.Array, dim: int, tail: Tail, length: int) -> tuple[jax.Arr
     return lax.reshape(array, shape), dim + 1
 
 
-def _joined(apart: jax.Array, dim: int, tail: Tail, ndim: int) -> jax.Array:
+def _joined(apart: jax.Array, dim: int, ndim: int) -> jax.Array:
     if apart.ndim == ndim:
         return apart
     length = math.prod(apart.shape[dim : dim + 3])
