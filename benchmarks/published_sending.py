@@ -51,9 +51,10 @@ def border_seconds(run: Run, machine: Machine, is_last: bool) -> float:
         return 0.0
     part = 2 * run.microbatch * run.tokens // run.context * run.width / run.tensor
     messages, rounds, host = border_parts(run)
+    # Each host sends to the next at about the same time, as in a ring through all.
     near, far = (
-        messages * link.latency_seconds + rounds * part / link.bytes_per_second + host
-        for link in (machine.intra, machine.inter)
+        messages * link.latency_seconds + rounds * part / min(link.bytes_per_second, most) + host
+        for link, most in ((machine.intra, math.inf), (machine.inter, machine.together))
     )
     is_last = is_last or run.pipeline == 2  # each of two has one border
     if run.devices <= machine.per_host:

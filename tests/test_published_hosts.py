@@ -70,7 +70,7 @@ def test_gradients_that_are_summed_in_32_bits_are_reduced_so(read):
 
 
 def test_a_network_reaches_what_the_same_job_measured(read):
-    """Among replicas on all hosts; a GPU has its part of its host's."""
+    """Among replicas on all hosts, and from stage to stage; a GPU has its part of its host's."""
     cells = {
         "framework": "nanotron",
         "zero": "0",
@@ -84,6 +84,9 @@ def test_a_network_reaches_what_the_same_job_measured(read):
     assert machine_of(slow).together == 80e9 / 8 < machine_of(usual).inter.bytes_per_second
     took = [data_seconds(run, machine_of(run), 1e9, 1, 0.0, 0.0)[0] for run in (slow, usual)]
     assert took[0] > 2 * took[1]
+    cells |= {"framework": "Megatron-LM", "layers": "8", "pp": "4", "dp": "8"}
+    slow, usual = read(**cells, notes=notes), read(**cells)
+    assert border_seconds(slow, machine_of(slow), True) > border_seconds(usual, machine_of(usual), True)
 
 
 def test_stages_that_send_one_after_the_other_wait_longer(read):
