@@ -132,21 +132,14 @@ class Cluster:
             ProfileError: The profile cannot be read, or is of other devices.
             ClusterError: No devices, or hosts with different numbers of them.
         """
-        devices = jax.devices() if devices is None else devices
-        if not isinstance(devices, Iterable) or any(isinstance(each, str | int) for each in devices):
+        given = jax.devices() if devices is None else devices
+        devices = tuple(given) if isinstance(given, Iterable) else ()
+        if not devices or any(isinstance(each, str | int) for each in devices):
             raise ClusterError(
                 "these are no devices.",
-                given=f"Cluster.local(devices={devices!r})",
-                wrong="it is no list of JAX's devices.",
+                given=f"Cluster.local(devices={given!r})",
+                wrong="it is no list of one or more of JAX's devices.",
                 do="pass some of them, such as jax.devices()[:4], or leave it out for all.",
-            )
-        devices = tuple(devices)
-        if not devices:
-            raise ClusterError(
-                "a cluster has at least one device.",
-                given="Cluster.local(devices=[])",
-                wrong="the list is empty.",
-                do="pass jax.devices() or some of them, or leave it out.",
             )
         per_host = Counter(getattr(each, "process_index", 0) for each in devices)
         if len(set(per_host.values())) > 1:
