@@ -57,8 +57,8 @@ def with_rows_major(array: jax.Array) -> jax.Array:
     The operand of a gather along an inner dim: XLA wants the gathered dim to be the major one, and where a loop gathers the
     rows of a stack it would transpose the whole stack before the loop, and keep both; this way each row is transposed in its
     own trip. An input of elementwise work that waits: XLA would transpose it, and do all of that work in the layout of the
-    product that reads the result. A row of a stack that is an argument or a result: XLA would read or write all rows as
-    products have them, and transpose the whole stack before or after the loop.
+    product that reads the result. A row of a stack: XLA would read or write all rows as products have them, and transpose
+    the whole stack before the loop, between two loops, or after them.
     """
     return with_layout_constraint(array, Layout(tuple(range(array.ndim)))) if array.ndim > 1 else array
 

@@ -74,7 +74,6 @@ def run_body(
     buffers: Copies = {}
     pinned = frozenset(copies if platform in GPU_PLATFORMS else ())
     owned: dict[Copy, None] = {}
-    fixed = {*body.inputs, *body.results} if is_program and platform in GPU_PLATFORMS else ()
     keeps_order = platform == "cpu" and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
@@ -94,8 +93,9 @@ def run_body(
         first = [(copies[copy], freed) for copy, freed in ahead.before_loop(position)]
         spent = [copy for copy in instruction.reads if is_program and ahead.readers[copy][-1] == position]
         reader = ahead.only_reader(instruction)
-        last = earlier if is_ordered else None
-        made = _run_instruction(instruction, copies, axis_sizes, platform, last, owned, first, spent, reader, fixed)
+        made = _run_instruction(
+            instruction, copies, axis_sizes, platform, earlier if is_ordered else None, owned, first, spent, reader
+        )
         if of_hosts and _gathers_for_update(instruction, ahead):
             made = {copy: with_rows_major(a) for copy, a in made.items()}
         if copies_host(instruction):
@@ -192,13 +192,11 @@ def _run_instruction(
     first: Sequence[tuple[jax.Array, int]],
     spent: Container[Copy],
     reader: JaxprEqn | None,
-    fixed: Container[Copy],
 ) -> Copies:
     """Run an instruction and return the copies that it makes.
 
     Its operands wait for `earlier`, those of a loop also for `first`; `owned`: the owned sums (`owned.py`); `spent`: copies
-    that nothing reads later; `reader`: the only equation that reads what it makes; `fixed`: stacks among these have a
-    layout that stays.
+    that nothing reads later; `reader`: the only equation that reads what it makes.
     """
     match instruction:
         case Move() | Fused():
@@ -224,7 +222,7 @@ def _run_instruction(
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
             arrays = _begin_after(instruction, arrays, first)
-            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform, spent, fixed)
+            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, platform, spent)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case Gate():
             return {}  # `run_body` has delayed its copies
@@ -295,7 +293,6 @@ def _run_region(
     axis_sizes: Mapping[str, int],
     platform: str,
     spent: Container[Copy],
-    fixed: Container[Copy],
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
     carried = [
@@ -320,8 +317,8 @@ def _run_region(
             made = list(zip(region.eqn.outvars, region.results, strict=True))[len(carries) :]
 
             def step(carried, rows):
-                results = runs[0](*consts, *carried, *_in_layout(rows, read, fixed))
-                return results[: len(carried)], _in_layout(results[len(carried) :], made, fixed)
+                results = runs[0](*consts, *carried, *_in_layout(rows, read, platform))
+                return results[: len(carried)], _in_layout(results[len(carried) :], made, platform)
 
             types = [_local_type(*copy, axis_sizes) for copy in made]
             there = [on_host(var.aval) for var, _ in made]
@@ -345,10 +342,11 @@ def _run_region(
             return [x if on_host(jax.typeof(x)) else next(kept) for x in operands]
 
 
-def _in_layout(rows: Sequence[jax.Array], stacks: Iterable[Copy], fixed: Container[Copy]) -> list[jax.Array]:
-    """Rows of stacks, in the layout of those that are `fixed`."""
-    found = zip(rows, stacks, strict=True)
-    return [with_rows_major(a) if stack in fixed and not on_host(stack[0].aval) else a for a, stack in found]
+def _in_layout(rows: Sequence[jax.Array], stacks: Iterable[Copy], platform: str) -> Sequence[jax.Array]:
+    """Rows of stacks, on GPUs in the layout that all stacks in device memory have (`with_rows_major`)."""
+    if platform not in GPU_PLATFORMS:
+        return rows
+    return [a if on_host(var.aval) else with_rows_major(a) for a, (var, _) in zip(rows, stacks, strict=True)]
 
 
 def run_equation(
