@@ -67,14 +67,15 @@ def test_parts_are_gathered_one_behind_the_other_on_cpus(dim):
         assert {int(d) for d in re.findall(rf"{name}=(\d+)", emitted)} == {0}, name
 
 
-@pytest.mark.parametrize("dim, platform, is_told", [(2, "cuda", True), (1, "cuda", False), (2, "cpu", False)])
-def test_stacks_of_weights_stay_as_they_lie(dim, platform, is_told):
-    """XLA would turn a whole stack before a loop that gathers its rows along another dim than the first."""
+@pytest.mark.parametrize("dim, platform, num_pinned", [(2, "cuda", 7 + 2), (1, "cuda", 7), (2, "cpu", 0)])
+def test_stacks_of_weights_stay_as_they_lie(dim, platform, num_pinned):
+    """XLA would turn a whole stack before a loop that gathers its rows along another dim than the first: beside the seven
+    rows that the loops read and write, the operands of two gathers are told."""
     body, mesh = fsdp(constraints={"w": PartitionSpec(*[None] * dim, "x")})
     local = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
     sizes = dict(mesh.axis_sizes)
     emitted = jax.make_jaxpr(lambda *a: run_body(body, a, sizes, platform), axis_env=list(sizes.items()))(*local)
-    assert "all_gather" in str(emitted) and ("layout_constraint" in str(emitted)) == is_told
+    assert "all_gather" in str(emitted) and str(emitted).count("layout_constraint[") == num_pinned
 
 
 def test_a_layer_is_gathered_as_one_message_and_ahead():
