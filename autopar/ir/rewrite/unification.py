@@ -105,8 +105,11 @@ def unified(
             if not isinstance(other, Literal) or str(value.val) != str(other.val):
                 return None
             continue
-        if stands_for.setdefault(value, other) is not other:
-            return None
+        if value in stands_for:
+            if stands_for[value] is not other:
+                return None
+            continue
+        stands_for[value] = other
         if value in any_value:
             continue
         more = _operands(value, other, made_by, rows)

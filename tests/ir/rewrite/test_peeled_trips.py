@@ -135,3 +135,21 @@ def test_other_work_before_a_loop_stays(step):
     jaxpr = traced(step, KERNELS, X)
     assert [trip_count(eqn) for eqn in jaxpr.eqns if holds_steps(eqn)] == [TRIPS - 1]
     assert any(map(is_backward, jaxpr.eqns))
+
+
+def test_values_with_many_readers_are_compared_once():
+    """Forty residual layers, each read twice: a comparison along each path would not end."""
+
+    def deep(kernel, x):
+        for _ in range(40):
+            x = x + jnp.tanh(x @ kernel)
+        return (x**2).mean()
+
+    def step(kernel, x):
+        def add(total, rows):
+            return total + jax.grad(deep)(kernel, rows), None
+
+        return lax.scan(add, jax.grad(deep)(kernel, stacked(x)[0]), stacked(x)[1:])[0]
+
+    (loop,) = [eqn for eqn in traced(step, KERNELS[0], X).eqns if holds_steps(eqn)]
+    assert trip_count(loop) == TRIPS
