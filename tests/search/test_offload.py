@@ -89,7 +89,9 @@ def test_where_nothing_else_fits(method, loss):
     compiled = step.compile(*args)
     check_faithful(compiled)
     plan = compiled.plan
-    assert len(plan.offloaded) and all(path.startswith("state/1/") for path in plan.offloaded)
+    moments = [path for path in plan.offloaded if path.startswith("state/1/")]
+    # What loops read as rows is least where the parameters are on the hosts, too.
+    assert moments and (loss is scanned or len(moments) == len(plan.offloaded))
     assert max(plan.cost.peak_bytes) <= budget and plan.cost.host_bytes > 0
     assert "on the host" in str(plan) and "host memory" in str(plan)
     expected = jax.jit(train(loss))
