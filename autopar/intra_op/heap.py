@@ -82,8 +82,7 @@ def _add_ranges(
 
     Inputs among those `elsewhere` have memory already. Of a program, those of results go to `results`.
     """
-    how = mesh, stored, frozenset[Copy](), elsewhere
-    made, size, _ = sized_versions(body, *how, given=results is not None, rows=rows)
+    made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=results is not None, rows=rows)
     count, own = len(body.instructions), body.results if results is not None else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
     for instruction in body.instructions:
