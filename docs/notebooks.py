@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 from nbclient.util import run_sync
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-SILENT = ["--IPKernelApp.log_level=ERROR"]  # else each kernel warns that it is spoken to without encryption
+SILENT = ["--IPKernelApp.log_level=CRITICAL"]  # else a kernel warns that it is spoken to unencrypted, or interrupted
 FIT = "this.style.height=this.contentDocument.documentElement.scrollHeight+8+'px'"
 
 
