@@ -173,6 +173,9 @@ class Tuning:
     """Choices per node that are tried, one number after the other, where more would be too many for the ILP."""
     room_parts: tuple[float, ...] = (1 / 32, 1 / 8, 1)
     """Parts of the room between the bounds: first only choices near the lower bound, whose best answer lowers the upper."""
+    nearly_whole: float = 2 / 3
+    """Part of a core's pairs. If choices near the lower bound have more, the ILP gets all choices at once: it would take nearly
+    as long on these."""
     first_slack: float = 2e-3
     """Part of the cost by which these first choices may exceed the lower bound."""
     polish_nodes: tuple[int, ...] = (24, 80)

@@ -180,6 +180,8 @@ class _Core:
             narrowed = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
             if narrowed is None:
                 break
+            if part < 1 and num_pairs(narrowed.problem) > TUNING.nearly_whole * self.pairs:
+                continue  # with all choices it takes little longer
             if part == 1 and room <= self.left_open and num_pairs(narrowed.problem) > TUNING.early_core:
                 break
             answer = self.ask(narrowed)

@@ -13,7 +13,7 @@ from autopar.intra_op import elimination, ilp
 from autopar.intra_op import solve as solving
 from autopar.intra_op.elimination import _Folded, _least_between, eliminate
 from autopar.intra_op.ilp import solve_ilp
-from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.problem import MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.solve import solve
 from autopar.intra_op.trws import Ascent
 from autopar.tuning import TUNING
@@ -186,6 +186,20 @@ def test_large_cores_are_solved_on_promising_choices(monkeypatch):
         assert found.objective <= wanted.objective * 1.1
         if found.status == "optimal":
             assert found.objective == pytest.approx(wanted.objective)
+
+
+def test_a_core_that_hardly_narrows_is_solved_once(monkeypatch):
+    """Not first with the choices near the lower bound, if these are nearly all."""
+    sizes = []
+
+    def noted(problem, *how):
+        sizes.append(num_pairs(problem))
+        return solve_ilp(problem, "highs")
+
+    monkeypatch.setattr(solving, "_solve_whole", noted)
+    problem = frustrated(2, nodes=8)
+    solve(problem)
+    assert sizes == [num_pairs(problem)]
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
