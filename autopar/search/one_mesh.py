@@ -24,6 +24,7 @@ from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_no
 from autopar.intra_op.shard import shard
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
+from autopar.ir.rewrite.duplicates import merge_duplicates
 from autopar.ir.rewrite.fission import cut_after_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.stacked import stack_decompositions
@@ -48,9 +49,13 @@ STACKED: Pass[Rewritten] = Pass(
     "equal decompositions are one of a stack of matrices, which devices share",
     lambda step: step.by(lambda jaxpr: stack_decompositions(jaxpr, step.num_devices)),
 )
-WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN, FREE, STACKED)
+MERGED: Pass[Rewritten] = Pass(
+    "duplicates", "what is cast or reshaped alike is so once", lambda step: step.by(merge_duplicates)
+)
+WHOLE: tuple[Pass[Rewritten], ...] = (MERGED, SORTED, LEAN, FREE, STACKED)
 """The passes of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
+    MERGED,
     SORTED,
     Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(cut_after_gradients)),
     Pass("late_narrowing", "casts to 16 bits leave loops", lambda step: step.by(narrow_late)),
