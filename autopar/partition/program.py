@@ -25,6 +25,7 @@ from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import region_of
 from autopar.ir.rules.on_cpus import bind_on_cpu
+from autopar.ir.rules.on_gpus import as_on_gpus
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead
@@ -368,6 +369,8 @@ def run_equation(
             for k, pair in enumerate(((first, second), (second, first)))
         ]
         operands = [*sent, *others]
+    if platform in GPU_PLATFORMS:
+        operands = as_on_gpus(eqn, operands)
     if rule.host_call:
         results = _run_once(eqn, rule, shard, axis_sizes, operands)
     elif rule.local is not None:

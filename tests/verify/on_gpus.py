@@ -5,7 +5,9 @@ In:     `python on_gpus.py FOLDER`: the folder that XLA's compiler for GPUs is i
 
 import json
 import os
+import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +97,27 @@ def accumulated():
         "times": max(c.times for c in sums),
         "count": len(sums),
     }
+
+
+def strided(cluster):
+    """How often each kind of cuDNN's kernels is called in a step of three strided convolutions."""
+
+    def train_step(kernels, batch):
+        def loss_of(kernels):
+            x = batch["x"]
+            for kernel in kernels:
+                dims = ("NHWC", "HWIO", "NHWC")
+                x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=dims))
+            return jnp.mean(x**2)
+
+        loss, grads = jax.value_and_grad(loss_of)(kernels)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, kernels, grads), loss
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 32, 32), jnp.float32)] * 3
+    batch = {"x": jax.ShapeDtypeStruct((256, 64, 64, 32), jnp.float32)}
+    step = autopar.parallelize(train_step, cluster=cluster, method=DataParallel(zero=0))
+    (program,) = step.compile(kernels, batch).programs.values()
+    return Counter(re.findall(r'custom_call_target="__cudnn\$conv(\w+)"', program.as_text()))
 
 
 def train_in_layers(policy):
@@ -293,6 +316,7 @@ def main():
     found["chosen"] = {"scanned": chosen(train_step), "unrolled": chosen(unrolled)}
     found["with state"] = {"state": with_state(policies.nothing_saveable), "both": with_state(offloads)}
     found["parameters"] = {"scanned": parameters_there(True, 1.85), "unrolled": parameters_there(False, 2.6)}
+    found["strided"] = strided(cluster)
     found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4
     print(json.dumps(found))
 

@@ -130,3 +130,8 @@ def test_rows_travel_to_experts_in_an_all_to_all_of_unequal_counts(found):
     both_ways = 1024 // 8 * (64 + 128) * 4  # into a product and out of it
     assert planned == emitted and planned["ragged-all-to-all"] >= 2 * both_ways
     assert planned["ragged-all-to-all"] % both_ways == 0
+
+
+def test_gradients_of_strided_convolutions_are_kernels_of_their_own(found):
+    """Waits before them do not hide from XLA what they are; the first convolution's input has no gradient."""
+    assert found["strided"] == {"Forward": 3, "BackwardFilter": 3, "BackwardInput": 2}
