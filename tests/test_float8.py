@@ -124,8 +124,11 @@ def frozen_in_4_bits():
     "make, method",
     [
         (flax_layers, autopar.Auto()),
-        *itertools.product([block_scaled, flax_layers], METHODS),
-        *itertools.product([in_4_bits, frozen_in_4_bits], METHODS[1:]),
+        *itertools.product([block_scaled], METHODS),
+        *itertools.product([flax_layers], METHODS[2:]),
+        (in_4_bits, METHODS[1]),
+        (in_4_bits, METHODS[3]),
+        *itertools.product([frozen_in_4_bits], METHODS[1:3]),
     ],
 )
 def test_equal_to_jit(make, method):

@@ -90,11 +90,11 @@ def test_budgets_from_plenty_to_nothing(offload):
         # Less memory never makes a plan faster.
         assert found.cost.step_seconds >= last * least
         planned, last = planned + 1, found.cost.step_seconds
-        budget = int(min(budget, found.cost.peak_bytes[0]) * 0.9)
+        budget = int(min(budget, found.cost.peak_bytes[0]) * 0.8)
     assert planned >= 1
 
 
-@pytest.mark.parametrize("name", ["gpt_unrolled", "moe_top2_capacity", "mlp_multisteps"])
+@pytest.mark.parametrize("name", ["gpt_unrolled", "mlp_multisteps"])
 def test_what_fits_a_known_plan_is_not_called_infeasible(name):
     case = CASES[name]()
     cluster = Cluster(1, 8, Device("toy", 1e14, 80e9, 3e12), Link(2e-6, 3e11), Link(1e-5, 5e10))

@@ -34,8 +34,8 @@ LAYOUTS = {
 """Hosts and devices per host, and how they are divided into stages."""
 QUICK_CELLS = {
     "gpt_scan": list(LAYOUTS),
-    "gpt_unrolled": list(LAYOUTS)[:1],
-    "moe_top2_capacity": list(LAYOUTS),
+    "gpt_unrolled": [],
+    "moe_top2_capacity": list(LAYOUTS)[1:2],
     "wide_resnet_plain": list(LAYOUTS)[2:],
     "t5_relative_adafactor": list(LAYOUTS)[:1],
 }

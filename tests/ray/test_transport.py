@@ -151,9 +151,19 @@ def message_of(have, want, seats, overwritten=False, taken=False):
     return Message(0, 0, 1, 0, tuple(have), tuple(want), parcels, (overwritten,) * count, (taken,) * count)
 
 
+ARRAYS = [*((dtype, SHAPE) for dtype in DTYPES), ("float32", EMPTY), ("int4", EMPTY)]
+TARGETS = [LogicalMesh((3,)), LogicalMesh((4,))]
+
+
 @pytest.mark.parametrize("transports", [through_store, through_sockets, direct])
-@pytest.mark.parametrize("target", [LogicalMesh((3,)), LogicalMesh((4,))], ids=str)
-@pytest.mark.parametrize("dtype, shape", [*((dtype, SHAPE) for dtype in DTYPES), ("float32", EMPTY), ("int4", EMPTY)])
+@pytest.mark.parametrize(
+    "dtype, shape, target",
+    [
+        *((dtype, shape, TARGETS[number % 2]) for number, (dtype, shape) in enumerate(ARRAYS)),
+        ("float32", SHAPE, TARGETS[1]),
+    ],
+    ids=str,
+)
 def test_every_dtype(dtype, shape, target, transports):
     source = LogicalMesh((2, 2))
     seats, places, (sender, receiver) = transports(source, target)

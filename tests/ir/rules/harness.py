@@ -36,7 +36,7 @@ from autopar.partition.collectives import apply_step
 from autopar.partition.program import run_equation
 
 MESH_SHAPES = ((8,), (2, 4), (2, 2, 2))
-FEW = settings(max_examples=8, deadline=None, derandomize=True)
+FEW = settings(max_examples=5, deadline=None, derandomize=True)
 """Hypothesis settings: each example compiles a program."""
 
 

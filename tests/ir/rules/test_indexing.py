@@ -12,6 +12,7 @@ from jax import lax
 
 from autopar.ir.rules import rule_for
 from tests.ir.rules.harness import (
+    FEW,
     MESH_SHAPES,
     check_equation,
     check_equations,
@@ -132,7 +133,7 @@ ANY_GATHER = st.tuples(
 )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(FEW, max_examples=7)
 @given(st.lists(ANY_GATHER, min_size=4, max_size=4), st.sampled_from(MESH_SHAPES))
 def test_any_gather(drawn, mesh_shape):
     """Four drawn together."""

@@ -41,7 +41,7 @@ def test_against_the_operation(mesh_shape, seed, shape):
     assert check_function(order, shape, seed=seed, mesh_shape=mesh_shape, limit=4) > 5
 
 
-@settings(FEW, max_examples=4)
+@settings(FEW, max_examples=3)
 @given(st.sampled_from(MESH_SHAPES), st.integers(0, 2**16), st.sampled_from([(8, 8), (4, 6)]))
 def test_gradients(mesh_shape, seed, shape):
     def scores(x):

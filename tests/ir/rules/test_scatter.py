@@ -12,6 +12,7 @@ from jax import lax
 
 from autopar.ir.rules import rule_for
 from tests.ir.rules.harness import (
+    FEW,
     MESH_SHAPES,
     check_equations,
     check_function,
@@ -86,8 +87,7 @@ def _every_write(mode):
     return fun
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mesh_shape", MESH_SHAPES)
+@pytest.mark.parametrize("mesh_shape, mode", list(zip(MESH_SHAPES, MODES, strict=True)))
 def test_updates_out_of_range(mesh_shape, mode):
     assert check_function(_every_write(mode), (8, 4), (8, 4), mesh_shape=mesh_shape, only=WRITES, limit=8) >= 17
 
@@ -144,7 +144,7 @@ ANY_SCATTER = st.tuples(
 )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(FEW, max_examples=7)
 @given(st.lists(ANY_SCATTER, min_size=4, max_size=4), st.sampled_from(MESH_SHAPES))
 def test_any_scatter(drawn, mesh_shape):
     """Four drawn together."""

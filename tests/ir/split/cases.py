@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -204,6 +205,12 @@ class Case:
 def cases(table: dict[str, Case]) -> Any:
     """Parametrize over a table."""
     return pytest.mark.parametrize("case", list(table.values()), ids=list(table))
+
+
+def cases_in_parts(table: dict[str, Case]) -> Any:
+    """Parametrize over a table: a case, and in how many microbatches, each number in turn."""
+    counted = zip(table.values(), itertools.cycle(COUNTS), strict=False)
+    return pytest.mark.parametrize("case, count", list(counted), ids=list(table))
 
 
 def assert_equals_full_batch(case: Case, count: int) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from jax import lax
 
 from autopar.ir.split.placement import Split
 from tests.ir.split.cases import (
     BATCH,
     CLASSES,
-    COUNTS,
     WIDTH,
     Case,
     Tree,
     assert_equals_full_batch,
-    cases,
+    cases_in_parts,
     descend,
     language_params,
     mlp,
@@ -164,8 +162,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases(BLOCKS)
+@cases_in_parts(BLOCKS)
 def test_samples_behind_samples(case, count):
     assert_equals_full_batch(case, count)
 

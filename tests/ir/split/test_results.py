@@ -8,20 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from jax import lax
 
 from autopar.ir.split.placement import SUM, Split
 from tests.ir.split.cases import (
     BATCH,
     CLASSES,
-    COUNTS,
     WIDTH,
     Case,
     Step,
     Tree,
     assert_equals_full_batch,
-    cases,
+    cases_in_parts,
     descend,
     mlp,
     split_case,
@@ -107,8 +105,7 @@ METRICS: dict[str, dict[str, Callable[..., Any]]] = {
 METRIC_CASES = {kind: Case(metrics_step(metrics), extra=step_number(3)) for kind, metrics in METRICS.items()}
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases(METRIC_CASES)
+@cases_in_parts(METRIC_CASES)
 def test_metrics(case, count):
     assert_equals_full_batch(case, count)
 

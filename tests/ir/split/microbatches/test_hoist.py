@@ -19,7 +19,7 @@ from tests.ir.split.cases import (
     assert_equals_full_batch,
     assert_is_worked_through,
     assert_same,
-    cases,
+    cases_in_parts,
     cross_entropies,
     descend,
     full_batch,
@@ -99,8 +99,7 @@ REARRANGED = {
 }
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases(REARRANGED)
+@cases_in_parts(REARRANGED)
 def test_samples_in_another_order(case, count):
     """They are put in that order before the loop, as a whole; each microbatch has its part of it."""
     assert_equals_full_batch(case, count)

@@ -11,13 +11,12 @@ from autopar.errors import MicrobatchError
 from tests.ir.split.cases import (
     BATCH,
     CLASSES,
-    COUNTS,
     WIDTH,
     Case,
     Tree,
     assert_is_worked_through,
     assert_same,
-    cases,
+    cases_in_parts,
     descend,
     full_batch,
     mlp,
@@ -112,8 +111,7 @@ PER_MICROBATCH = {
 }
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases(PER_MICROBATCH)
+@cases_in_parts(PER_MICROBATCH)
 def test_per_microbatch(case, count):
     """A step that is linear in its gradients and statistics: the mean of the steps of all microbatches."""
     state, batch = case.state(), case.batch()

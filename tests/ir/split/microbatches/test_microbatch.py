@@ -1,22 +1,21 @@
 """Microbatches: a step worked through in parts equals the step.
 
-Table tests: each form of loss and model at batch 8, in 2 and in 4 microbatches, against plain `jax.jit`.
+Table tests: each form of loss and model at batch 8, in 2 or in 4 microbatches, against plain `jax.jit`.
 """
 
 from __future__ import annotations
 
 import jax
-import pytest
 
 from tests.ir.split.cases import (
     BATCH,
-    COUNTS,
     WIDTH,
     Case,
     Tree,
     assert_equals_full_batch,
     assert_same,
     cases,
+    cases_in_parts,
     full_batch,
     primitives_in,
     run_split,
@@ -28,14 +27,12 @@ from tests.ir.split.losses import LOSS_CASES
 from tests.ir.split.models import MODELS, MORE_MODELS, low_rank_params
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases(LOSS_CASES)
+@cases_in_parts(LOSS_CASES)
 def test_losses(case, count):
     assert_equals_full_batch(case, count)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases(MODELS)
+@cases_in_parts(MODELS)
 def test_models(case, count):
     assert_equals_full_batch(case, count)
 

@@ -15,11 +15,10 @@ from autopar.ir.split.microbatches import phases
 from autopar.ir.split.microbatches.refusal import refusal
 from tests.ir.split.cases import (
     BATCH,
-    COUNTS,
     HERE,
     Case,
     Tree,
-    cases,
+    cases_in_parts,
     mlp,
     primitives_in,
     sgd,
@@ -87,8 +86,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases({name: Case(step, extra=typed_key) for name, (step, _, _) in REFUSED.items()})
+@cases_in_parts({name: Case(step, extra=typed_key) for name, (step, _, _) in REFUSED.items()})
 def test_refused(case, count, request):
     operation, function = next((o, f) for step, o, f in REFUSED.values() if step is case.step)
     with pytest.raises(MicrobatchError) as info:

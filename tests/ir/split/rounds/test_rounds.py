@@ -13,7 +13,7 @@ from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
-from tests.ir.split.cases import COUNTS, Case, Tree, assert_same, cases, full_batch, mlp, sgd, squares, traced
+from tests.ir.split.cases import Case, Tree, assert_same, cases_in_parts, full_batch, mlp, sgd, squares, traced
 from tests.ir.split.losses import normalized_head_loss, root_loss
 
 
@@ -112,8 +112,7 @@ def loops_of(jaxpr):
     return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases({name: case for name, (case, _) in CASES.items()})
+@cases_in_parts({name: case for name, (case, _) in CASES.items()})
 def test_equal(case, count):
     rounds = next(rounds for each, rounds in CASES.values() if each is case)
     program, batch = traced(case)

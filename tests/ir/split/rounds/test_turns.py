@@ -13,7 +13,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.region import equations_within
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
-from tests.ir.split.cases import COUNTS, Case, Tree, assert_same, cases, descend, full_batch, mlp, squares, traced
+from tests.ir.split.cases import Case, Tree, assert_same, cases_in_parts, descend, full_batch, mlp, squares, traced
 
 
 def critics(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
@@ -106,8 +106,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@cases(CASES)
+@cases_in_parts(CASES)
 def test_equal(case, count):
     program, batch = traced(case)
     flat = accumulate_in_rounds(program.jaxpr, count, batch)
