@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import jax.numpy as jnp
 
@@ -60,6 +61,7 @@ def find_phases(
     apart: bool = False,
     joins: Collection[JaxprEqn] | None = None,
     whole: Collection[JaxprEqn] = (),
+    drawn: Mapping[Var, int] = MappingProxyType({}),
 ) -> LoopSolution:
     """Assign the equations of a program in `count` microbatches to phases.
 
@@ -72,16 +74,21 @@ def find_phases(
         joins: Copies of joint results of all forward passes, which the backward passes read (`rounds/joins.py`); equations
             between these passes may wait for all samples. None: the loop has no such place.
         whole: Loops that have microbatches of their own, and read all samples (`rounds/turns.py`).
+        drawn: Values that are samples, too (`drawn.py`), each with its dim that runs over them.
 
     Raises:
         SamplesWaitError: Samples wait for joint results; names them, so that the caller can have them computed before.
         MicrobatchError: Too much work would be done on the whole batch at once.
     """
-    policy = _Phases(jaxpr, count, per_microbatch, joins, whole, apart)
+
+    def begin() -> _Phases:
+        return _Phases(jaxpr, count, per_microbatch, joins, whole, apart, drawn)
+
+    policy = begin()
     try:
         policy.run(batch)
     except (SamplesWaitError, MicrobatchError):
-        policy = _in_blocks(policy, lambda: _Phases(jaxpr, count, per_microbatch, joins, whole, apart), batch)
+        policy = _in_blocks(policy, begin, batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.placement_of}
     _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
@@ -114,7 +121,9 @@ class _Phases:
         joins: Collection[JaxprEqn] | None,
         whole: Collection[JaxprEqn],
         apart: bool,
+        drawn: Mapping[Var, int],
     ):
+        self.drawn = drawn
         self.jaxpr, self.per_microbatch, self.joins, self.whole = jaxpr, per_microbatch, joins or (), whole
         self.of_backward = None if joins is None else made_by_backward(jaxpr)
         self.between: dict[Var, None] = {}
@@ -133,7 +142,7 @@ class _Phases:
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
 
     def run(self, batch: Batch, blocks: int = 1) -> None:
-        on_samples = descendants(self.jaxpr.eqns, given=[self.jaxpr.invars[position] for position in batch])
+        on_samples = descendants(self.jaxpr.eqns, given=[*(self.jaxpr.invars[k] for k in batch), *self.drawn])
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
             if any(a in on_samples for a in inputs_of(eqn)):
                 self.of_samples[eqn] = cost
@@ -178,6 +187,7 @@ class _Phases:
                 self.between.update(dict.fromkeys(eqn.outvars))
             if not is_region(eqn):
                 self.solver.equation(eqn, inside=False)
+            solution.placement_of.update((var, Split(self.drawn[var])) for var in eqn.outvars if var in self.drawn)
             return at + 1
         if not matters and (self.asks_own(eqn) or self.is_handed_out(eqn)):
             return self.end_loop(at, False, Cause(eqn, inputs_of(eqn)[0]))

@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, new_var, replace_eqn
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, replace_eqn
 from autopar.debug import check_after
 from autopar.errors import MicrobatchError
 from autopar.grouping import grouped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import descendants, inputs_of, needed, read_by, variables
 from autopar.ir.split.microbatches.accumulate import accumulate
+from autopar.ir.split.microbatches.drawn import drawn_samples, work_on_drawn
 from autopar.ir.split.microbatches.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
@@ -69,7 +70,7 @@ def accumulate_in_rounds(
     check_divides(jaxpr, count, batch, name)
     decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch)
     try:
-        rounds = _best_rounds(jaxpr, decide)
+        rounds = _rounds_of_drawn(jaxpr, decide, batch)
     except MicrobatchError as error:
 
         def of_turn(body: Jaxpr, rows: Batch) -> Jaxpr:
@@ -91,6 +92,26 @@ def accumulate_in_rounds(
         outvars = eqns.substitute(program, [made[var] for var in each.jaxpr.invars])
         made |= {var: atom for var, atom in zip(each.jaxpr.outvars, outvars, strict=True) if isinstance(var, Var)}
     return make_jaxpr(jaxpr.invars, outvars, eqns)
+
+
+def _rounds_of_drawn(jaxpr: Jaxpr, decide: Decide, batch: Batch) -> list[_Round]:
+    """The best rounds; with drawn samples in microbatches, too, if that leaves less work for all of them at once."""
+    found = _best_rounds(jaxpr, decide)
+    drawn = drawn_samples(jaxpr, batch)
+    at_once = sum(work_on_drawn(_outside(each), drawn) for each in found)
+    if at_once <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
+        return found
+    with contextlib.suppress(MicrobatchError):
+        other = _best_rounds(jaxpr, partial(decide, drawn=drawn))
+        return min(found, other, key=lambda way: sum(sum(Work().of_equations(_outside(each))) for each in way))
+    return found
+
+
+def _outside(each: _Round) -> list[JaxprEqn]:
+    """The equations of a round that run on all samples at once."""
+    assert each.solution is not None
+    phase = each.solution.phase
+    return [eqn for eqn in each.jaxpr.eqns if phase[eqn] != "loop"]
 
 
 def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:

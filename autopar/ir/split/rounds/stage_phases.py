@@ -5,16 +5,17 @@ Out:    the program with copies of the joint results that passes wait for, and i
 Method: joint results for which backward passes wait are computed between the forward and the backward passes (`joins.py`).
         Where a forward pass reads parameters that gradients have moved (sharpness-aware minimization, the second of two
         optimizers), a round ends with these gradients, and the move stands between two rounds. With a single microbatch,
-        its sums are those of the batch.
+        its sums are those of the batch. Where much work would be done at once on samples that the step draws for itself
+        (the noise of a generator), these are read in microbatches like the batch (`drawn.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from autopar._jax import Jaxpr, JaxprEqn
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of, makers, read_by
 from autopar.ir.gradient import (
@@ -27,6 +28,7 @@ from autopar.ir.gradient import (
     made_by_backward,
 )
 from autopar.ir.region import kind_of
+from autopar.ir.split.microbatches.drawn import drawn_samples, work_on_drawn
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_divides, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.refusal import refused, too_much_at_once
@@ -36,6 +38,7 @@ from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from autopar.ir.split.rounds.joins import samples_of_backward, with_joins, with_rounds
 from autopar.ir.split.rounds.steps import holds_steps, is_loop_of_steps
 from autopar.ir.split.solution import LoopSolution
+from autopar.ir.work import Work
 from autopar.tuning import TUNING
 
 Decide = Callable[..., LoopSolution]
@@ -62,12 +65,32 @@ def split_at_joins(
     """
     check_divides(jaxpr, count, batch, name)
     decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
+    found = _in_passes(jaxpr, count, batch, decide, {})
+    drawn = drawn_samples(jaxpr, batch)
+    if work_on_drawn(_outside(found), drawn) <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
+        return found
+    with contextlib.suppress(MicrobatchError):
+        other = _in_passes(jaxpr, count, batch, partial(decide, drawn=drawn), drawn)
+        return min(found, other, key=lambda each: sum(Work().of_equations(_outside(each))))
+    return found
+
+
+def _outside(found: tuple[Jaxpr, Microbatches]) -> list[JaxprEqn]:
+    """The equations that run on all samples at once."""
+    _, split = found
+    return [*split.before, *split.between, *split.after]
+
+
+def _in_passes(
+    jaxpr: Jaxpr, count: int, batch: Batch, decide: Decide, drawn: Mapping[Var, int]
+) -> tuple[Jaxpr, Microbatches]:
+    """Phases of one pass with joins, or of several rounds. `drawn`: samples besides the batch (`drawn.py`)."""
     try:
         return _at_joins(jaxpr, decide)
     except MicrobatchError as refusal:
         error = refusal
         waits = refusal.__cause__  # a shuffle between two layers waits for rows of other samples
-        again = _goes_again(jaxpr, batch)
+        again = _goes_again(jaxpr, batch, drawn)
         if again or (isinstance(waits, SamplesWaitError) and waits.is_for_rows):
             try:
                 return _in_rounds(jaxpr, decide)
@@ -120,9 +143,9 @@ def _in_a_loop(count: int, loop: JaxprEqn) -> MicrobatchError:
     )
 
 
-def _goes_again(jaxpr: Jaxpr, batch: Batch) -> bool:
+def _goes_again(jaxpr: Jaxpr, batch: Batch, drawn: Iterable[Var] = ()) -> bool:
     """Whether a forward pass on samples depends on gradients."""
-    led, of_batch = made_by_backward(jaxpr), {jaxpr.invars[k]: None for k in batch}
+    led, of_batch = made_by_backward(jaxpr), dict.fromkeys([*(jaxpr.invars[k] for k in batch), *drawn])
     for eqn in jaxpr.eqns:
         samples = any(a in of_batch for a in inputs_of(eqn))
         is_led = any(a in led for a in inputs_of(eqn))
@@ -158,9 +181,10 @@ def whole_batch(jaxpr: Jaxpr, batch: Batch) -> tuple[Jaxpr, Microbatches]:
     Equations that depend on gradients and are not part of a backward pass come after the loop, or between rounds if another
     forward pass depends on them. A step without a backward pass is all loop.
     """
-    if _goes_again(jaxpr, batch):
+    drawn = drawn_samples(jaxpr, batch)
+    if _goes_again(jaxpr, batch, drawn):
         with contextlib.suppress(MicrobatchError, SamplesWaitError):
-            rounds = _whole_in_rounds(jaxpr, batch)
+            rounds = _whole_in_rounds(jaxpr, batch, drawn)
             if rounds[1].between:
                 return rounds
     solution = LoopSolution(Axis(1))
@@ -173,9 +197,9 @@ def whole_batch(jaxpr: Jaxpr, batch: Batch) -> tuple[Jaxpr, Microbatches]:
     return jaxpr, write_phases(jaxpr, solution)
 
 
-def _whole_in_rounds(jaxpr: Jaxpr, batch: Batch) -> tuple[Jaxpr, Microbatches]:
+def _whole_in_rounds(jaxpr: Jaxpr, batch: Batch, drawn: Mapping[Var, int]) -> tuple[Jaxpr, Microbatches]:
     """The phases of the only microbatch in several rounds; equations that move parameters stand between them."""
-    decide = partial(find_phases, count=1, batch=batch, per_microbatch=True, apart=True)
+    decide = partial(find_phases, count=1, batch=batch, per_microbatch=True, apart=True, drawn=drawn)
     solution, maker = decide(jaxpr, joins=[]), makers(jaxpr.eqns)
     matters = zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True)
     read = read_by(eqn for eqn, feeds in matters if feeds and not is_backward(eqn))

@@ -79,6 +79,15 @@ def two_players(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}, {"loss": value}
 
 
+def drawn_players(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The second is trained on samples that are drawn for it, and never meet the batch."""
+    params, drawn = state["params"], jax.random.normal(jax.random.key(0), batch["x"].shape)
+    judge = params["w2"].T @ params["w2"]
+    judge = judge - 0.1 * jax.grad(lambda judge: jnp.tanh(batch["y"] @ judge).mean())(judge)
+    value, grads = jax.value_and_grad(lambda p: -jnp.tanh(mlp(p, drawn) @ judge).mean())(params)
+    return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}, {"loss": value}
+
+
 def extragradient(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """The gradient of a look ahead, in which each layer goes by its own gradient, so that each waits for another sum."""
     params = state["params"]
@@ -104,6 +113,7 @@ CASES = {
     "normalized": (Case(sgd(normalized_head_loss)), 2),
     "sharpness-aware": (Case(sharpness_aware), 2),
     "two players": (Case(two_players), 2),
+    "drawn players": (Case(drawn_players), 2),
     "root of the mean": (Case(sgd(root_loss)), 2),
 }
 
