@@ -130,9 +130,9 @@ def test_the_simulator_chooses_among_borders_that_are_nearly_as_fast():
     assert within(beat=1.0) == (0, 2), "far from the best step known"
 
 
-@pytest.mark.parametrize("name, stages, most", [("gan_two_optimizers", 2, 1.01e-3), ("gaussian_process", 4, 1.46e-3)])
+@pytest.mark.parametrize("name, stages, most", [("gan_two_optimizers", 2, 8.3e-4), ("gaussian_process", 4, 1.46e-3)])
 def test_even_stages_that_send_more_within(name, stages, most):
-    """1.045 and 1.468 ms: faster by the clock of borders, and not on the clock."""
+    """0.816 and 1.468 ms: faster by the clock of borders, and not on the clock."""
     case, link = CASES[name](), autopar.Link(1e-7, 1e9)
     slow = autopar.Cluster(1, 8, autopar.Device("slow", 1e8, memory_bytes_per_second=1e9), link, link)
     method = autopar.PipelineParallel(num_stages=stages, num_microbatches=COUNT)

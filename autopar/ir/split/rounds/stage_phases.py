@@ -65,14 +65,15 @@ def split_at_joins(
     """
     check_divides(jaxpr, count, batch, name)
     decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
-    found = _in_passes(jaxpr, count, batch, decide, {})
+    found = _in_passes(jaxpr, count, batch, decide)
     drawn = drawn_samples(jaxpr, batch)
     if work_on_drawn(_outside(found), drawn) <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
         return found
-    with contextlib.suppress(MicrobatchError):
-        other = _in_passes(jaxpr, count, batch, partial(decide, drawn=drawn), drawn)
-        return min(found, other, key=lambda each: sum(Work().of_equations(_outside(each))))
-    return found
+    ways = [found]
+    for split in (_at_joins, _in_rounds):
+        with contextlib.suppress(MicrobatchError):
+            ways.append(split(jaxpr, partial(decide, drawn=drawn)))
+    return min(ways, key=lambda way: sum(Work().of_equations(_outside(way))))
 
 
 def _outside(found: tuple[Jaxpr, Microbatches]) -> list[JaxprEqn]:
@@ -81,16 +82,14 @@ def _outside(found: tuple[Jaxpr, Microbatches]) -> list[JaxprEqn]:
     return [*split.before, *split.between, *split.after]
 
 
-def _in_passes(
-    jaxpr: Jaxpr, count: int, batch: Batch, decide: Decide, drawn: Mapping[Var, int]
-) -> tuple[Jaxpr, Microbatches]:
-    """Phases of one pass with joins, or of several rounds. `drawn`: samples besides the batch (`drawn.py`)."""
+def _in_passes(jaxpr: Jaxpr, count: int, batch: Batch, decide: Decide) -> tuple[Jaxpr, Microbatches]:
+    """Phases of one forward and one backward pass, or of several rounds where these do not do."""
     try:
         return _at_joins(jaxpr, decide)
     except MicrobatchError as refusal:
         error = refusal
         waits = refusal.__cause__  # a shuffle between two layers waits for rows of other samples
-        again = _goes_again(jaxpr, batch, drawn)
+        again = _goes_again(jaxpr, batch)
         if again or (isinstance(waits, SamplesWaitError) and waits.is_for_rows):
             try:
                 return _in_rounds(jaxpr, decide)
