@@ -99,7 +99,7 @@ def _rounds_of_drawn(jaxpr: Jaxpr, decide: Decide, batch: Batch) -> list[_Round]
     found = _best_rounds(jaxpr, decide)
     drawn = drawn_samples(jaxpr, batch)
     at_once = sum(work_on_drawn(_outside(each), drawn) for each in found)
-    if at_once <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
+    if not at_once or at_once <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
         return found
     with contextlib.suppress(MicrobatchError):
         other = _best_rounds(jaxpr, partial(decide, drawn=drawn))

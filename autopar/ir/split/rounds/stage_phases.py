@@ -67,7 +67,8 @@ def split_at_joins(
     decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
     found = _in_passes(jaxpr, count, batch, decide)
     drawn = drawn_samples(jaxpr, batch)
-    if work_on_drawn(_outside(found), drawn) <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
+    at_once = work_on_drawn(_outside(found), drawn)
+    if not at_once or at_once <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
         return found
     ways = [found]
     for split in (_at_joins, _in_rounds):
