@@ -94,7 +94,7 @@ def accumulate_in_rounds(
     return make_jaxpr(jaxpr.invars, outvars, eqns)
 
 
-def _rounds_of_drawn(jaxpr: Jaxpr, decide: Decide, batch: Batch) -> list[_Round]:
+def _rounds_of_drawn(jaxpr: Jaxpr, decide: Callable[..., LoopSolution], batch: Batch) -> list[_Round]:
     """The best rounds; with drawn samples in microbatches, too, if that leaves less work for all of them at once."""
     found = _best_rounds(jaxpr, decide)
     drawn = drawn_samples(jaxpr, batch)
