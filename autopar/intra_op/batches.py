@@ -19,112 +19,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from autopar.grouping import grouped
+from autopar.intra_op.edge_batch import Batch, Shrunk, shrink
 from autopar.intra_op.problem import Problem
-from autopar.tuning import TUNING
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Edges that send messages from one level, their tables side by side as `[sender's choice, column]`, with one column
-    per choice of each receiver, so that minima over the sender's choices are taken along long rows.
-
-    Columns are sorted by the receiver's number of choices, so that in a chunk senders' costs are repeated equally often.
-    Sums are taken in the order of edges, not of columns.
-
-    Attributes:
-        tables: The tables; padded rows are forbidden.
-        receivers: Per edge, the receiving node.
-        begins: Per edge, its first column.
-        edges: Per column, its edge.
-        sending: `[choice, edge]`: position of the sender's choice within its level.
-        back: `[choice, edge]`: position of the message that came the other way.
-        ahead: Per column, position of the message to be sent.
-        entries: Positions among all entries: of senders' choices, `[choice, edge]`, and of receivers', per column.
-        by_column: The edges in the order of their columns.
-        in_order: The columns in the order of the edges.
-        chunks: Slices of `by_column` that are computed at once, and of their columns: edges of equal width.
-        is_small: Whether the tables are so small that chunks mix widths.
-    """
-
-    tables: np.ndarray
-    receivers: np.ndarray
-    begins: np.ndarray
-    edges: np.ndarray
-    sending: np.ndarray
-    back: np.ndarray
-    ahead: np.ndarray
-    entries: tuple[np.ndarray, np.ndarray]
-    by_column: np.ndarray
-    in_order: np.ndarray
-    chunks: list[tuple[slice, slice]] = field(init=False)
-    is_small: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows, columns = self.tables.shape
-        ends = [*self.begins[self.by_column].tolist(), columns]
-        cuts, self.is_small = [0], self.tables.size < TUNING.message_small
-        for place in range(1, len(ends)):
-            is_full = rows * (ends[place] - ends[cuts[-1]]) >= TUNING.message_chunk
-            is_last = place == len(ends) - 1
-            width = ends[place] - ends[place - 1]
-            if is_last or is_full or not (self.is_small or width == ends[place + 1] - ends[place]):
-                cuts.append(place)
-        self.chunks = [(slice(a, b), slice(ends[a], ends[b])) for a, b in itertools.pairwise(cuts)]
-
-    def send(self, messages: np.ndarray, part: np.ndarray) -> None:
-        """Send per receiver's choice the minimum, over the sender's, of its share less the message back, plus the table.
-
-        Args:
-            messages: All messages; changed.
-            part: Per entry of the senders' level, the share of its costs that goes to one edge; a last 0 for pads.
-        """
-        messages[self.ahead] = self._heard(messages, part)
-
-    def send_excess(self, messages: np.ndarray, part: np.ndarray) -> float:
-        """Send the same messages, each less its least entry; returns the sum of these. Arguments as in `send`."""
-        heard = self._heard(messages, part)
-        least = np.empty(len(self.by_column))
-        least[self.by_column] = np.minimum.reduceat(heard, self.begins[self.by_column])
-        heard -= least.take(self.edges)
-        messages[self.ahead] = heard
-        return float(np.add.reduce(least))
-
-    def _heard(self, messages: np.ndarray, part: np.ndarray) -> np.ndarray:
-        told = part.take(self.sending)
-        told -= messages.take(self.back)
-        found = np.empty(self.tables.shape[1])
-        for edges, columns in self.chunks:
-            np.minimum.reduce(self._pairs(told, edges, columns), axis=0, out=found[columns])
-        return found
-
-    def _pairs(self, told: np.ndarray, places: slice, columns: slice) -> np.ndarray:
-        """Costs of all pairs of choices of some edges, `[sender's choice, column]`."""
-        if self.is_small:
-            pairs = told.take(self.edges[columns], axis=1)
-        else:
-            edges = self.by_column[places]
-            pairs = np.repeat(told.take(edges, axis=1), (columns.stop - columns.start) // len(edges), axis=1)
-        pairs += self.tables[:, columns]
-        return pairs
-
-    def add_excess(self, excess: np.ndarray, messages: np.ndarray, part: np.ndarray) -> None:
-        """Add to each choice, at both ends of each edge, by how much the edge's best pair with it exceeds its best pair.
-
-        `excess`: per entry, and a last one for pads; changed.
-        """
-        told, heard = part.take(self.sending) - messages.take(self.back), messages.take(self.ahead)
-        sent, hears = np.empty(self.sending.shape), np.empty(len(heard))
-        for places, columns in self.chunks:
-            pairs = self._pairs(told, places, columns)
-            pairs -= heard[columns]
-            edges = self.by_column[places]
-            np.minimum.reduce(pairs, axis=0, out=hears[columns])
-            begins = self.begins[edges] - columns.start
-            least = np.minimum.reduceat(hears[columns], begins)
-            sent[:, edges] = np.minimum.reduceat(pairs, begins, axis=1) - least
-            hears[columns] -= np.repeat(least, np.diff(begins, append=columns.stop - columns.start))
-        np.add.at(excess, self.entries[0], sent)
-        np.add.at(excess, self.entries[1][self.in_order], hears[self.in_order])
 
 
 class Hears(NamedTuple):
@@ -187,7 +83,7 @@ class Level:
             batches: Batches that this level sends.
         """
         for batch in batches:
-            beside = batch.tables.take(batch.begins + choices[batch.receivers], axis=1)
+            beside = batch.beside(choices[batch.receivers])
             real = batch.sending < len(costs)
             costs += np.bincount(batch.sending[real], beside[real], len(costs))
         least = np.repeat(np.minimum.reduceat(costs, self.starts), self.lengths)
@@ -205,14 +101,14 @@ class _Sending(NamedTuple):
         receivers: Per edge, the receiving node.
         back: Per edge, where the message the other way begins.
         ahead: Per edge, where the message to be sent begins.
-        tables: Per edge, `[sender's choice, receiver's choice]`.
+        tables: Per edge, `[sender's choice, receiver's choice]`, without equal rows and columns.
     """
 
     senders: np.ndarray
     receivers: np.ndarray
     back: np.ndarray
     ahead: np.ndarray
-    tables: list[np.ndarray]
+    tables: list[Shrunk]
 
     def groups(self, level_of: np.ndarray, lengths: np.ndarray) -> dict[tuple[int, int], list[int]]:
         """(level of the sender, its number of choices, padded) -> edges."""
@@ -247,9 +143,10 @@ class Layout:
         self.num_entries = int(self.first[-1])
         costs = np.concatenate([np.asarray(problem.costs[n], dtype=np.float64) for n in self.order] or [np.zeros(0)])
         costs = np.where(np.isfinite(costs), costs, forbidden)
-        bounded = {id(m): np.where(np.isfinite(m), m, forbidden) for m in problem.edges.values()}
-        tables = [bounded[id(m)] for m in problem.edges.values()]
-        tables = [table.T if back else table for table, back in zip(tables, turned.tolist(), strict=True)]
+        distinct = {id(m): m for m in problem.edges.values()}
+        shrunk = {key: shrink(np.where(np.isfinite(m), m, forbidden)) for key, m in distinct.items()}
+        both = {key: (table, table.turned) for key, table in shrunk.items()}
+        ways = [(id(m), back) for m, back in zip(problem.edges.values(), turned.tolist(), strict=True)]
         source, target = new[ends[:, 0]], new[ends[:, 1]]
         # Messages of edge k: first the one to its target, then the one to its source.
         sizes = np.stack([self.lengths[target], self.lengths[source]], axis=1).ravel()
@@ -257,13 +154,13 @@ class Layout:
         self.num_messages = int(begins[-1]) + 1
         down, up = begins[:-1].reshape(-1, 2).T
         sorted_levels = level_of[self.order]
-        forward = _Sending(source, target, up, down, tables)
-        back = _Sending(target, source, down, up, [table.T for table in tables])
+        forward = _Sending(source, target, up, down, [both[key][back] for key, back in ways])
+        back = _Sending(target, source, down, up, [both[key][not back] for key, back in ways])
         self.levels = self._levels(costs, sorted_levels, forward)
         outs, intos = [level.out for level in self.levels], [level.into for level in self.levels]
         for sending, batches in ((forward, outs), (back, intos)):
-            for (number, rows), edges in sending.groups(sorted_levels, self.lengths).items():
-                batches[number].append(self._batch(sending, np.array(edges), rows, self.levels[number], forbidden))
+            for (number, choices), edges in sending.groups(sorted_levels, self.lengths).items():
+                batches[number].append(self._batch(sending, np.array(edges), choices, self.levels[number], forbidden))
 
     def _levels(self, costs: np.ndarray, level_of: np.ndarray, forward: _Sending) -> list[Level]:
         """The levels, without their edges."""
@@ -292,31 +189,37 @@ class Layout:
             )
         return levels
 
-    def _batch(self, sending: _Sending, edges: np.ndarray, rows: int, level: Level, forbidden: float) -> Batch:
-        """Batch edges that send from a level, their tables padded to `rows` rows."""
+    def _batch(self, sending: _Sending, edges: np.ndarray, choices: int, level: Level, forbidden: float) -> Batch:
+        """Batch edges that send from a level, whose senders' choices are padded to so many."""
+        made = [sending.tables[k] for k in edges.tolist()]
+        widths = np.array([one.table.shape[1] for one in made])
+        by_column = np.argsort(widths, kind="stable")
+        firsts = _firsts(widths, by_column)
+        rows = choices
+        if any(one.rows is not None for one in made):  # then there is a row for pads, and a pad for each edge
+            rows, choices = 1 + max(len(one.table) for one in made), 1 + choices
+        tables = np.full((rows, int(widths.sum())), forbidden)
+        for one, column in zip(made, firsts.tolist(), strict=True):
+            tables[: one.table.shape[0], column : column + one.table.shape[1]] = one.table
         lengths = self.lengths[sending.receivers[edges]]
-        by_column = np.argsort(lengths, kind="stable")
-        columns = np.empty(len(edges), np.int64)
-        columns[by_column] = np.cumsum(lengths[by_column]) - lengths[by_column]
-        tables = np.full((rows, int(lengths.sum())), forbidden)
-        for k, column in zip(edges.tolist(), columns.tolist(), strict=True):
-            table = sending.tables[k]
-            tables[: table.shape[0], column : column + table.shape[1]] = table
+        begins = _firsts(lengths, by_column)
         own = np.repeat(by_column, lengths[by_column])
-        inside = np.arange(len(own)) - columns[own]
+        inside = np.arange(len(own)) - begins[own]
         senders, receivers = sending.senders[edges], sending.receivers[edges]
-        entries = self._places(self.first[senders], self.lengths[senders], rows, self.num_entries)
+        entries = self._places(self.first[senders], self.lengths[senders], choices, self.num_entries)
         return Batch(
             tables,
             receivers,
-            columns,
+            begins,
             own,
             np.where(entries < self.num_entries, entries - level.entries.start, len(level.costs)),
-            self._places(sending.back[edges], self.lengths[senders], rows, self.num_messages - 1),
+            self._places(sending.back[edges], self.lengths[senders], choices, self.num_messages - 1),
             sending.ahead[edges][own] + inside,
             (entries, self.first[receivers][own] + inside),
             by_column,
             np.argsort(own, kind="stable"),
+            firsts,
+            made,
         )
 
     def in_order(self, choices: np.ndarray) -> tuple[int, ...]:
@@ -347,6 +250,13 @@ class Layout:
         """`[row, edge]`: position of each choice; `pad` beyond the last one."""
         inside = np.arange(rows)[:, None]
         return np.where(inside < lengths, begins + inside, pad)
+
+
+def _firsts(widths: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Per edge its first column, where edges of these widths lie side by side in an order."""
+    firsts = np.empty(len(widths), np.int64)
+    firsts[order] = np.cumsum(widths[order]) - widths[order]
+    return firsts
 
 
 def _of_entries(hears: Hears, entries: slice) -> Hears:

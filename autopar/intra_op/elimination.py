@@ -308,7 +308,7 @@ def _least_between(left: np.ndarray, right: np.ndarray, cost: np.ndarray) -> np.
     """
     is_large = len(left) * right.size >= TUNING.equal_rows
     (left, of_left), (right, of_right) = (
-        _distinct_rows(table) if is_large else (table, None) for table in (left, right)
+        distinct_rows(table) if is_large else (table, None) for table in (left, right)
     )
     right = np.ascontiguousarray((right + cost[None, :]).T)
     least = left[:, :1] + right[0]
@@ -320,7 +320,7 @@ def _least_between(left: np.ndarray, right: np.ndarray, cost: np.ndarray) -> np.
     return least if of_right is None else least.take(of_right, axis=1)
 
 
-def _distinct_rows(matrix: np.ndarray) -> tuple[np.ndarray, list[int] | None]:
+def distinct_rows(matrix: np.ndarray) -> tuple[np.ndarray, list[int] | None]:
     """The distinct rows of a matrix, and for each of its rows which one it is; None: there are no equal ones."""
     number: dict[bytes, int] = {}
     which = [number.setdefault(row.tobytes(), len(number)) for row in matrix]

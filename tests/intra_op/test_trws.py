@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.intra_op import batches
+from autopar.intra_op import edge_batch
 from autopar.intra_op.batches import Layout, _padded
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.problem import Problem
@@ -65,7 +65,7 @@ def test_large_tables_are_computed_by_width(monkeypatch):
     """In pieces of columns that are alike, and to the last bit as all at once."""
     problem = draw(3, nodes=(30, 31), choices=(1, 9))
     at_once = Ascent(problem)
-    tune(monkeypatch, batches, message_small=0, message_chunk=40)
+    tune(monkeypatch, edge_batch, message_small=0, message_chunk=40)
     in_pieces = Ascent(problem)
     assert max(len(batch.chunks) for level in in_pieces.layout.levels for batch in level.out) > 2
     at_once.run(12, gap=0.0)
