@@ -339,7 +339,7 @@ class _Lowering:
             communication,
             lanes.exposed,
             self.batchless(body),
-            own_bytes + gap_bytes(body, self.mesh, self.stored, in_place),
+            own_bytes + gap_bytes(body, self.mesh, self.stored, in_place, liveness),
             collectives,
         )
 

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar._jax import Var, on_host
-from autopar.intra_op.liveness import rows_of_stacks, shared_inputs, sized_versions, workspace_of
+from autopar.intra_op.liveness import Liveness, rows_of_stacks, shared_inputs, sized_versions, workspace_of
 from autopar.intra_op.sharded import Body, Copy, Region
+from autopar.intra_op.versions import Versions
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
@@ -36,7 +37,11 @@ class Range(NamedTuple):
 
 
 def gap_bytes(
-    body: Body, mesh: LogicalMesh, stored: Mapping[Var, int], in_place: AbstractSet[Copy] = frozenset()
+    body: Body,
+    mesh: LogicalMesh,
+    stored: Mapping[Var, int],
+    in_place: AbstractSet[Copy] = frozenset(),
+    liveness: Liveness | None = None,
 ) -> int:
     """Bytes that a program loses to gaps, and to results before they are made.
 
@@ -45,10 +50,12 @@ def gap_bytes(
         mesh: Its mesh.
         stored: Held values, with the factor on their bytes (`held.py`).
         in_place: Results that overwrite inputs.
+        liveness: Its memory, if that is known (`measure_liveness`).
     """
     found: list[Range] = []
     results: dict[Copy, Range] = {}
-    _add_ranges(found, 0, body, mesh, stored, frozenset(body.inputs), results)
+    made = None if liveness is None else liveness.versions
+    _add_ranges(found, 0, body, mesh, stored, frozenset(body.inputs), results, made=made)
     return lost_bytes(found, [results[copy] for copy in results if copy not in in_place])
 
 
@@ -77,12 +84,15 @@ def _add_ranges(
     elsewhere: AbstractSet[Copy],
     results: dict[Copy, Range] | None = None,
     rows: AbstractSet[Copy] = frozenset(),
+    made: Versions | None = None,
 ) -> int:
     """Add the live ranges of a body's arrays and of all inside it; returns the moment after it.
 
-    Inputs among those `elsewhere` have memory already. Of a program, those of results go to `results`.
+    Inputs among those `elsewhere` have memory already. Of a program, those of results go to `results`. `made`: the versions
+    of the body's copies, if they are known.
     """
-    made, size, _ = sized_versions(body, mesh, stored, frozenset(), elsewhere, given=results is not None, rows=rows)
+    how = mesh, stored, frozenset[Copy](), elsewhere
+    made, size, _ = sized_versions(body, *how, given=results is not None, rows=rows, made=made)
     count, own = len(body.instructions), body.results if results is not None else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
     for instruction in body.instructions:

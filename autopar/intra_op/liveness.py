@@ -77,6 +77,7 @@ class Liveness:
         at: The innermost instruction at the peak; None: the start.
         argument_bytes: Bytes of all program inputs; for the body of a loop or branch, 0.
         curve: Bytes alive at each instruction of the program, including the peak inside it.
+        versions: The versions of the body's copies, whatever they take.
     """
 
     peak_bytes: int
@@ -86,6 +87,7 @@ class Liveness:
     at: Instruction | None = None
     argument_bytes: int = 0
     curve: Sequence[int] = ()
+    versions: Versions | None = None
 
 
 _EMPTY = Liveness(0, 0)
@@ -207,7 +209,10 @@ def _peaks(
     # Live copies are looked up at the end only: most instructions of a step are fuller than all before them.
     first, *others = sorted((*peaks, most), key=lambda peak: -peak.peak_bytes)[:count]
     fullest = (first, *(peak for peak in others if peak.peak_bytes > over))
-    return [dataclasses.replace(p, alive=(*_alive(made, body, p.moment, size, times), *p.alive)) for p in fullest]
+    return [
+        dataclasses.replace(p, alive=(*_alive(made, body, p.moment, size, times), *p.alive), versions=made)
+        for p in fullest
+    ]
 
 
 def sized_versions(
@@ -220,14 +225,16 @@ def sized_versions(
     in_place: AbstractSet[Copy] = frozenset(),
     given: bool = False,
     rows: AbstractSet[Copy] = frozenset(),
+    made: Versions | None = None,
 ) -> tuple[Versions, list[int], list[int]]:
     """The versions of a body's copies, and of each its bytes on one device and its number of instances.
 
     Copies in `free` are counted by the caller, those `in_place` overwrite inputs. `given`: inputs are in the layout given.
-    `rows`: of stacks that a loop reads.
+    `rows`: of stacks that a loop reads. `made`: the versions, if they are known.
     """
-    made = find_versions(body, pinned, stored, given, rows)
-    made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
+    if made is None:
+        made = find_versions(body, pinned, stored, given, rows)
+        made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
     times = _times(made, body, waiting)
     size = [0] * len(made.copies)
     known: dict[Any, int] = {}  # of equal types that are sharded alike

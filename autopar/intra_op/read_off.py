@@ -80,7 +80,7 @@ class Sharded:
     @property
     def peak_bytes(self) -> int:
         """Peak bytes on one device, with those that are lost to gaps between arrays."""
-        return self.liveness.peak_bytes + gaps_in(self.graph, self.body, self.donated)
+        return self.liveness.peak_bytes + gaps_in(self.graph, self.body, self.donated, self.liveness)
 
     def fits(self, budget: float) -> bool:
         """Whether it takes no more than so many bytes; gaps do not double what is alive."""
@@ -168,11 +168,11 @@ class Sharded:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
 
-def gaps_in(graph: Graph, body: Body, donated: Sequence[bool]) -> int:
-    """Bytes that a program of a graph loses to gaps between arrays; cached in the graph."""
+def gaps_in(graph: Graph, body: Body, donated: Sequence[bool], liveness: Liveness | None = None) -> int:
+    """Bytes that a program of a graph loses to gaps between arrays; cached in the graph. `liveness` is reused if given."""
     return graph.cached(
         ("gaps", body, tuple(donated)),
-        lambda: gap_bytes(body, graph.mesh, held_values(graph), overwriting(body, donated)),
+        lambda: gap_bytes(body, graph.mesh, held_values(graph), overwriting(body, donated), liveness),
     )
 
 

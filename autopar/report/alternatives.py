@@ -153,8 +153,8 @@ class Study:
     def _bytes_of(self, choices: Sequence[int]) -> tuple[int, int]:
         """The most bytes that are alive at once, and those lost to gaps."""
         body = self._lowered(choices)
-        alive = measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes
-        return alive, gap_bytes(body, self.mesh, self.held, overwriting(body, self.donated))
+        liveness = measure_liveness(body, self.mesh, self.held, self.donated)
+        return liveness.peak_bytes, gap_bytes(body, self.mesh, self.held, overwriting(body, self.donated), liveness)
 
     def _lowered(self, choices: Sequence[int]) -> Body:
         return lower(self.graph, [choices[c] for c in self.class_of], self.sharded.body.bucket)

@@ -56,6 +56,22 @@ def test_results_that_overwrite_nothing_are_there_from_the_start():
     assert measure_liveness(body, mesh, stored).peak_bytes < 2 * product + 2 * state
 
 
+def test_live_ranges_that_are_known_are_not_found_again(monkeypatch):
+    """Of inputs that live to the end, as those of a stage's task, as of others."""
+
+    def update(w, x):
+        return w - jnp.sum((x @ w) ** 2), w.T @ w
+
+    body, mesh, stored = lowered(update, (N, N), (64 * N, N))
+    for donated in ([True, False], [False, False]):
+        in_place = overwriting(body, donated)
+        known = measure_liveness(body, mesh, stored, donated)
+        want = gap_bytes(body, mesh, stored, in_place)
+        with monkeypatch.context() as patch:
+            patch.delattr("autopar.intra_op.liveness.find_versions")
+            assert gap_bytes(body, mesh, stored, in_place, known) == want > 0
+
+
 def test_gaps_of_a_program_depend_on_what_it_may_overwrite():
     def update(w, x):
         return w - jnp.sum((x @ w) ** 2)
