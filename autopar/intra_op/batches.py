@@ -87,10 +87,8 @@ class Level:
             real = batch.sending < len(costs)
             costs += np.bincount(batch.sending[real], beside[real], len(costs))
         least = np.repeat(np.minimum.reduceat(costs, self.starts), self.lengths)
-        best = np.flatnonzero(costs <= least)
-        owner = np.searchsorted(self.starts, best, side="right") - 1
-        _, first = np.unique(owner, return_index=True)
-        choices[self.nodes] = best[first] - self.starts
+        best = np.flatnonzero(costs <= least)  # at least one for each node
+        choices[self.nodes] = best[best.searchsorted(self.starts)] - self.starts
 
 
 class _Sending(NamedTuple):

@@ -75,9 +75,9 @@ class Ascent:
         calls = sum(1 + len(level.out) for level in self.layout.levels)
         return rounds * (TUNING.message_call_seconds * calls + TUNING.message_pair_seconds * num_pairs(self.problem))
 
-    def offer(self, choices: Sequence[int]) -> None:
-        """Make an assignment from elsewhere the incumbent, if it is better."""
-        cost = self.problem.cost(choices)
+    def offer(self, choices: Sequence[int], cost: float | None = None) -> None:
+        """Make an assignment from elsewhere the incumbent, if it is better; its cost is taken if given."""
+        cost = self.problem.cost(choices) if cost is None else cost
         if cost < self.upper or not self.best:
             self.best, self.upper = tuple(choices), min(self.upper, cost)
 
@@ -95,15 +95,17 @@ class Ascent:
 
     def _sweep(self, choices: np.ndarray) -> None:
         """Offer an assignment after coordinate descent over single nodes."""
-        best = self.problem.cost(self.layout.in_order(choices))
+        cost = self.problem.cost(self.layout.in_order(choices))
         for _ in range(TUNING.message_sweeps):
+            before, last = choices.copy(), cost
             for level in self.layout.levels:
                 level.choose(choices, level.costs.copy(), (*level.into, *level.out))
-            cost = self.problem.cost(self.layout.in_order(choices))
-            if not cost < best:
+            if np.array_equal(choices, before):
                 break
-            best = cost
-        self.offer(self.layout.in_order(choices))
+            cost = self.problem.cost(self.layout.in_order(choices))
+            if not cost < last:
+                break
+        self.offer(self.layout.in_order(choices), cost)
 
     def _round(self) -> None:
         """Forward and back; the messages stay those of the best bound."""
