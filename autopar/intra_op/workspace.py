@@ -1,10 +1,12 @@
-"""Counts the workspace of grouped products: memory on one device besides operands and results.
+"""Counts the workspace of grouped products and of max pooling: memory on one device besides operands and results.
 
 In:     an operation, its rule, its strategy.
 Out:    `workspace_bytes`; `is_masked`.
 Method: XLA computes grouped products (`ragged_dot`) as one product over all groups: for each group there is a copy of the
         rows with those of other groups masked to zero, and FLOPs grow as much. XLA for TPUs has a kernel for them, as do
         programs that call one. Rows that are sent to the devices of their groups need receive buffers for the worst case.
+        In the gradient of max pooling XLA for GPUs first finds the largest element of each window and where it is: an index
+        along each dim, of 32 bits, or 64 in arrays of 2^31 elements (`SelectAndScatterExpander`).
 """
 
 from __future__ import annotations
@@ -18,11 +20,18 @@ from autopar.ir.rules import ShardingRule
 from autopar.ir.split.sorted_rows.ordered import PRODUCTS
 from autopar.mesh import LogicalMesh
 
+_SCATTERS = {"select_and_scatter_add": (1, 0), "select_and_scatter": (0, 1)}
+"""Operations that scatter to the selected elements of windows: their array and their source, among the operands."""
+
 
 def is_masked(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
     """Whether an operation is a grouped product that XLA computes with masked rows."""
     is_product = eqn.primitive.name in PRODUCTS and eqn.params.get("tiles") is None
-    return is_product and not any(link.torus for link in mesh.links)
+    return is_product and not _is_tpu(mesh)
+
+
+def _is_tpu(mesh: LogicalMesh) -> bool:
+    return any(link.torus for link in mesh.links)
 
 
 def workspace_at(instruction: Compute, mesh: LogicalMesh) -> int:
@@ -32,11 +41,22 @@ def workspace_at(instruction: Compute, mesh: LogicalMesh) -> int:
 
 def workspace_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
     """Workspace of an operation under a strategy, bytes on one device."""
+    if eqn.primitive.name in _SCATTERS and not _is_tpu(mesh):
+        return _selected_bytes(eqn, strategy, mesh)
     if eqn.primitive.name not in PRODUCTS:
         return 0
     num_devices = math.prod(mesh.size_of(axis) for axis in strategy.exchanged_over)
     room = sum(num_devices * num_bytes for num_bytes in exchanged_bytes(rule, eqn, strategy, mesh))
     return room + (masked_bytes(eqn, strategy, mesh) if is_masked(eqn, mesh) else 0)
+
+
+def _selected_bytes(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
+    """Bytes of each window's selected element, at least 32 bits of it, and of its place along each dim of the array."""
+    array, source = (
+        strategy.operands[k].local_shape(tuple(eqn.invars[k].aval.shape), mesh) for k in _SCATTERS[eqn.primitive.name]
+    )
+    place = 4 if math.prod(array) < 2**31 else 8
+    return math.prod(source) * (len(source) * place + max(4, eqn.outvars[0].aval.dtype.itemsize))
 
 
 def masked_bytes(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:

@@ -1,7 +1,8 @@
-"""What XLA takes for products of rows in groups, and rows that travel, besides operands and results."""
+"""What XLA takes for products of rows in groups, rows that travel, and pooling, besides operands and results."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -41,6 +42,16 @@ def of_groups():
     return eqn_of("ragged_dot_general", product, (DEPTH, ROWS), (ROWS, COLUMNS))
 
 
+def of_pooling(dtype):
+    """The gradient of max pooling: 4 images of 8 x 8, windows of 2 x 2."""
+
+    def pool(x):
+        window = (1, 2, 2, 1)
+        return jnp.sum(lax.reduce_window(x.astype(dtype), -jnp.inf, lax.max, window, window, "VALID") ** 2)
+
+    return eqn_of("select_and_scatter_add", jax.grad(pool), (4, 8, 8, 3))
+
+
 @pytest.mark.parametrize(
     "eqn, choice, num_bytes",
     [
@@ -50,6 +61,9 @@ def of_groups():
         (of_rows(), "p0>g0", LHS * (GROUPS // 4) + LHS + RHS),  # all rows of its groups at once, and room for them
         (of_groups(), "b", (LHS + RHS) // 4 * GROUPS),
         (of_rows(Tiles((8, 8, 8), True)), "-", 0),
+        (of_pooling(jnp.float32), "-", 4 * 4 * 4 * 3 * (4 * 4 + 4)),
+        (of_pooling(jnp.bfloat16), "-", 4 * 4 * 4 * 3 * (4 * 4 + 4)),
+        (of_pooling(jnp.float32), "a", 4 * 4 * 3 * (4 * 4 + 4)),  # an image on each device
     ],
 )
 def test_bytes(eqn, choice, num_bytes):
@@ -58,8 +72,9 @@ def test_bytes(eqn, choice, num_bytes):
     assert workspace_bytes(rule, eqn, strategy, MESH) == num_bytes
 
 
-def test_tpus_have_a_kernel():
-    eqn, mesh = of_rows(), LogicalMesh((4,), links=(Link(0.0, 1e9, torus=((4, 1e9),)),))
+@pytest.mark.parametrize("eqn", [of_rows(), of_pooling(jnp.float32)])
+def test_tpus_have_kernels(eqn):
+    mesh = LogicalMesh((4,), links=(Link(0.0, 1e9, torus=((4, 1e9),)),))
     rule = rule_for(eqn)
     strategy = enumerate_strategies(rule, {"x": 4})[-1]
     assert workspace_bytes(rule, eqn, strategy, mesh) == 0
