@@ -12,11 +12,12 @@ from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
 import autopar
-from autopar._jax import Literal, eval_jaxpr, make_jaxpr, open_jaxpr
+from autopar._jax import Literal, make_jaxpr, open_jaxpr
 from autopar.inter_op.residuals import ALL, CHEAP, can_run_again, choose_residuals, is_repeatable
 from autopar.ir.check import check_program
 from autopar.ir.trace.flatten import flatten
 from autopar.ir.work import Work, num_bytes
+from tests.ir.traced import evaluate
 
 ELEMENTWISE = {
     "add": (2, lax.add),
@@ -163,13 +164,11 @@ def check_values(jaxpr, wanted, free, kept):
     random = np.random.default_rng(0)
     inputs = [random.normal(size=v.aval.shape).astype(np.float32) / 4 for v in jaxpr.invars]
     everything = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-    values = dict(
-        zip(everything, eval_jaxpr(make_jaxpr(jaxpr.invars, everything, jaxpr.eqns), (), *inputs), strict=True)
-    )
+    values = dict(zip(everything, evaluate(make_jaxpr(jaxpr.invars, everything, jaxpr.eqns), *inputs), strict=True))
     at_hand = list(dict.fromkeys([*kept.values, *free]))
     backward = make_jaxpr(at_hand, wanted, kept.again)
     check_program(backward)
-    made = eval_jaxpr(backward, (), *(values[v] for v in at_hand))
+    made = evaluate(backward, *(values[v] for v in at_hand))
     for var, value in zip(wanted, made, strict=True):
         np.testing.assert_allclose(value, values[var], rtol=1e-6)
 

@@ -17,11 +17,16 @@ from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.trace.trace import trace_step
 
 
+def evaluate(jaxpr: Jaxpr, *args: Any) -> list[Any]:
+    """The results of a program, compiled as a whole: each of its equations alone takes half as long to compile."""
+    return jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))(*args)
+
+
 def traced(function: Callable[..., Any], *args: Any, rtol: float = 2e-5, atol: float = 1e-6) -> Jaxpr:
     """The program of a call, which gives what plain `jax.jit` gives."""
     program = trace_step(function, args)
     check_program(program.jaxpr)
-    values = eval_jaxpr(program.jaxpr, (), *program.flatten_inputs(jax.tree.leaves(args)))
+    values = evaluate(program.jaxpr, *program.flatten_inputs(jax.tree.leaves(args)))
     actual, expected = program.unflatten_outputs(values), jax.jit(function)(*args)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), actual, expected)
     return program.jaxpr

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar._jax import DropVar, eval_jaxpr, open_jaxpr, scan_counts
+from autopar._jax import DropVar, open_jaxpr, scan_counts
 from autopar.ir.check import check_program
 from autopar.ir.trace.trace import trace_step
+from tests.ir.traced import evaluate
 
 X = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
 
@@ -17,7 +18,7 @@ X = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
 def flat(fn, *args):
     program = trace_step(fn, args)
     check_program(program.jaxpr)
-    actual = eval_jaxpr(program.jaxpr, (), *program.flatten_inputs(jax.tree.leaves(args)))
+    actual = evaluate(program.jaxpr, *program.flatten_inputs(jax.tree.leaves(args)))
     np.testing.assert_allclose(actual[0], jax.tree.leaves(jax.jit(fn)(*args))[0], rtol=1e-5)
     return program.jaxpr
 

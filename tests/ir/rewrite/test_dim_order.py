@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar._jax import eval_jaxpr, open_jaxpr, trace
+from autopar._jax import open_jaxpr, trace
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.trace.flatten import flatten
+from tests.ir.traced import evaluate
 
 BATCH, TOKENS, KEYS, GROUPS, HEADS, WIDTH = 2, 24, 32, 2, 3, 4
 
@@ -60,7 +61,7 @@ def test_grouped_attention_turns_no_scores(function):
     made = products_in_order(flat)
     assert not lies_as_made(flat.eqns)
     assert lies_as_made(made.eqns)
-    for a, b in zip(eval_jaxpr(made, (), *arrays, *consts), jax.tree.leaves(function(*arrays)), strict=True):
+    for a, b in zip(evaluate(made, *arrays, *consts), jax.tree.leaves(function(*arrays)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 

@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar._jax import eval_jaxpr, make_jaxpr
+from autopar._jax import make_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.region import region_of
 from autopar.ir.rewrite.fission import cut_after_gradients, fission, merge_conditions
 from autopar.ir.trace.trace import trace_step
-from tests.ir.traced import split_microbatches, traced
+from tests.ir.traced import evaluate, split_microbatches, traced
 
 
 def three_ways(state, batch):
@@ -108,7 +108,7 @@ def apart(step, state):
 
 
 def run(program, jaxpr, state, batch=BATCH):
-    return eval_jaxpr(jaxpr, (), *program.flatten_inputs(jax.tree.leaves((state, batch))))
+    return evaluate(jaxpr, *program.flatten_inputs(jax.tree.leaves((state, batch))))
 
 
 def conditions(jaxpr):
@@ -184,5 +184,5 @@ def test_conditions_end_behind_products_with_the_hessian():
     assert [sum(eqn.primitive.name == "cond" for eqn in eqns) for eqns in (split.loop.eqns, split.after)] == [1, 1]
     with pytest.raises(autopar.errors.MicrobatchError):
         split_microbatches(jaxpr, 4, (3,))
-    for actual, expected in zip(eval_jaxpr(cut, (), *state, batch), eval_jaxpr(jaxpr, (), *state, batch), strict=True):
+    for actual, expected in zip(evaluate(cut, *state, batch), evaluate(jaxpr, *state, batch), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)

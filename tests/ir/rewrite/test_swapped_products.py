@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar._jax import eval_jaxpr, open_jaxpr, trace
+from autopar._jax import open_jaxpr, trace
 from autopar.ir.rewrite.swapped_products import swap_products
 from autopar.ir.trace.flatten import flatten
+from tests.ir.traced import evaluate
 
 
 def flat_of(function, *shapes):
@@ -37,7 +38,7 @@ def test_a_transpose_of_a_product_is_the_product_of_swapped_operands(function, s
     assert "transpose" in names(flat) and "transpose" not in names(made)
     assert names(made).count("dot_general") == names(flat).count("dot_general")
     arrays = [np.random.default_rng(k).normal(size=s).astype(np.float32) for k, s in enumerate(shapes)]
-    for got, want in zip(eval_jaxpr(made, (), *arrays, *consts), jax.tree.leaves(function(*arrays)), strict=True):
+    for got, want in zip(evaluate(made, *arrays, *consts), jax.tree.leaves(function(*arrays)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)  # products of other shapes add up in another order
 
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar._jax import eval_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.gradient import is_backward
 from autopar.ir.region import equations_within, kind_of, trip_count
 from autopar.ir.rewrite.trips_at_once import trips_at_once
 from autopar.ir.split.rounds.steps import holds_steps
-from tests.ir.traced import split_microbatches, traced
+from tests.ir.traced import evaluate, split_microbatches, traced
 
 TRIPS, LAYERS, WIDTH, ROWS = 4, 3, 8, 2
 RNG = np.random.default_rng(0)
@@ -172,9 +171,7 @@ def test_trips_stand_in_the_program(step):
     assert LAYERS in {trip_count(eqn) for eqn in made.eqns if kind_of(eqn) == "scan"}
     assert not any(map(holds_steps, made.eqns))
     assert any(map(is_backward, made.eqns))
-    for actual, expected in zip(
-        eval_jaxpr(made, (), KERNELS, X), jax.tree.leaves(jax.jit(step)(KERNELS, X)), strict=True
-    ):
+    for actual, expected in zip(evaluate(made, KERNELS, X), jax.tree.leaves(jax.jit(step)(KERNELS, X)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-6)
         assert actual.dtype == expected.dtype
 

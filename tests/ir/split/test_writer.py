@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar._jax import eval_jaxpr, make_jaxpr, new_var, shaped
+from autopar._jax import make_jaxpr, new_var, shaped
 from autopar.ir.build import flat_function
 from autopar.ir.check import check_program
 from autopar.ir.split.placement import REPLICATED, SUM, Axis, Split
 from autopar.ir.split.solution import Solution
 from autopar.ir.split.solver import Solver
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart
+from tests.ir.traced import evaluate
 
 COUNT = 2
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -54,8 +55,8 @@ def test_shards_are_the_whole(function):
     outputs = [writer.value(a, p) for a, p in zip(jaxpr.outvars, placements, strict=True)]
     shard = make_jaxpr([number, *inputs], outputs, writer.eqns)
     check_program(shard)
-    made = [eval_jaxpr(shard, (), np.int32(k), rows, W) for k, rows in enumerate(np.split(X, COUNT))]
-    for whole, placement, parts in zip(eval_jaxpr(jaxpr, (), X, W), placements, zip(*made, strict=True), strict=True):
+    made = [evaluate(shard, np.int32(k), rows, W) for k, rows in enumerate(np.split(X, COUNT))]
+    for whole, placement, parts in zip(evaluate(jaxpr, X, W), placements, zip(*made, strict=True), strict=True):
         assert placement in (Split(0), SUM)
         joined = np.concatenate(parts) if placement == Split(0) else sum(parts)
         np.testing.assert_allclose(joined, whole, rtol=2e-5, atol=1e-5)

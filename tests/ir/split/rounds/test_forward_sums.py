@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, eval_jaxpr
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.region import equations_within, kind_of, region_of
 from autopar.ir.signature import ValueNumbers
 from autopar.ir.split.rounds.forward_sums import with_forward_sums
-from tests.ir.traced import traced
+from tests.ir.traced import evaluate, traced
 
 LAYERS, ROWS, WIDTH = 3, 4, 2
 X = np.linspace(-1, 1, ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
@@ -26,7 +26,7 @@ def sums_over_rows(jaxpr: Jaxpr):
 
 
 def same(one: Jaxpr, other: Jaxpr, *arguments: np.ndarray) -> None:
-    for a, b in zip(eval_jaxpr(one, (), *arguments), eval_jaxpr(other, (), *arguments), strict=True):
+    for a, b in zip(evaluate(one, *arguments), evaluate(other, *arguments), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 

@@ -20,6 +20,7 @@ from autopar.ir.split.rounds.stage_phases import split_at_joins
 from autopar.ir.split.strategy import join_shards
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, assert_same, full_batch, mlp, sgd, squares, trace_case
 from tests.ir.split.losses import normalized_head_loss
+from tests.ir.traced import evaluate
 
 
 def balance_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -88,9 +89,9 @@ def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> li
     """What the phases compute: all microbatches once for what lies between their halves, and again for the rest."""
     values: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def evaluate(eqns, wanted):
+    def work_out(eqns, wanted):
         read = [*values]
-        found = eval_jaxpr(make_jaxpr(read, [*wanted], eqns), (), *(values[var] for var in read))
+        found = evaluate(make_jaxpr(read, [*wanted], eqns), *(values[var] for var in read))
         values.update(zip(wanted, found, strict=True))
 
     run_loop = jax.jit(lambda *args: eval_jaxpr(split.loop, (), *args))
@@ -108,12 +109,12 @@ def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> li
                 assert result.placement == SUM
                 values[result.var] = sum(parts)
 
-    evaluate(split.before, [v for eqn in split.before for v in eqn.outvars])
+    work_out(split.before, [v for eqn in split.before for v in eqn.outvars])
     loop()
-    evaluate(split.between, [v for eqn in split.between for v in eqn.outvars])
+    work_out(split.between, [v for eqn in split.between for v in eqn.outvars])
     loop()
     there = [v for v in values if v not in {v for eqn in split.after for v in eqn.outvars}]
-    return eval_jaxpr(make_jaxpr(there, jaxpr.outvars, split.after), (), *(values[v] for v in there))
+    return evaluate(make_jaxpr(there, jaxpr.outvars, split.after), *(values[v] for v in there))
 
 
 def test_a_head_between():
