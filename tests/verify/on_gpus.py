@@ -279,10 +279,10 @@ def rows_that_travel():
 
 
 def zero3_and_fsdp(target):
-    """XLA's bytes of six layers on one device, by hand and as planned: scanned, and unrolled."""
+    """XLA's bytes of three layers on one device, by hand and as planned: scanned, and unrolled."""
     import fsdp
 
-    config = fsdp.Llama(6, 256, 1024, heads=8, vocabulary=1024, tokens=128, batch=8, dtype=jnp.float32)
+    config = fsdp.Llama(3, 256, 1024, heads=8, vocabulary=1024, tokens=128, batch=8, dtype=jnp.float32)
     forms = {"scanned": config, "unrolled": replace(config, scanned=False)}
     return {form: fsdp.compare(each, target.devices, GPU_OPTIONS)[:2] for form, each in forms.items()}
 
