@@ -33,7 +33,7 @@ _DTYPES = (
     (r"int8|i8|w8a8", "int8"),
     (r"bf16|bfloat", "bfloat16"),
     (r"fp16|float16|f16|half|^16\b", "float16"),
-    (r"fp32|float32|f32|tf32|single|^32\b", "float32"),
+    (r"fp32|float32|f32|tf32|single|^32\b|^float$", "float32"),
 )
 
 
@@ -58,6 +58,23 @@ def number_of(row: Cells, name: str, kilo: int = 1000) -> float | None:
     # A comma before three digits parts thousands, else what follows is less than one.
     digits = re.sub(r"[, ](?=\d{3})|_", "", found[1]).replace(",", ".")
     return float(digits) * times
+
+
+def framework_of(row: Cells) -> str:
+    """The framework, known names in it as they are usually written."""
+    text = row.get("framework") or ""
+    for spelling, name in _FRAMEWORKS:
+        text = re.sub(spelling, name, text, flags=re.IGNORECASE)
+    return text
+
+
+_FRAMEWORKS = (
+    *((rf"Megatron[-_ ]?{name}", f"Megatron-{name}") for name in ("LM", "DeepSpeed", "Bridge", "Core")),
+    *(
+        (name, name)
+        for name in ("torchtitan", "nanotron", "Megatron", "DeepSpeed", "NeMo", "MaxText", "Alpa", "OneFlow")
+    ),
+)
 
 
 def count_of(row: Cells, name: str, kilo: int = 1000) -> int | None:
@@ -312,7 +329,7 @@ def _kilo(text: str) -> int:
 def decoder_of(row: Cells) -> int | None:
     """Tokens of the decoder: in a column of its own, or in words beside the encoder's."""
     words = "; ".join(text_of(row, name) for name in ("seq", "notes", "model"))
-    found = re.search(r"(\d+)\s*(?:tokens?\s*)?(?:in |of |for )?(?:the )?(?:dec|target)", words, re.IGNORECASE)
+    found = re.search(r"(\d+)\s*(?:tokens?\s*)?(?:in |of |for )?(?:the )?\(?(?:dec|target)", words, re.IGNORECASE)
     found = found or re.search(r"(?:dec(?:oder)?|targets?)\b[^\d,;]{0,24}(\d+)", words, re.IGNORECASE)
     found = found or re.match(r"\d+\s*[/+]\s*(\d+)", words)
     return count_of(row, "decoder_seq", kilo=1024) or (int(found[1]) if found else None)

@@ -18,7 +18,8 @@ from published_frameworks import usual_pipeline
 from published_runs import Run
 from published_steps import Prediction, predict
 
-_SIZES = ("heads", "hidden", "vocabulary", "seconds", "kernel", "dtype", "experts", "zero", "sizes", "decoder", "mesh")
+_SIZES = ("heads", "size", "hidden", "vocabulary", "sizes", "decoder", "experts")
+_SETTINGS = (*_SIZES, "seconds", "kernel", "dtype", "zero", "mesh")
 
 
 def settle(run: Run, predict: Callable[[Run], Prediction] = predict) -> tuple[Run, Prediction]:
@@ -89,7 +90,7 @@ def _mixed(none: Prediction, full: Prediction, part: float) -> Prediction:
 
 def alternatives(run: Run) -> Iterator[Run]:
     """All that a run may have been, itself if its row says all."""
-    named = {name: values for name, values in run.unstated if name not in _SIZES}
+    named = {name: values for name, values in run.unstated if name not in _SETTINGS}
     found: list[Run] = []
     for values in itertools.product(*named.values()):
         for taken in _with_experts(_with(run, dict(zip(named, values, strict=True)))):

@@ -57,6 +57,27 @@ FSDP_BYTES = 14
 """Moved by PyTorch's FSDP for each gathered parameter and microbatch. Of its first version, gradients of views into the flat
 parameter are put together, divided, and made 32 bits wide (`_flat_param.py`, `_post_backward_hook`); of its second, what is
 gathered is copied into parameters twice, and gradients, 32 bits wide, into one array (`_fsdp_collectives.py`)."""
+REDUCED_WIDE = ("torchtitan",)
+"""Frameworks whose FSDP reduces gradients in 32 bits (torchtitan's `mixed_precision_reduce`). Others do it in the type that
+they multiply in, which is what PyTorch takes where nothing is said (`MixedPrecision.reduce_dtype`; llm-foundry's benchmarks
+had `mixed_precision` "PURE", fms-fsdp has `bfSixteen`, Hugging Face's Accelerate the same)."""
+NORM_BYTES = {"forward": (32, 7), "backward": (78, 12)}
+"""Of a root mean square norm that is written out in PyTorch, bytes moved for each number besides what goes in and comes out,
+and kernels (Hugging Face, `LlamaRMSNorm`; Meta's `RMSNorm`): made 32 bits wide 6, squared 8, mean 4, scaled 8, made narrow 6,
+times the weights 4. Backward those of the weights 12, wide 6, of the scaling 24, of mean and square 24, added 12, narrow 6."""
+ROTARY_BYTES = {"forward": (16, 5), "backward": (26, 7)}
+"""The same of rotary positions, for each number of queries and keys: times cosine 4, halves changed places 6, times sine 4,
+added 6. Backward 8, 2, 8, 12 (Hugging Face, `apply_rotary_pos_emb`)."""
+COMPLEX_ROTARY_BYTES = {"forward": (14, 1), "backward": (14, 1)}
+"""The same of complex numbers of 32 bits, which PyTorch's compiler leaves as they are (IBM and Meta, "Maximizing training
+throughput using PyTorch FSDP and torch.compile", 2024): written, multiplied 8, read."""
+COMPLEX_ROTARY = ("torchtitan",)
+WRITTEN_OUT = re.compile(
+    r"PyTorch|\bFSDP|\bDDP\b|Hugging|transformers|Accelerate|Lightning|torchtitan|torchtune|axolotl|TRL\b|Factory|OLMo|\blit-",
+    re.IGNORECASE,
+)
+OWN_KERNELS = re.compile(r"fused|apex|liger|xformers|unsloth|Megatron|NeMo|nanotron|kernel", re.IGNORECASE)
+"""Frameworks whose layers are PyTorch's own operations, and words for kernels made for norms and rotary positions."""
 LIVE_PARAMETERS = 10**9
 """Of DeepSpeed's third stage: while so many are gathered, none is gathered ahead, and what is used again only after so many
 others is let go before (`stage3_max_live_parameters`, `stage3_max_reuse_distance`, `runtime/zero/constants.py`)."""
@@ -162,6 +183,37 @@ def adds_wide(run: Run) -> bool:
 def is_fsdp(run: Run) -> bool:
     """Whether PyTorch's FSDP splits the state: frameworks without a program of the whole step have it, but for two."""
     return run.zero > 1 and not run.whole and not re.search("Megatron|DeepSpeed", run.framework)
+
+
+def reduces_wide(run: Run) -> bool:
+    """Whether gradients of 16 bits are reduced in 32."""
+    return adds_wide(run) or (is_fsdp(run) and any(name in run.framework for name in REDUCED_WIDE))
+
+
+def written_out(run: Run) -> dict[str, tuple[Kernel, ...]]:
+    """Memory passes, by phase, of the norms and rotary positions of a gated model's layer, beyond those of one kernel each.
+
+    PyTorch has no kernel for either: without a compiler or kernels of the framework's own each operation is one. Layer norms
+    and what other models have are single operations.
+    """
+    if not run.gated or run.whole or not WRITTEN_OUT.search(run.framework) or OWN_KERNELS.search(run.framework):
+        return {}
+    tokens = run.microbatch * run.tokens / run.context
+    rotated = tokens * (run.heads + run.kv_heads) * run.head_size / run.tensor
+    normed = 2 * tokens * run.width / (run.tensor if run.sequence else 1)
+
+    def passes(numbers: float, moved: tuple[int, int]) -> tuple[Kernel, ...]:
+        num_bytes, kernels = moved
+        count = max(1, round(kernels / EAGER))
+        return (MemoryPass(numbers * num_bytes / EAGER / count),) * count
+
+    if run.compiled:
+        complex_ones = any(name in run.framework for name in COMPLEX_ROTARY)
+        return {p: (MemoryPass(rotated * n),) for p, (n, _) in COMPLEX_ROTARY_BYTES.items()} if complex_ones else {}
+    return {
+        phase: (*passes(normed, NORM_BYTES[phase]), *passes(rotated, ROTARY_BYTES[phase]))
+        for phase in ("forward", "backward")
+    }
 
 
 def usual_pipeline(run: Run) -> dict[str, int]:

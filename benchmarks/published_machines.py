@@ -158,6 +158,7 @@ def model_of(run: Run) -> Model:
 
 
 _RENTED = (
+    (r"\bv5[\s_-]?lite(pod)?\b", "tpu-v5e"),
     (r"\bdgx-?1\b", "v100-16"),
     (r"\bdgx-?2h?\b", "v100-32"),
     (r"\bp3dn|\bndv2", "v100-32"),

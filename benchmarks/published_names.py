@@ -67,6 +67,11 @@ def head_size_of(name: str) -> int:
     return next((size for names, size in _HEAD_SIZES if re.search(names, name)), 0)
 
 
+def usual_head_size(width: int, heads: int) -> int:
+    """Of heads that do not divide the width: a power of two below their part, as T5 v1.1 has six of 64 in a width of 512."""
+    return 1 << (max(1, width // heads).bit_length() - 1)
+
+
 def is_encoder(name: str) -> bool:
     """Whether all tokens see all."""
     return re.search(_ENCODERS, name) is not None

@@ -19,7 +19,6 @@ from typing import Any
 
 from published_architectures import with_sizes
 from published_cells import (
-    JAX,
     Cells,
     attention_of,
     batch_of,
@@ -28,13 +27,13 @@ from published_cells import (
     degree_of,
     devices_of,
     dtype_of,
+    framework_of,
     gib_of,
     microbatch_of,
     needed,
     rate_of,
     reached_by,
     recompute_of,
-    recomputed_part,
     says,
     seconds_of,
     teraflops_of,
@@ -43,11 +42,20 @@ from published_cells import (
     zero_of,
 )
 from published_experts import Dense, Experts, experts_of, has_experts
-from published_names import check_family, has_decoder, head_size_of, is_encoder, is_gated, sees_images
+from published_names import check_family, has_decoder, head_size_of, is_encoder, is_gated, sees_images, usual_head_size
 from published_nets import Net, as_layers, mesh_of, net_of
-from published_usual import is_compiled, is_sequence_parallel, is_split, overlaps
+from published_usual import (
+    hides_gradients,
+    is_compiled,
+    is_program,
+    is_sequence_parallel,
+    is_split,
+    overlaps,
+    usual_recompute,
+)
 
 DATA = Path(__file__).parent / "data" / "published_runs.tsv"
+MOST_STAGES = 64
 MOST_TOKENS = 1 << 15
 """Of a microbatch, where a row does not say how large it was: with more of them nothing gets faster."""
 
@@ -222,18 +230,17 @@ def _run(row: Cells, line: int) -> Run:
     size = count_of(row, "head_size") or head_size_of(lower)
     size = 0 if size * heads == width else size
     if width % heads and not size:
-        raise ValueError("the heads do not divide the width")
+        size = stated("size", None, usual_head_size(width, heads))
     words, kv_heads = count_of(row, "vocab"), count_of(row, "kv_heads") or heads
     if heads % kv_heads:
         raise ValueError("the heads of keys do not divide those of queries")
     gated = is_gated(lower, row)
     hidden = stated("hidden", count_of(row, "ffn"), 4 * width if not gated else 256 * math.ceil(width * 8 / 3 / 256))
     vocabulary = stated("vocabulary", words, 1000 if sees_images(lower) else 50304)
-    is_jax, decoder = says(row, JAX, "framework"), 0
+    is_jax, decoder = is_program(row), 0
     if has_decoder(lower):
-        decoder = stated(
-            "decoder", decoder_of(row), max(1, tokens * 114 // 512)
-        )  # as T5 (Raffel et al., 2020, sec. 3.1.4)
+        # As T5 (Raffel et al., 2020, sec. 3.1.4).
+        decoder = stated("decoder", decoder_of(row), max(1, tokens * 114 // 512))
     if (mesh := mesh_of(row, devices) if net else None) == ():
         stated("mesh", None, (devices,))
     layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, heads, batch, devices)
@@ -268,10 +275,10 @@ def _run(row: Cells, line: int) -> Run:
     one_is_none = interleaved and chunks == 1 and says(row, "interleav", "schedule")
     chunks = stated("chunks", None if one_is_none else chunks, *(several[1:] if interleaved else (1,)))
     kernel = stated("kernel", attention_of(row), usual_attention(row))
-    made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if is_jax else ()), "full")
+    made_again, part = usual_recompute(row, kernel > 0, is_jax)
     run = Run(
         source=text_of(row, "source"),
-        framework=row.get("framework") or "",
+        framework=framework_of(row),
         line=line,
         model=text_of(row, "model"),
         gated=gated,
@@ -295,7 +302,7 @@ def _run(row: Cells, line: int) -> Run:
         microbatch=microbatch,
         dtype=stated("dtype", dtype_of(row), "float16" if says(row, "V100|T4", "gpu_type") else "bfloat16"),
         recompute=stated("recompute", recompute_of(row), *made_again),
-        recomputed=recomputed_part(row),
+        recomputed=part,
         by_rows=says(row, "row[- ]?wise|per[- ]row", "precision"),
         zero=zero,
         shards=shards,
@@ -305,7 +312,7 @@ def _run(row: Cells, line: int) -> Run:
         compiled=is_jax or is_compiled(row),
         whole=is_jax or says(row, "Alpa", "framework"),
         overlaps=overlaps(row),
-        hides_gradients=is_kept or says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
+        hides_gradients=is_kept or hides_gradients(row),
         ranks_only=says(row, "not for absolute", "quality"),
         is_profiled=says(row, "profiler", "quality"),
         improved_later=says(row, r"and later: [^;]*\bimproved", "notes"),
@@ -345,15 +352,18 @@ def _layouts(row: Cells, layers: int, heads: int, batch: int, devices: int) -> l
     tensors = [one] if one else within
     pipelines = [other] if other else [1] if is_split(row) else [1, 2, 4, 8, 16]
     found = []
-    for tensor, pipeline in itertools.product(tensors, pipelines):
-        data, rest = divmod(devices, tensor * pipeline * context)
-        stated = degree_of(row, "dp") or data
-        if rest or stated != data or not data:
-            continue
-        if (heads % tensor and len(tensors) > 1) or (devices // pipeline % experts and len(pipelines) > 1):
-            continue
-        if pipeline <= layers and (batch % data == 0 or len(tensors) == len(pipelines) == 1):
-            found.append((tensor, pipeline, data, context))
+    for several in (pipelines, [] if other else range(1, min(layers, MOST_STAGES) + 1)):  # the usual ones, or else any
+        for tensor, pipeline in itertools.product(tensors, () if found else several):
+            data, rest = divmod(devices, tensor * pipeline * context)
+            stated = degree_of(row, "dp") or data
+            if rest or stated != data or not data:
+                continue
+            if (heads % tensor and len(tensors) > 1) or (devices // pipeline % experts and len(several) > 1):
+                continue
+            if pipeline <= layers and (batch % data == 0 or len(tensors) == len(several) == 1):
+                found.append((tensor, pipeline, data, context))
+    whole = [one for one in found if batch // one[2] % (count_of(row, "microbatch") or 1) == 0]
+    found = whole or found
     if not found and (degree_of(row, "pp") or 1) > layers:
         raise ValueError("there are more stages than layers")
     if not found:

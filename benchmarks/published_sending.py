@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from published_frameworks import LIVE_PARAMETERS, adds_wide, border_parts, is_fsdp
+from published_frameworks import LIVE_PARAMETERS, adds_wide, border_parts, reduces_wide
 from published_machines import Machine
 from published_runs import Run
 
@@ -128,7 +128,7 @@ def data_seconds(
 
     # Parameters that are stored split are gathered, and their gradients reduced, by layers.
     num_bytes = params * width / (layers if run.zero == 3 else 1)
-    wide = num_bytes * (4 / width if is_fsdp(run) or adds_wide(run) else 1)
+    wide = num_bytes * (4 / width if reduces_wide(run) else 1)
     if run.zero == 0:
         reduced, gathered = seconds("all-reduce", wide, every), 0.0
     elif run.zero == 1 and "DeepSpeed" in run.framework:

@@ -28,6 +28,7 @@ from published_frameworks import (
     waits_for_kernels,
     waits_for_tokens,
     with_launches,
+    written_out,
 )
 from published_layers import CORE, NARROW, Sizes, Step, ends_step, experts_step, layer_step
 from published_machines import Machine
@@ -140,7 +141,7 @@ def layer_of(run: Run, machine: Machine, link: Link) -> Layer:
     """Plan a layer of a run: attention and MLP, experts where there are some, and the decoder's layer beside an encoder's."""
     sizes = sizes_of(run)
     if run.experts is None:
-        parts = [(1.0, work_of("layer", sizes, machine.device, link))]
+        parts = [(1.0, with_kernels(work_of("layer", sizes, machine.device, link), written_out(run)))]
         if run.decoder:
             blocks = ("attention", "cross", "mlp")
             tokens = tokens_of(run, run.decoder)
@@ -155,7 +156,7 @@ def layer_of(run: Run, machine: Machine, link: Link) -> Layer:
     # Attention has nothing to do with the sizes of the MLP: plans are shared.
     attention = dataclasses.replace(sizes, blocks=("attention",), hidden=sizes.width)
     parts = [
-        (1.0, work_of("layer", attention, machine.device, link)),
+        (1.0, with_kernels(work_of("layer", attention, machine.device, link), written_out(run))),
         (
             run.experts.share,
             with_kernels(work_of("experts", of_experts, machine.device, link), mask_kernels(run, tokens)),

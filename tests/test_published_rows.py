@@ -100,7 +100,7 @@ def test_what_a_row_leaves_open_is_remembered(read, cells, named):
 
 @pytest.mark.parametrize(
     "cells, reason",
-    [({"layers": ""}, "layers is not stated"), ({"gpus": "7"}, "multiply to the devices"), ({"heads": "3"}, "divide the width"),
+    [({"layers": ""}, "layers is not stated"), ({"gpus": "7"}, "multiply to the devices"),
      ({"tp": "8", "dp": "1"}, "divide among tensor-parallel"),
      ({"kv_heads": "3"}, "heads of keys"), ({"model": "EfficientNet"}, "no transformer"),
      ({"model": "Mamba"}, "no transformer"), ({"model": "Llama LoRA"}, "only adapters"),

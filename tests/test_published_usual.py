@@ -205,21 +205,23 @@ def test_a_card_of_the_usual_rate_is_that_of_one_device(read):
     assert machine_of(replace(pod, network="ICI 4800 Gbps")) == machine_of(pod)
 
 
-def test_fsdp_copies_what_it_gathers_and_reduces_wide(read):
-    """With every microbatch; Megatron, which has buffers for it, does not."""
+def test_fsdp_copies_what_it_gathers(read):
+    """With every microbatch; Megatron, which has buffers for it, does not. torchtitan's gradients are reduced in 32 bits."""
     cells = {"zero": "3", "microbatch": "2"}
-    runs = {name: read(**cells, framework=name) for name in ("PyTorch FSDP", "Megatron-LM", "JAX")}
+    names = ("PyTorch FSDP", "Megatron-LM", "JAX", "TorchTitan")
+    runs = {name: read(**cells, framework=name) for name in names}
     assert {name: gradient_bytes(run) for name, run in runs.items()} == {
         "PyTorch FSDP": FSDP_BYTES,
         "Megatron-LM": 0,
         "JAX": 0,
+        "TorchTitan": FSDP_BYTES,
     }
     # In several microbatches each device adds up its part only.
     assert gradient_bytes(read(zero="3", framework="PyTorch FSDP")) == FSDP_BYTES + ADDED_BYTES / 8
     assert gradient_bytes(read(zero="1", framework="PyTorch")) == ADDED_BYTES
-    fsdp, other = runs["PyTorch FSDP"], runs["Megatron-LM"]
-    wide, narrow = (data_seconds(run, machine_of(run), 1e9, 1, 0.0, 0.0)[1] for run in (fsdp, other))
-    assert narrow < wide < 4 / 3 * narrow * 1.01
+    seconds = {name: data_seconds(run, machine_of(run), 1e9, 1, 0.0, 0.0)[1] for name, run in runs.items()}
+    assert seconds["PyTorch FSDP"] == seconds["Megatron-LM"]
+    assert seconds["Megatron-LM"] < seconds["TorchTitan"] < 4 / 3 * seconds["Megatron-LM"] * 1.01
 
 
 def test_third_stage_of_deepspeed_gathers_array_by_array(read, monkeypatch):

@@ -8,7 +8,11 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 
 from published import predicted  # noqa: E402
+from published_choices import alternatives  # noqa: E402
+from published_frameworks import EAGER, NORM_BYTES, ROTARY_BYTES, written_out  # noqa: E402
+from published_machines import model_of  # noqa: E402
 from published_runs import DATA, Left, read_runs  # noqa: E402
+from published_table import read_row  # noqa: E402, F401
 
 VARIOUS = DATA.with_name("various_runs.tsv")
 
@@ -31,3 +35,56 @@ def test_seconds_of_frameworks_that_nothing_is_fitted_to(runs, source):
     row = predicted(run)
     assert not isinstance(row, Left), row
     assert 0.75 < row[1].seconds / run.seconds < 1.25, run
+
+
+def test_norms_and_rotary_positions_of_pytorch_are_single_operations(read):
+    """Two norms of the width, and the queries and keys of all heads; a compiler, or kernels for it, are told by their names."""
+    run = read(framework="Hugging Face transformers", microbatch="2", kv_heads="2")
+    passes = written_out(run)
+    for phase in ("forward", "backward"):
+        numbers = 2 * 512 * 2 * 256, 2 * 512 * (4 + 2) * 64
+        expected = sum(n * moved[phase][0] for n, moved in zip(numbers, (NORM_BYTES, ROTARY_BYTES), strict=True))
+        assert EAGER * sum(kernel.num_bytes for kernel in passes[phase]) == pytest.approx(expected)
+    for cells in (
+        {"framework": "Megatron-LM"},
+        {"framework": "PyTorch, fused kernels"},
+        {"model": "GPT", "ffn": "1024"},
+    ):
+        assert written_out(read(**{"framework": "PyTorch"} | cells)) == {}
+    assert written_out(read(framework="PyTorch, torch.compile")) == {}
+    # Complex numbers are left as they are.
+    assert written_out(read(framework="torchtitan"))["forward"]
+
+
+def test_replicas_of_pytorch_reduce_gradients_as_they_come(read):
+    names = ("PyTorch DDP", "Lightning", "Hugging Face Accelerate", "Megatron-LM", "DeepSpeed (PyTorch)", "somebody's")
+    hidden = [read(zero="none", framework=name).hides_gradients for name in names]
+    assert hidden == [True, True, True, False, False, False]
+
+
+def test_some_layers_are_half_of_them_where_no_number_is_said(read):
+    run = read(recompute="selective", framework="PyTorch FSDP")
+    assert {(one.recompute, one.recomputed) for one in alternatives(run)} == {("full", 0.5)}
+    assert dict(run.unstated)["recompute"] == ("full",)
+
+
+def test_rows_that_leave_out_what_they_need_not_say(read):
+    """Heads that do not divide the width; stages that do not divide the layers; what follows from the microbatch."""
+    assert read(heads="3").head_size == 64 and "size" in dict(read(heads="3").unstated)
+    stages = read(layers="70", gpus="384", dp="8", tp="4", pp="", global_batch="2048", framework="Megatron-LM")
+    assert stages.pipeline == 12
+    cells = {"tp": "", "pp": "", "dp": "", "gpus": "16", "global_batch": "16", "framework": "Megatron-LM"}
+    assert {one.microbatch for one in alternatives(read(**cells, microbatch="4"))} == {4}
+
+
+def test_programs_of_tpus_are_whole_whoever_made_them(read):
+    run = read(gpu_type="TPU v5 lite", framework="somebody's", recompute="")
+    assert run.whole and run.compiled and ("dots" in dict(run.unstated)["recompute"])
+    assert model_of(run).device.name == "TPU v5e"
+    assert not read(framework="somebody's").compiled and read(framework="somebody's", precision="fp8").compiled
+
+
+def test_other_spellings_of_frameworks(read):
+    spelled = {"TorchTitan 0.2": "torchtitan 0.2", "Megatron Deepspeed": "Megatron-DeepSpeed", "megatron_lm": "Megatron-LM",
+               "NEMO": "NeMo", "": ""}  # fmt: skip
+    assert {name: read(framework=name).framework for name in spelled} == spelled
