@@ -61,6 +61,10 @@ REDUCED_WIDE = ("torchtitan",)
 """Frameworks whose FSDP reduces gradients in 32 bits (torchtitan's `mixed_precision_reduce`). Others do it in the type that
 they multiply in, which is what PyTorch takes where nothing is said (`MixedPrecision.reduce_dtype`; llm-foundry's benchmarks
 had `mixed_precision` "PURE", fms-fsdp has `bfSixteen`, Hugging Face's Accelerate the same)."""
+BROADCAST = re.compile(r"InternLM|InternEvo|ColossalAI|Colossal-AI|fairscale|flash-attention training", re.IGNORECASE)
+"""Frameworks in which each replica sends what it has updated to all others, one after the other, instead of gathering it
+(InternLM's `broadcast_params`, Colossal-AI's `LowLevelZeroOptimizer` of 2023, fairscale's `OSS`, and PyTorch's
+`ZeroRedundancyOptimizer`, which FlashAttention's scripts have)."""
 NORM_BYTES = {"forward": (32, 7), "backward": (78, 12)}
 """Of a root mean square norm that is written out in PyTorch, bytes moved for each number besides what goes in and comes out,
 and kernels (Hugging Face, `LlamaRMSNorm`; Meta's `RMSNorm`): made 32 bits wide 6, squared 8, mean 4, scaled 8, made narrow 6,
@@ -188,6 +192,11 @@ def is_fsdp(run: Run) -> bool:
 def reduces_wide(run: Run) -> bool:
     """Whether gradients of 16 bits are reduced in 32."""
     return adds_wide(run) or (is_fsdp(run) and any(name in run.framework for name in REDUCED_WIDE))
+
+
+def sends_its_part(run: Run) -> bool:
+    """Whether replicas send the parameters they have updated one after the other."""
+    return run.zero in (1, 2) and BROADCAST.search(run.framework) is not None
 
 
 def written_out(run: Run) -> dict[str, tuple[Kernel, ...]]:

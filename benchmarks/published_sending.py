@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from published_frameworks import LIVE_PARAMETERS, adds_wide, border_parts, reduces_wide
+from published_frameworks import LIVE_PARAMETERS, adds_wide, border_parts, reduces_wide, sends_its_part
 from published_machines import Machine
 from published_runs import Run
 
@@ -138,6 +138,8 @@ def data_seconds(
         # Who has the same part of the state adds up that part of the gradients.
         between = seconds("all-reduce", wide / math.prod(group.shape), others)
         reduced, gathered = seconds("reduce-scatter", wide) + between, seconds("all-gather", num_bytes)
+    if sends_its_part(run):
+        gathered = broadcasts_seconds(num_bytes, group)
     if run.zero == 3 and "DeepSpeed" in run.framework:
         alone = _by_arrays(run, params / layers, partial(seconds, "all-gather"), reduced, forward, whole, exposed)
         return gathered + reduced, layers * alone
@@ -149,6 +151,17 @@ def data_seconds(
     if run.hides_gradients:
         reduced, gathered = exposed(reduced, layers * (whole - forward)), exposed(gathered, layers * forward)
     return reduced + gathered, 0.0
+
+
+def broadcasts_seconds(num_bytes: float, group: LogicalMesh) -> float:
+    """Time in which each of a group sends its part of so many bytes to all others, one after the other.
+
+    Along rings through all of them, as many as a host has devices, each piece one hop behind the other (NCCL's broadcast).
+    """
+    (hosts, near), (inter, intra) = group.shape, group.links
+    hops = (hosts - 1) * inter.latency_seconds + hosts * (near - 1) * intra.latency_seconds
+    rate = min([near * inter.bytes_per_second] * (hosts > 1) + [intra.bytes_per_second] * (near > 1), default=math.inf)
+    return hosts * near * hops + num_bytes / rate
 
 
 def _by_arrays(

@@ -10,9 +10,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 from published import predicted  # noqa: E402
 from published_choices import alternatives  # noqa: E402
 from published_frameworks import EAGER, NORM_BYTES, ROTARY_BYTES, written_out  # noqa: E402
-from published_machines import model_of  # noqa: E402
+from published_machines import machine_of, model_of  # noqa: E402
 from published_runs import DATA, Left, read_runs  # noqa: E402
+from published_sending import broadcasts_seconds, data_seconds  # noqa: E402
 from published_table import read_row  # noqa: E402, F401
+
+from autopar.mesh import Link, LogicalMesh  # noqa: E402
 
 VARIOUS = DATA.with_name("various_runs.tsv")
 
@@ -88,3 +91,19 @@ def test_other_spellings_of_frameworks(read):
     spelled = {"TorchTitan 0.2": "torchtitan 0.2", "Megatron Deepspeed": "Megatron-DeepSpeed", "megatron_lm": "Megatron-LM",
                "NEMO": "NeMo", "": ""}  # fmt: skip
     assert {name: read(framework=name).framework for name in spelled} == spelled
+
+
+def test_replicas_that_send_their_parts_one_after_the_other(read):
+    """Each broadcast goes once around: few take no longer than to gather, of a thousand the latency is all."""
+    links = Link(1e-5, 2e10), Link(4e-6, 2e11)
+    hops = 1 * 1e-5 + 2 * 3 * 4e-6
+    assert broadcasts_seconds(8e9, LogicalMesh((2, 4), links=links)) == pytest.approx(8 * hops + 8e9 / 8e10)
+    assert broadcasts_seconds(8e9, LogicalMesh((1, 4), links=links)) == pytest.approx(4 * 3 * 4e-6 + 8e9 / 2e11)
+
+    def once(framework, devices):
+        cells = {"gpus": str(devices), "dp": str(devices), "global_batch": str(devices)}
+        run = read(zero="1", framework=framework, **cells)
+        return data_seconds(run, machine_of(run), 1e9, 32, 1e-3, 3e-3)[0]
+
+    assert once("InternLM", 1024) > 10 * once("somebody's", 1024)
+    assert once("InternLM", 8) < 1.2 * once("somebody's", 8)
