@@ -53,10 +53,11 @@ ADDED_BYTES = 6
 WIDE_ADDED_BYTES = 10
 """The same where gradients of 16 bits are added to sums of 32 by a kernel of its own, those of the first microbatch to zeros
 (nanotron, `FP32GradientAccumulator`). It reduces these sums behind the last backward pass (`get_fp32_accum_hook`)."""
-FSDP_BYTES = 14
+FSDP_BYTES, NARROW_FSDP_BYTES, NARROW_FSDP2_BYTES = 14, 8, 12
 """Moved by PyTorch's FSDP for each gathered parameter and microbatch. Of its first version, gradients of views into the flat
-parameter are put together, divided, and made 32 bits wide (`_flat_param.py`, `_post_backward_hook`); of its second, what is
-gathered is copied into parameters twice, and gradients, 32 bits wide, into one array (`_fsdp_collectives.py`)."""
+parameter are put together 4, divided 4, and made 32 bits wide 6 if they are reduced so (`_flat_param.py`,
+`_post_backward_hook`); of its second, what is gathered is copied into parameters twice 8, and gradients into one array, 6 or
+in 16 bits 4 (`_fsdp_collectives.py`)."""
 REDUCED_WIDE = ("torchtitan",)
 """Frameworks whose FSDP reduces gradients in 32 bits (torchtitan's `mixed_precision_reduce`). Others do it in the type that
 they multiply in, which is what PyTorch takes where nothing is said (`MixedPrecision.reduce_dtype`; llm-foundry's benchmarks
@@ -176,7 +177,10 @@ def gradient_bytes(run: Run) -> float:
     if adds_wide(run):
         return WIDE_ADDED_BYTES
     added = ADDED_BYTES if run.count > 1 else 0
-    return FSDP_BYTES + added / run.shards if is_fsdp(run) else added
+    if not is_fsdp(run):
+        return added
+    narrow = NARROW_FSDP2_BYTES if re.search("FSDP2", run.framework, re.IGNORECASE) else NARROW_FSDP_BYTES
+    return (FSDP_BYTES if reduces_wide(run) else narrow) + added / run.shards
 
 
 def adds_wide(run: Run) -> bool:

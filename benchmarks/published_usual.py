@@ -11,16 +11,14 @@ from published_cells import JAX, Cells, dtype_of, recompute_of, recomputed_part,
 
 
 def is_compiled(row: Cells) -> bool:
-    """Whether a compiler, or kernels made for it, fuse elementwise work.
-
-    Operands of 8 bits or fewer are scaled and made narrow by such kernels alone (Transformer Engine; torchao and its compiler).
+    """Whether a compiler fuses elementwise work.
 
     torchtitan does where it is told to (`compile.enable`), which collectives behind products and products of 8 bits need; whose
     notes name what is on and not this had it off, but for its comparison of collectives behind products with "vanilla TP", all
     of whose commands have it on (`asyncTP_llama3_h100_2025-06_torchtitan.md`).
     """
-    is_narrow = dtype_of(row) in ("float8", "float4")
-    is_needed = is_narrow or (says(row, "torchtitan", "framework") and not text_of(row, "notes"))
+    is_usual = dtype_of(row) == "float8" or not text_of(row, "notes")
+    is_needed = says(row, "torchtitan", "framework") and is_usual
     said = is_needed or says(row, _COMPILERS, "framework", "notes")
     return said and not says(row, _EAGER, "framework", "notes")
 
