@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar._jax import eval_jaxpr, make_jaxpr, new_var, open_jaxpr
+from autopar._jax import make_jaxpr, new_var, open_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.printer import print_jaxpr
 from autopar.ir.region import Binding, kind_of, new_scan, region_of
 from autopar.ir.trace.flatten import flatten
+from tests.ir.traced import evaluate
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -61,7 +62,7 @@ def test_put_together_again(kind):
     again = region.rebuild(region.bindings, [body.eqns for body in region.bodies])
     assert print_jaxpr(with_eqn(flat, at, again)) == print_jaxpr(flat)
     turned = with_eqn(flat, at, region.rebuild(region.bindings[::-1], [body.eqns for body in region.bodies]))
-    for got, want in zip(eval_jaxpr(turned, (), X, 2.0), eval_jaxpr(flat, (), X, 2.0), strict=True):
+    for got, want in zip(evaluate(turned, X, 2.0), evaluate(flat, X, 2.0), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -75,7 +76,7 @@ def test_another_constant(kind):
     wider = region.rebuild([*region.bindings, more], [body.eqns for body in region.bodies])
     assert len(wider.invars) == len(region.eqn.invars) + (2 if kind == "while" else 1)
     made = with_eqn(flat, at, wider)
-    for got, want in zip(eval_jaxpr(made, (), X, 2.0), eval_jaxpr(flat, (), X, 2.0), strict=True):
+    for got, want in zip(evaluate(made, X, 2.0), evaluate(flat, X, 2.0), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -95,6 +96,6 @@ def test_new_scan():
     flat, at = program("scan")
     region = region_of(flat.eqns[at])
     forwards = new_scan(region.trips, region.bindings, region.bodies[0].eqns)
-    (total, sums) = eval_jaxpr(with_eqn(flat, at, forwards), (), X, 2.0)
+    (total, sums) = evaluate(with_eqn(flat, at, forwards), X, 2.0)
     np.testing.assert_allclose(total, 2 * X.sum(0))
     np.testing.assert_allclose(sums, 2 * np.concatenate([[0], np.cumsum(X.sum(1))[:-1]]))

@@ -9,10 +9,9 @@ import optax
 import pytest
 
 import autopar
-from autopar._jax import eval_jaxpr
 from autopar.ir.region import bodies_of, kind_of, region_of
 from autopar.ir.rewrite.barriers import drop_barriers
-from tests.ir.traced import traced
+from tests.ir.traced import evaluate, traced
 
 LAYERS, WIDTH = 4, 8
 RNG = np.random.default_rng(0)
@@ -59,7 +58,7 @@ def rewritten(step, *args):
     before = traced(step, *args)
     after = drop_barriers(before)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
-    for one, other in zip(eval_jaxpr(before, (), *leaves), eval_jaxpr(after, (), *leaves), strict=True):
+    for one, other in zip(evaluate(before, *leaves), evaluate(after, *leaves), strict=True):
         np.testing.assert_array_equal(one, other)
     return before, after
 

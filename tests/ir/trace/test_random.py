@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from jax import lax, random
 
-from autopar._jax import eval_jaxpr, is_key
+from autopar._jax import is_key
 from autopar.ir.check import check_program
 from autopar.ir.trace.trace import trace_step
+from tests.ir.traced import evaluate
 
 
 def run_flat(fn, *args):
-    """The result of `fn` through its flat program, evaluated equation by equation."""
+    """The result of `fn` through its flat program."""
     program = trace_step(fn, args)
     check_program(program.jaxpr)
     flat = program.flatten_inputs(jax.tree.leaves(args))
-    return program.unflatten_outputs(eval_jaxpr(program.jaxpr, (), *flat))
+    return program.unflatten_outputs(evaluate(program.jaxpr, *flat))
 
 
 def assert_same_bits(actual, expected):

@@ -15,6 +15,7 @@ from autopar.ir.check import check_program
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
 from tests.ir.split.cases import Case, Tree, assert_same, cases_in_parts, full_batch, mlp, sgd, squares, traced
 from tests.ir.split.losses import normalized_head_loss, root_loss
+from tests.ir.traced import evaluate
 
 
 def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -174,6 +175,6 @@ def test_what_is_seen_outside_happens_once():
     program, batch = traced(case)
     flat = accumulate_in_rounds(program.jaxpr, 2, batch)
     assert len(loops_of(flat)) == 2
-    eval_jaxpr(flat, (), *program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
+    evaluate(flat, *program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
     jax.effects_barrier()
     np.testing.assert_allclose(seen, [squares(case.state()["params"], case.batch()).sum()], rtol=1e-5)
