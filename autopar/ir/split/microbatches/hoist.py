@@ -33,7 +33,8 @@ class Hoist:
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):
         """`cost`: the work of each equation. `late`: values that are made after the loop; the caller adds to it."""
         self.solution, self.late, self.maker = solution, late, makers(jaxpr.eqns)
-        self.eqns = jaxpr.eqns
+        self.eqns, self.reads = jaxpr.eqns, [inputs_of(eqn) for eqn in jaxpr.eqns]
+        self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = dict(zip(jaxpr.eqns, cost, strict=True))
         self.limit = 0.0
         self.gathered: Cause | None = None
@@ -119,17 +120,23 @@ class Hoist:
         """Drop the lower bounds of work: phases have changed."""
         self._longest, self._looked_at = {}, 0
 
-    def _do_early(self, cone: Iterable[JaxprEqn]) -> None:
-        self.solution.early.update(dict.fromkeys(cone))
-        self.look_again()
+    def _do_early(self, cone: Sequence[JaxprEqn]) -> None:
+        """Do equations early; lower bounds of work hold up to the first of them that was not."""
+        early = self.solution.early
+        first = min((self.position[eqn] for eqn in cone if eqn not in early), default=self._looked_at)
+        early.update(dict.fromkeys(cone))
+        for eqn in self.eqns[first : self._looked_at]:
+            for var in eqn.outvars:
+                self._longest.pop(var, None)
+        self._looked_at = min(self._looked_at, first)
 
     def _least_work(self, var: Var) -> float:
         """Lower bound of the work of hoisting a value: the longest path to it; inf: it depends on what the loop makes."""
         while self._looked_at < len(self.eqns) and var in self.maker and var not in self._longest:
-            eqn = self.eqns[self._looked_at]
+            eqn, read = self.eqns[self._looked_at], self.reads[self._looked_at]
             is_done = self.solution.phase[eqn] == "before" or eqn in self.solution.early
-            is_late = any(a in self.late for a in inputs_of(eqn))
-            before = max((self._longest.get(a, 0.0) for a in inputs_of(eqn)), default=0.0)
+            is_late = any(a in self.late for a in read)
+            before = max((self._longest.get(a, 0.0) for a in read), default=0.0)
             work = math.inf if is_late else before + (0.0 if is_done else self.cost[eqn])
             self._longest.update(dict.fromkeys(eqn.outvars, work))
             self._looked_at += 1

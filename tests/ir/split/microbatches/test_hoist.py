@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.rewrite.fission import cut_after_gradients
+from autopar.ir.split.microbatches.hoist import Hoist
 from tests.ir.split.cases import (
     COUNTS,
     Case,
@@ -131,3 +133,21 @@ def test_update_in_a_branch(step, count):
     assert_is_worked_through(split)
     assert primitives_in(split.loop.eqns)["cond"] == 1 == primitives_in(split.after)["cond"]
     assert_same(run_split(case, program, split), full_batch(case))
+
+
+@pytest.mark.parametrize("loss", [mixup_loss, halves_loss, two_views_loss])
+def test_what_is_known_of_work_is_what_would_be_found_anew(loss, monkeypatch):
+    """Bounds that are kept while more is hoisted are those of a walk from the beginning."""
+    kept, asked = Hoist._least_work, []
+
+    def checked(self, var):
+        anew = copy.copy(self)
+        anew.look_again()
+        asked.append(kept(self, var))
+        assert asked[-1] == kept(anew, var)
+        return asked[-1]
+
+    monkeypatch.setattr(Hoist, "_least_work", checked)
+    program, batch = traced(Case(sgd(loss)))
+    split_microbatches(program.jaxpr, 2, batch)
+    assert asked
