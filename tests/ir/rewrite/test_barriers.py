@@ -126,8 +126,9 @@ def test_parameters_do_not_wait_where_layers_are_written_out():
 @pytest.mark.parametrize("prevent_cse", [True, False])
 @pytest.mark.parametrize("scanned", [True, False])
 def test_weights_are_gathered_in_16_bits_in_both_passes(scanned, prevent_cse):
-    """ZeRO-3 of recomputed layers with 32-bit weights that are computed with in 16 bits."""
-    width, layers = 2048, 8
+    """ZeRO-3 of recomputed layers with 32-bit weights that are computed with in 16 bits. Layers that are written out and wait
+    for nothing cast a weight once, as compilers have it: where there is memory, it is gathered once."""
+    width, layers, passes = 2048, 8, 2 if scanned or prevent_cse else 1
     optimizer = optax.sgd(1e-3)
 
     def loss(stack, x):
@@ -155,4 +156,4 @@ def test_weights_are_gathered_in_16_bits_in_both_passes(scanned, prevent_cse):
     cluster = autopar.Cluster.of("1x8 h100")
     plan = autopar.parallelize(step, method=autopar.DataParallel(zero=3), cluster=cluster).plan(state, x)
     gathers = [c for c in plan.cost.collectives if c.kind == "all-gather"]
-    assert sum(c.bytes * c.times for c in gathers) == 2 * layers * width * width * 2
+    assert sum(c.bytes * c.times for c in gathers) == passes * layers * width * width * 2
