@@ -310,10 +310,15 @@ def _narrow(dtype: str, a: jax.Array, b: jax.Array, numbers: Any) -> jax.Array:
 
 
 def _eight_bits_backward(dtype: str, saved: Any, dy: jax.Array) -> Any:
+    """Products of 8 bits have what they add up over last in both operands: each is made narrow in a second order, too."""
     x, w = saved
-    lead = tuple(range(x.ndim - 1))
-    dx = _narrow(dtype, dy, w, ((tuple(range(len(lead), dy.ndim)), tuple(range(1, w.ndim))), ((), ())))
-    return dx, _narrow(dtype, x, dy, ((lead, lead), ((), ())))
+    lead, out = x.ndim - 1, dy.ndim - x.ndim + 1
+    turned_w = w.transpose(*range(1, w.ndim), 0)
+    dx = _narrow(dtype, dy, turned_w, ((tuple(range(lead, dy.ndim)), tuple(range(out))), ((), ())))
+    turned_x = x.transpose(lead, *range(lead))
+    turned_dy = dy.transpose(*range(lead, dy.ndim), *range(lead))
+    sums = tuple(range(1, lead + 1)), tuple(range(out, dy.ndim))
+    return dx, _narrow(dtype, turned_x, turned_dy, (sums, ((), ())))
 
 
 eight_bits.defvjp(lambda dtype, x, w: (eight_bits(dtype, x, w), (x, w)), _eight_bits_backward)

@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
@@ -10,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 from published import predicted  # noqa: E402
 from published_choices import alternatives  # noqa: E402
 from published_frameworks import EAGER, NORM_BYTES, ROTARY_BYTES, written_out  # noqa: E402
+from published_layers import eight_bits  # noqa: E402
 from published_machines import machine_of, model_of  # noqa: E402
 from published_runs import DATA, Left, read_runs  # noqa: E402
 from published_sending import broadcasts_seconds, data_seconds  # noqa: E402
@@ -107,3 +111,26 @@ def test_replicas_that_send_their_parts_one_after_the_other(read):
 
     assert once("InternLM", 1024) > 10 * once("somebody's", 1024)
     assert once("InternLM", 8) < 1.2 * once("somebody's", 8)
+
+
+def test_operands_of_eight_bits_are_made_narrow_in_both_orders():
+    """No two casts are of the same array, which a compiler would do once; gradients are those of the plain product."""
+    x, w, dy = (
+        jnp.arange(n, dtype=jnp.bfloat16).reshape(s) % 5
+        for n, s in ((12, (2, 2, 3)), (24, (3, 4, 2)), (32, (2, 2, 4, 2)))
+    )
+
+    def gradients(product, x, w, dy):
+        return jax.vjp(product, x, w)[1](dy)
+
+    def narrow(x, w):
+        return eight_bits("float8", x, w)
+
+    def plain(x, w):
+        return jnp.tensordot(x, w, 1)
+
+    for found, expected in zip(gradients(narrow, x, w, dy), gradients(plain, x, w, dy), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    eqns = jax.make_jaxpr(lambda *args: gradients(narrow, *args))(x, w, dy).eqns
+    cast = [eqn.invars[0] for eqn in eqns if eqn.params.get("new_dtype") == jnp.float8_e4m3fn]
+    assert len(cast) == len(set(cast)) and len(cast) >= 4
