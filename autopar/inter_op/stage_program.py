@@ -66,7 +66,7 @@ class _Builder:
         at = {var: k for k, var in enumerate(invars)}
         aliases = self.aliases(outputs, at)
         cut = self.tasks.cut
-        dims_of = {at[stack]: cut.batch.dims(v) for v, stack in self.stacks.items()}
+        dims_of = {at[stack]: cut.batch.dims_or_lent(v) for v, stack in self.stacks.items()}
         batch = {k: frozenset(d + 1 for d in dims) for k, dims in dims_of.items() if dims}
         given = [(cut.program.jaxpr.invars[k], dims) for k, dims in cut.roles.dims.items()]
         batch |= {at[var]: dims for var, dims in given if var in at}

@@ -53,6 +53,10 @@ class BatchDims:
         """Batch dims of a value; none for a literal or None."""
         return self.of.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
 
+    def dims_or_lent(self, var: Var) -> Dims:
+        """Batch dims of a value, or those that are lent: what another program needs to know of it."""
+        return self.of.get(var) or self.lent.get(var, frozenset())
+
     def add(self, var: Var, dims: Dims) -> bool:
         """Record further batch dims of a value; returns whether any is new."""
         known = self.of.get(var, frozenset())

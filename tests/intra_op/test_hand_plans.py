@@ -196,6 +196,34 @@ def test_what_is_made_for_samples_is_split(fn, method):
     assert products and not whole, "\n".join(whole)
 
 
+def trained_against_new_critic(weights, x, key):
+    """A GAN's generator: its samples are drawn, and cross the border between stages."""
+
+    def critic_loss(critic):
+        return jnp.mean(_energies(critic, x)) - jnp.mean(_energies(critic, x[::-1]) ** 2)
+
+    critic = jax.tree.map(lambda w, g: w - 0.1 * g, weights["critic"], jax.grad(critic_loss)(weights["critic"]))
+
+    def loss_fn(make):
+        made = jnp.tanh(jax.random.normal(key, x.shape) @ make["in"]) @ make["out"]
+        return jnp.mean(_energies(critic, made) ** 2)
+
+    make = jax.tree.map(lambda w, g: w - 0.1 * g, weights["make"], jax.grad(loss_fn)(weights["make"]))
+    return {"critic": critic, "make": make}
+
+
+def test_what_is_drawn_for_samples_is_split_in_the_next_stage_too():
+    """It did not know that the rows that it receives are samples, and its products were done alike by all devices."""
+    one = {"in": 0.1 * jax.random.normal(jax.random.key(1), (64, 64)), "out": jnp.eye(64)}
+    arguments = {"critic": one, "make": one}, jnp.ones((256, 64)), jax.random.key(3)
+    method = autopar.ThreeD(data=4, pipeline=2, num_microbatches=2)
+    planned = autopar.parallelize(trained_against_new_critic, method=method, batch_argnums=(1,))
+    for stage in planned.plan(*arguments).origin.pipeline.stages:
+        products = [i for i in _computed(stage.sharded.body) if i.eqn.primitive.name == "dot_general"]
+        whole = [str(i) for i in products if not any(any(s.dims) or s.partial for s in i.strategy.results)]
+        assert products and not whole, "\n".join(whole)
+
+
 def _computed(body):
     for instruction in body.instructions:
         match instruction:
