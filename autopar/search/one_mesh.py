@@ -50,7 +50,7 @@ STACKED: Pass[Rewritten] = Pass(
     lambda step: step.by(lambda jaxpr: stack_decompositions(jaxpr, step.num_devices)),
 )
 MERGED: Pass[Rewritten] = Pass(
-    "duplicates", "what is cast or reshaped alike is so once", lambda step: step.by(merge_duplicates)
+    "duplicates", "arguments that are cast or reshaped alike are so once", lambda step: step.by(merge_duplicates)
 )
 WHOLE: tuple[Pass[Rewritten], ...] = (MERGED, SORTED, LEAN, FREE, STACKED)
 """The passes of a step on one mesh that takes its batch at once."""

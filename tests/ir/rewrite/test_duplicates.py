@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar._jax import all_equations, eval_jaxpr
+from autopar._jax import all_equations, eval_jaxpr, make_jaxpr
 from autopar.ir.rewrite.duplicates import merge_duplicates
 from autopar.ir.trace.trace import trace_step
 
@@ -24,6 +24,16 @@ def to_two_types(w, x):
 
 def in_a_loop(w, x):
     return lax.scan(lambda x, row: (jnp.tanh(x @ w.T) @ w.T + row, None), x, x)[0]
+
+
+def of_samples(w, x):
+    x = jnp.tanh(x @ w)
+    return x.T @ w @ x.T
+
+
+def from_the_host(w, x):
+    kept = jax.device_put(w, jax.memory.Space.Host)
+    return x @ jax.device_put(kept, jax.memory.Space.Device) @ jax.device_put(kept, jax.memory.Space.Device), kept
 
 
 def behind_a_barrier(w, x):
@@ -45,6 +55,7 @@ def random_twice(w, x):
         (cast_twice, "convert_element_type", 3, 2),
         (to_two_types, "convert_element_type", 6, 6),
         (in_a_loop, "transpose", 2, 1),
+        (of_samples, "transpose", 2, 2),
         (behind_a_barrier, "transpose", 2, 2),
         (returned_twice, "transpose", 2, 2),
         (random_twice, "threefry2x32", 2, 2),
@@ -61,6 +72,15 @@ def test_equal_operations_are_merged(step, name, before, after):
     one, other = (jax.jit(lambda *a, p=p: eval_jaxpr(p, (), *a))(*arrays) for p in (merged, program))
     for left, right in zip(one, other, strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+def test_copies_from_the_host_stay():
+    """One copy would be held on the device from its first reader to its last."""
+    arrays = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
+    program = trace_step(from_the_host, arrays).jaxpr
+    first, *others = program.eqns
+    there = make_jaxpr([*first.outvars, program.invars[1]], program.outvars[:1], others)
+    assert sum(eqn.primitive.name == "device_put" for eqn in others) == 2 and merge_duplicates(there) is there
 
 
 def test_a_weight_that_is_cast_twice_is_sent_as_one_that_is_cast_once():
