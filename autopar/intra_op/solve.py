@@ -171,7 +171,7 @@ class _Core:
         lower = self.ascent.lower
         for part in TUNING.room_parts:
             room = self.ascent.upper - lower
-            if room <= self.allowed:
+            if room <= self.allowed or (self.limit.is_spent and np.isfinite(self.ascent.upper)):
                 break
             most = self.limit.steps * won * TUNING.solver_pairs_per_second - self.solved_pairs
             slack = part * room

@@ -4,7 +4,8 @@ In:     the instructions of a body, in order.
 Out:    the copies that are owned sums; a reduction of them that preserves every bit.
 Method: lookups in a split table, and values masked to one device, are owned sums, and remain so under operations that only
         move elements. Float addition would lose the sign of zero: -0.0 + 0.0 is 0.0, and some backends begin a sum with
-        0.0. So their bits are added, as integers; 16-bit numbers in pairs, since backends widen 16-bit integers.
+        0.0. So their bits are added, as integers; 16-bit numbers in pairs, since backends widen 16-bit integers. Lookups
+        that fill what is out of range (every device fills it), and sums sent together with others, are added by value.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def step(state, batch):
         "turned": jnp.flip(lax.dynamic_slice(state["table"], (n, 0), (1, 8)).reshape(8)),
         "half": state["half"][ids].T,
         "filled": jnp.sum(batch["parts"], 0).at[ids + 2].get(mode="fill", fill_value=np.nan),
-        "column": jnp.take_along_axis(state["table"], jnp.full((8, 8), n), axis=1),
+        "column": jnp.take_along_axis(state["table"], jnp.full((8, 8), n), axis=1, mode="clip"),
         "read": jax.pure_callback(lambda: ZEROS.astype(np.float32), jax.ShapeDtypeStruct((8,), np.float32)),
     }
     return state, {name: (jnp.signbit(x), lax.top_k(x, 4)) for name, x in rows.items()}
