@@ -22,8 +22,7 @@ class Tuning:
     """Part of the work on samples. A value of the whole batch (a mask's denominator) that takes no more is hoisted before the
     loop over microbatches: every microbatch waits for it, and it saves a second loop."""
     joined_work: float = 0.2
-    """Part of the step's work: the most that joins of all samples, between a pipeline's forward and backward passes while the
-    stages wait, may take."""
+    """Part of the step's work: the most that joins of all samples may take, while stages wait between forward and backward."""
     work_of_samples: float = 0.01
     """Part of the work that microbatches share out. Arrays are no samples if they share out as much, but for this, without."""
     work_apart: float = 0.1
@@ -162,8 +161,7 @@ class Tuning:
     early_core: int = 5_000
     """Pairs. While more rounds of message passing can still prune the problem, the ILP gets no larger one."""
     large_core: int = 500_000
-    """Pairs. Beyond this (meshes of three axes, large models without equal layers) a small gap is left: the ILP would take its
-    whole time limit."""
+    """Pairs. Beyond this (three axes, models without equal layers) a small gap is left: the ILP would use all its time."""
     large_gap: float = 2e-3
     """Part of the cost: that gap. It is also left where bytes have a price, and where message passing leaves the ILP more than
     `early_core` pairs: to prove the last of it may take half a minute."""
@@ -174,8 +172,7 @@ class Tuning:
     room_parts: tuple[float, ...] = (1 / 32, 1 / 8, 1)
     """Parts of the room between the bounds: first only choices near the lower bound, whose best answer lowers the upper."""
     nearly_whole: float = 2 / 3
-    """Part of a core's pairs. If choices near the lower bound have more, the ILP gets all choices at once: it would take nearly
-    as long on these."""
+    """Part of a core's pairs. If choices near the lower bound have more, the ILP gets all at once, in nearly the same time."""
     first_slack: float = 2e-3
     """Part of the cost by which these first choices may exceed the lower bound."""
     polish_nodes: tuple[int, ...] = (24, 80)

@@ -42,7 +42,8 @@ def test_every_bit_is_moved(dtype, shape):
 
 
 def step(state, batch):
-    """Rows that are looked up, moved, and put in order, where -0.0 comes before 0.0; of a sum, beyond its end too."""
+    """Rows that are looked up, moved, and put in order, where -0.0 comes before 0.0; of a sum, beyond its end too. Columns are
+    looked up within the table: a lookup that fills, in a table that one device holds, keeps values only (`owned.py`)."""
     n, ids = batch["n"], batch["ids"]
     rows = {
         "row": state["table"][n],

@@ -141,6 +141,7 @@ def test_not_where_next_to_nothing_is_won(monkeypatch):
 
 
 METHODS = {
+    "auto": autopar.Auto(),
     "zero3": autopar.DataParallel(zero=3),
     "three_d": autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=2),
     "microbatches": autopar.ShardParallel(mesh_shape=(2, 4), num_microbatches=2),

@@ -25,7 +25,7 @@ FIXED = [
     *(autopar.ThreeD(data=d, tensor=t, pipeline=4 // d // t) for d, t in ((1, 2), (2, 1), (1, 4), (2, 2))),
     *(autopar.DataParallel(zero=zero) for zero in (1, 3)),
 ]
-"""Each number of stages, schedule and degree; `make sweep` has all that are crossed of them."""
+"""Each number of stages, schedule and degree, in few of the ways to cross them."""
 
 
 def predicted(cluster, method, rows, width):

@@ -11,7 +11,7 @@ Method: what is made of counters (random bits, places on a grid), integers and s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import jax.numpy as jnp
 
@@ -19,6 +19,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.dataflow import descendants, inputs_of, read_by
 from autopar.ir.split.placement import Batch, sample_dims
 from autopar.ir.work import Work
+from autopar.tuning import TUNING
 
 
 def drawn_samples(jaxpr: Jaxpr, batch: Batch) -> dict[Var, int]:
@@ -36,6 +37,18 @@ def drawn_samples(jaxpr: Jaxpr, batch: Batch) -> dict[Var, int]:
 
 def _holds_numbers(var: Var) -> bool:
     return bool(var.aval.ndim) and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def drawn_at_once(jaxpr: Jaxpr, batch: Batch, outside: Iterable[Sequence[JaxprEqn]]) -> dict[Var, int]:
+    """The drawn samples of a program, if much work on them is done on all rows at once; else none.
+
+    `outside`: the equations that run on all samples at once, of each round.
+    """
+    drawn = drawn_samples(jaxpr, batch)
+    at_once = sum(work_on_drawn(eqns, drawn) for eqns in outside)
+    if not at_once or at_once <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
+        return {}
+    return drawn
 
 
 def work_on_drawn(eqns: Sequence[JaxprEqn], drawn: Collection[Var]) -> float:

@@ -27,7 +27,7 @@ from autopar.grouping import grouped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import descendants, inputs_of, needed, read_by, variables
 from autopar.ir.split.microbatches.accumulate import accumulate
-from autopar.ir.split.microbatches.drawn import drawn_samples, work_on_drawn
+from autopar.ir.split.microbatches.drawn import drawn_at_once
 from autopar.ir.split.microbatches.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
@@ -97,9 +97,8 @@ def accumulate_in_rounds(
 def _rounds_of_drawn(jaxpr: Jaxpr, decide: Callable[..., LoopSolution], batch: Batch) -> list[_Round]:
     """The best rounds; with drawn samples in microbatches, too, if that leaves less work for all of them at once."""
     found = _best_rounds(jaxpr, decide)
-    drawn = drawn_samples(jaxpr, batch)
-    at_once = sum(work_on_drawn(_outside(each), drawn) for each in found)
-    if not at_once or at_once <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
+    drawn = drawn_at_once(jaxpr, batch, map(_outside, found))
+    if not drawn:
         return found
     with contextlib.suppress(MicrobatchError):
         other = _best_rounds(jaxpr, partial(decide, drawn=drawn))

@@ -28,7 +28,7 @@ from autopar.ir.gradient import (
     made_by_backward,
 )
 from autopar.ir.region import kind_of
-from autopar.ir.split.microbatches.drawn import drawn_samples, work_on_drawn
+from autopar.ir.split.microbatches.drawn import drawn_at_once, drawn_samples
 from autopar.ir.split.microbatches.microbatch import Microbatches, check_divides, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.refusal import refused, too_much_at_once
@@ -66,12 +66,9 @@ def split_at_joins(
     check_divides(jaxpr, count, batch, name)
     decide = partial(find_phases, count=count, batch=batch, per_microbatch=per_microbatch, apart=True)
     found = _in_passes(jaxpr, count, batch, decide)
-    drawn = drawn_samples(jaxpr, batch)
-    at_once = work_on_drawn(_outside(found), drawn)
-    if not at_once or at_once <= TUNING.hoisted_work * sum(Work().of_equations(jaxpr.eqns)):
-        return found
+    drawn = drawn_at_once(jaxpr, batch, [_outside(found)])
     ways = [found]
-    for split in (_at_joins, _in_rounds):
+    for split in (_at_joins, _in_rounds) if drawn else ():
         with contextlib.suppress(MicrobatchError):
             ways.append(split(jaxpr, partial(decide, drawn=drawn)))
     return min(ways, key=lambda way: sum(Work().of_equations(_outside(way))))
