@@ -94,7 +94,9 @@ def test_budgets_from_plenty_to_nothing(offload):
     assert planned >= 1
 
 
-@pytest.mark.parametrize("name", ["gpt_unrolled", "mlp_multisteps"])
+@pytest.mark.parametrize(
+    "name", ["gpt_unrolled", "mlp_multisteps", pytest.param("moe_top2_capacity", marks=pytest.mark.slow)]
+)
 def test_what_fits_a_known_plan_is_not_called_infeasible(name):
     case = CASES[name]()
     cluster = Cluster(1, 8, Device("toy", 1e14, 80e9, 3e12), Link(2e-6, 3e11), Link(1e-5, 5e10))
