@@ -4,7 +4,8 @@ In:     `Model`: costs of the columns, which of them are binary, rows of a spars
 Out:    `Ended`: the values found, whether they are proved optimal, and the solver's bound.
 Method: HiGHS takes the arrays as they are; CBC is called through PuLP. Both run with one thread and a fixed seed. HiGHS runs
         in a thread of its own, since Python handles Ctrl-C only while its main thread runs Python; setting its time limit to
-        zero makes it end by itself. Its own limit is one of wall-clock time, which passes while others have the processor.
+        zero makes it end by itself. Its own limit is one of wall-clock time, which passes while others have the processor;
+        CBC's is one of its own processor time.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def run_stoppable(highs: highspy.Highs, seconds: float) -> None:
 def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:
     import pulp  # it imports all solvers, which takes as long as a small plan
 
-    solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
+    solver = _cbc(msg=False, timeLimit=seconds, timeMode="cpu", gapRel=gap, threads=1, options=["randomSeed 1"])
     if not solver.available():
         raise _not_installed("cbc", "PuLP does not find it.")
     problem, matrix = pulp.LpProblem("sharding", pulp.LpMinimize), model.matrix
@@ -159,9 +160,9 @@ def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:
     if hasattr(outcome, "best_bound"):  # PuLP 4: optimal is 1, and -7 that the gap asked for was reached
         found, proved, bound = outcome.has_solution, int(outcome.status) in (1, -7), outcome.best_bound or 0.0
     else:
-        found, bound = problem.status != pulp.LpStatusInfeasible, 0.0
+        # A CBC that stops early leaves values of the relaxation, which PuLP assigns all the same.
+        found, bound = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible), 0.0
         proved = problem.sol_status == pulp.LpSolutionOptimal
-    found = found and any(x.varValue is not None for x in columns)
     return Ended(np.array([x.varValue or 0.0 for x in columns]) if found else None, proved, float(bound))
 
 

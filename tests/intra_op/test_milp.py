@@ -53,6 +53,20 @@ def test_columns_behind_the_binary_ones_are_numbers():
         np.testing.assert_allclose(found.values, [1.0, 0.5], atol=1e-6)
 
 
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_what_stops_early_is_a_solution_or_none(solver):
+    """Half of every row is to be covered by columns of similar costs: the relaxation is easy, and whole numbers are hard."""
+    random = np.random.default_rng(0)
+    rows = random.integers(1, 20, (30, 60)).astype(float)
+    costs = random.integers(5, 30, 60) + random.random(60)
+    model = Model(costs, 60, csr_array(rows), rows.sum(1) / 2 + 0.5, np.full(30, np.inf))
+    stopped = solve_model(model, solver, 0.0, 0.0)
+    assert not stopped.proved
+    if stopped.values is not None:  # HiGHS looks at its limit now and then, and may have found something
+        assert np.abs(stopped.values - np.round(stopped.values)).max() < 1e-6
+        assert (rows @ stopped.values >= model.lower - 1e-6).all()
+
+
 def test_another_name_is_refused():
     with pytest.raises(SolverError, match="autopar knows 'highs', 'cbc'"):
         solve_model(drawn(0), "simplex", 1.0, 0.0)
