@@ -26,6 +26,7 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.region import equations_within, is_region
 from autopar.ir.rewrite.barriers import drop_barriers
+from autopar.ir.rewrite.carries_apart import take_carries_apart
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.swapped_products import swap_products
@@ -223,6 +224,11 @@ FREE: Pass[Any] = Pass(
     "barriers hold back only what has to wait",
     lambda step: step.by(lambda jaxpr: drop_barriers(jaxpr, step.roles.batch)),
 )
+CARRIES: Pass[Any] = Pass(
+    "carries_apart",
+    "what loops add up of samples alone, as a mask, is added up in loops of its own",
+    lambda step: step.by(lambda jaxpr: take_carries_apart(jaxpr, step.roles.batch)) if step.count > 1 else step,
+)
 SWAPPED: Pass[Any] = Pass(
     "swapped_products",
     "sums over microbatches lie as their reader wants them",
@@ -240,6 +246,7 @@ APART: tuple[Pass[TakenApart], ...] = (
         lambda step: step.by(lambda jaxpr: unroll_steps(jaxpr, TUNING.written_steps)),
     ),
     SORTED,
+    CARRIES,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
     Pass(
         "late_narrowing",

@@ -14,7 +14,7 @@ from functools import partial
 
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError, NoPlanFoundError
-from autopar.inter_op.cut import FREE, LEAN, SORTED, SWAPPED, Rewritten, check_rewritten
+from autopar.inter_op.cut import CARRIES, FREE, LEAN, SORTED, SWAPPED, Rewritten, check_rewritten
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
@@ -57,6 +57,7 @@ WHOLE: tuple[Pass[Rewritten], ...] = (MERGED, SORTED, LEAN, FREE, STACKED)
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
     MERGED,
     SORTED,
+    CARRIES,
     Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(cut_after_gradients)),
     Pass("late_narrowing", "casts to 16 bits leave loops", lambda step: step.by(narrow_late)),
     LEAN,
