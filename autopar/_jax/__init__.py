@@ -25,6 +25,7 @@ from autopar._jax.primitives import (
     key_primitive_implementation,
     lowered_program,
     primitives,
+    scatter_to_selected,
     shardy_rule,
     with_cudnn_of,
 )

@@ -19,6 +19,7 @@ import numpy as np
 from jax._src import custom_partitioning_sharding_rule as _sdy_rule
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lax import windowed_reductions as _windows
 from jax._src.random import prng as _prng
 from jax._src.random.core import random_gamma_p
 from jax.extend.core import Primitive, primitives
@@ -74,6 +75,15 @@ def lowered_program(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return results if several else (results,)
 
     return trace(program, *(x.aval for x in eqn.invars))
+
+
+def scatter_to_selected(
+    eqn: JaxprEqn, source: jax.Array, operand: jax.Array, padding: Any, zero: jax.Array
+) -> jax.Array:
+    """What `select_and_scatter_add` does with other padding, beginning with `zero`, a scalar, in place of a constant."""
+    select, scatter = eqn.params["select_prim"].bind, jax.lax.bitwise_or if zero.dtype == np.bool_ else jax.lax.add
+    windows = [eqn.params[name] for name in ("window_dimensions", "window_strides")]
+    return _windows._select_and_scatter(operand, select, *windows, padding, source, zero, scatter)
 
 
 def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:

@@ -148,8 +148,11 @@ def _is_recomputable(node: Node) -> bool:
 
 
 def read_from_memory(operation: Node | Compute) -> list[Var]:
-    """Operands that must be arrays in memory: not those of reductions, the source of a slice, or the target of a scatter."""
+    """Operands that must be arrays in memory: not those of reductions, of scatters to what windows select (whose kernels
+    compute them), the source of a slice, or the target of a scatter."""
     rule, eqn = operation.rule, operation.eqn
+    if rule.selected is not None:
+        return []
     if is_fused(operation) or len([o for o in rule.operands if o]) <= 1 and not copies_to_or_from_host(eqn):
         return []
     first = 1 if is_picking(operation) or _scatters(operation) else 0

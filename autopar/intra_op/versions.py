@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from autopar._jax import Literal, Var, on_host
 from autopar.intra_op.held import read_from_memory
 from autopar.intra_op.host_order import arrivals, copies_host, fetched_first
@@ -78,9 +76,8 @@ def find_versions(
 ) -> Versions:
     """Find the versions of a body.
 
-    With `given`, inputs are in the layout given: one that is read transposed exists twice from then on; a scatter into
-    zeros shaped like a value that was clipped at zero exists from the clipping on, since compilers merge both zeros; and
-    what the first trip of the first loop fetches from host memory is there early, since compilers peel that trip off.
+    With `given`, inputs are in the layout given: one that is read transposed exists twice from then on; and what the first
+    trip of the first loop fetches from host memory is there early, since compilers peel that trip off.
     A scatter that its reader adds to a value is done in place only if the reader takes it in the sharding it was made in.
     Inputs among `rows` are rows of stacks, which elementwise work reads there: they take memory only between what reads them
     as arrays.
@@ -168,30 +165,19 @@ class _Walk:
     def makes(self, instruction: Instruction, position: int, behind: Sequence[int]) -> None:
         """Add the versions that an instruction makes."""
         passed = _passed_on(instruction) if self.stored is None else {}
-        start = self.zeros_at(instruction, position) if self.given else position
         if copies_host(instruction) and not on_host(instruction.reads[0][0].aval):
             self.leaving.update(dict.fromkeys(instruction.makes, behind))
         for copy in instruction.makes:
             made_of = behind if self.is_recomputed(instruction, copy) else None
             if copy in passed:
                 made_of = self.found.made_of[self.current[passed[copy]]]
-            self.current[copy] = self.found.add(copy, start, made_of=made_of)
+            self.current[copy] = self.found.add(copy, position, made_of=made_of)
 
     def is_recomputed(self, instruction: Instruction, copy: Copy) -> bool:
         """Whether a result of an instruction takes no memory and is recomputed by its readers."""
         if self.stored is None or not isinstance(instruction, Compute) or copy[0] in self.stored:
             return False
         return copy not in self.results and (copy not in self.moved or is_fused(instruction))
-
-    def zeros_at(self, instruction: Instruction, position: int) -> int:
-        """The position at which the zeros are made that an instruction's result begins as: its own, or an earlier one."""
-        if not isinstance(instruction, Compute) or instruction.rule.zeros_like is None:
-            return position
-        k = instruction.rule.zeros_like
-        start = self.found.starts[self.current[instruction.eqn.invars[k], instruction.strategy.operands[k]]]
-        maker = self.body.instructions[start] if start >= 0 else None
-        constants = [a.val for a in maker.eqn.invars if isinstance(a, Literal)] if isinstance(maker, Compute) else []
-        return start if any(not np.any(constant) for constant in constants) else position
 
     def finish(self) -> None:
         """Let results live to the end, and set widths: a wide result exists also once in its own type."""

@@ -12,6 +12,7 @@ Method: XLA computes grouped products (`ragged_dot`) as one product over all gro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autopar._jax import JaxprEqn
 from autopar.intra_op.sharded import Compute, exchanged_bytes, local_bytes
@@ -19,9 +20,6 @@ from autopar.intra_op.strategies import Strategy
 from autopar.ir.rules import ShardingRule
 from autopar.ir.split.sorted_rows.ordered import PRODUCTS
 from autopar.mesh import LogicalMesh
-
-_SCATTERS = {"select_and_scatter_add": (1, 0), "select_and_scatter": (0, 1)}
-"""Operations that scatter to the selected elements of windows: their array and their source, among the operands."""
 
 
 def is_masked(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
@@ -41,8 +39,8 @@ def workspace_at(instruction: Compute, mesh: LogicalMesh) -> int:
 
 def workspace_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
     """Workspace of an operation under a strategy, bytes on one device."""
-    if eqn.primitive.name in _SCATTERS and not _is_tpu(mesh):
-        return _selected_bytes(eqn, strategy, mesh)
+    if rule.selected is not None and not _is_tpu(mesh):
+        return _selected_bytes(eqn, rule.selected, strategy, mesh)
     if eqn.primitive.name not in PRODUCTS:
         return 0
     num_devices = math.prod(mesh.size_of(axis) for axis in strategy.exchanged_over)
@@ -50,11 +48,9 @@ def workspace_bytes(rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh:
     return room + (masked_bytes(eqn, strategy, mesh) if is_masked(eqn, mesh) else 0)
 
 
-def _selected_bytes(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> int:
+def _selected_bytes(eqn: JaxprEqn, operands: Sequence[int], strategy: Strategy, mesh: LogicalMesh) -> int:
     """Bytes of each window's selected element, at least 32 bits of it, and of its place along each dim of the array."""
-    array, source = (
-        strategy.operands[k].local_shape(tuple(eqn.invars[k].aval.shape), mesh) for k in _SCATTERS[eqn.primitive.name]
-    )
+    array, source = (strategy.operands[k].local_shape(tuple(eqn.invars[k].aval.shape), mesh) for k in operands)
     place = 4 if math.prod(array) < 2**31 else 8
     return math.prod(source) * (len(source) * place + max(4, eqn.outvars[0].aval.dtype.itemsize))
 

@@ -25,7 +25,7 @@ from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import region_of
 from autopar.ir.rules.on_cpus import bind_on_cpu
-from autopar.ir.rules.on_gpus import as_on_gpus
+from autopar.ir.rules.on_gpus import as_on_gpus, bind_on_gpu
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead
@@ -377,6 +377,8 @@ def run_equation(
         results = list(rule.local(eqn, shard, *operands))
     elif platform == "cpu":
         results = bind_on_cpu(eqn, operands, None if strategy.reductions else reader)
+    elif platform in GPU_PLATFORMS:
+        results = bind_on_gpu(eqn, operands)
     else:
         results = bind_eqn(eqn, *operands)
     for kind, axes in strategy.reductions:

@@ -116,8 +116,8 @@ class ShardingRule:
         local: Per-device program; None: the primitive itself on local operands.
         host_call: It calls into the host: one device runs it and sends its results to all.
         transposed: Operands that kernels want with their dims in another order: an argument of the step is copied for them.
-        zeros_like: The operand whose shape the result's initial zeros have; None: the result is not accumulated into zeros.
         exchange: Rows may be sent to the devices of their groups; None: they may not.
+        selected: Of a scatter to the elements that windows select: the operand that these are of, and the one that is scattered.
     """
 
     operands: tuple[Term, ...]
@@ -134,8 +134,8 @@ class ShardingRule:
     local: LocalProgram | None = None
     host_call: bool = False
     transposed: tuple[int, ...] = ()
-    zeros_like: int | None = None
     exchange: RowExchange | None = None
+    selected: tuple[int, int] | None = None
 
     def splittable(self) -> tuple[Factor, ...]:
         """Factors that may be split over mesh axes, in order of appearance: not whole, and leading in every dim with them."""

@@ -135,16 +135,18 @@ def select_and_move(eqn: JaxprEqn) -> ShardingRule:
     takes the tangent at that position.
     """
     shape, first = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
-    places = first if eqn.primitive.name == "select_and_scatter_add" else eqn.outvars[0].aval.shape
+    scatters = eqn.primitive.name == "select_and_scatter_add"
+    places = first if scatters else eqn.outvars[0].aval.shape
     rule = _selection(eqn, _window_factors(eqn, shape, places), moved=0, operand=1)
-    return dataclasses.replace(rule, zeros_like=1 if eqn.primitive.name == "select_and_scatter_add" else None)
+    return dataclasses.replace(rule, selected=(1, 0)) if scatters else rule
 
 
 @register(*find_primitives("select_and_scatter"))
 def select_and_scatter(eqn: JaxprEqn) -> ShardingRule:
     """Operands: (operand, source, initial scalar); any selection and scatter functions."""
     shape, places = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    return _selection(eqn, _window_factors(eqn, shape, places), moved=1, operand=0)
+    rule = _selection(eqn, _window_factors(eqn, shape, places), moved=1, operand=0)
+    return dataclasses.replace(rule, selected=(0, 1))
 
 
 def _selection(eqn: JaxprEqn, dims: Sequence[WindowFactors], moved: int, operand: int) -> ShardingRule:
