@@ -25,7 +25,7 @@ from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import region_of
 from autopar.ir.rules.on_cpus import bind_on_cpu
-from autopar.ir.rules.on_gpus import as_on_gpus, bind_on_gpu
+from autopar.ir.rules.on_gpus import as_on_gpus
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead
@@ -46,6 +46,7 @@ from autopar.partition.order import (
 )
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
+from autopar.partition.selected import add_to_selected
 from autopar.partition.stacks import late_stacks, overwritten, scan_into
 from autopar.tuning import TUNING
 
@@ -363,12 +364,9 @@ def run_equation(
     shard = Shard(strategy.axes_of, axis_sizes, rule.sizes, platform=platform)
     if strategy.exchanged_over and rule.exchange is not None:
         # Each product sends its own rows, as planned: the added dependence keeps XLA from merging equal sends.
-        first, second, *others = operands
-        sent = [
-            after(*pair) if k in rule.exchange.exchanged else pair[0]
-            for k, pair in enumerate(((first, second), (second, first)))
-        ]
-        operands = [*sent, *others]
+        pairs = enumerate((operands[:2], operands[1::-1]))
+        sent = [after(*pair) if k in rule.exchange.exchanged else pair[0] for k, pair in pairs]
+        operands = [*sent, *operands[2:]]
     if platform in GPU_PLATFORMS:
         operands = as_on_gpus(eqn, operands)
     if rule.host_call:
@@ -377,8 +375,8 @@ def run_equation(
         results = list(rule.local(eqn, shard, *operands))
     elif platform == "cpu":
         results = bind_on_cpu(eqn, operands, None if strategy.reductions else reader)
-    elif platform in GPU_PLATFORMS:
-        results = bind_on_gpu(eqn, operands)
+    elif platform in GPU_PLATFORMS and rule.selected is not None and len(operands) == 2:
+        results = [add_to_selected(eqn, *operands)]
     else:
         results = bind_eqn(eqn, *operands)
     for kind, axes in strategy.reductions:

@@ -117,7 +117,7 @@ class ShardingRule:
         host_call: It calls into the host: one device runs it and sends its results to all.
         transposed: Operands that kernels want with their dims in another order: an argument of the step is copied for them.
         exchange: Rows may be sent to the devices of their groups; None: they may not.
-        selected: Of a scatter to the elements that windows select: the operand that these are of, and the one that is scattered.
+        selected: Of a scatter to the elements that windows select: the operand that these are of, and what is scattered.
     """
 
     operands: tuple[Term, ...]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar._jax import bind_eqn
-from autopar.ir.rules.on_gpus import as_on_gpus, bind_on_gpu
+from autopar.ir.rules.on_gpus import as_on_gpus
 
 X, KERNEL = jnp.ones((2, 8, 8, 3)), jnp.arange(3 * 3 * 3 * 4, dtype=jnp.float32).reshape(3, 3, 3, 4)
 
@@ -38,23 +38,3 @@ def test_the_kernel_of_a_strided_gradient_is_reversed_last(strides, reversals):
     steps = [e.primitive.name for e in jax.make_jaxpr(run)(cotangent, kernel).eqns]
     assert steps.count("rev") == reversals
     assert steps[-1] == "conv_general_dilated" and (steps[-2] == "rev") == bool(reversals)
-
-
-@pytest.mark.parametrize("sides", ["SAME", "VALID", ((0, 0), (2, 1), (1, 0), (0, 0))], ids=str)
-@pytest.mark.parametrize("reduce, first", [(jax.lax.max, -jnp.inf), (jax.lax.min, jnp.inf)], ids=["max", "min"])
-def test_the_gradient_of_pooling_begins_with_zeros_behind_a_barrier(reduce, first, sides):
-    """Also where windows hold nothing but what the border holds."""
-
-    def pool(x):
-        return jax.lax.reduce_window(x, first, reduce, (1, 3, 3, 1), (1, 2, 2, 1), sides)
-
-    x = jax.random.normal(jax.random.key(0), (2, 9, 8, 3))
-    x = jnp.where(x * jnp.sign(first) > 1, first, x)
-    source = jax.random.normal(jax.random.key(1), pool(x).shape)
-    program = jax.make_jaxpr(lambda x, source: jax.vjp(pool, x)[1](source))(x, source)
-    (eqn,) = (eqn for eqn in program.eqns if eqn.primitive.name == "select_and_scatter_add")
-    operands = [{source.shape: source, x.shape: x}[var.aval.shape] for var in eqn.invars]
-    (made,) = bind_on_gpu(eqn, operands)
-    np.testing.assert_array_equal(made, bind_eqn(eqn, *operands)[0])
-    steps = {e.primitive.name: e for e in jax.make_jaxpr(lambda *arrays: bind_on_gpu(eqn, arrays))(*operands).eqns}
-    assert steps["select_and_scatter"].invars[2] in steps["optimization_barrier"].outvars
