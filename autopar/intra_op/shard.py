@@ -52,6 +52,7 @@ def shard(
     exposure: Exposure | None = None,
     begin: Sequence[Sharded] = (),
     explore: bool = False,
+    misled: float = 0.0,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -71,6 +72,8 @@ def shard(
         begin: Answers on meshes whose axes are products of this one's, or that have as many: a large problem is then not
             solved as a whole but improved from the best of them (`by_axes.py`), without a bound.
         explore: Whether to solve, too, as if all kinds of conversion were hidden that no program has shown.
+        misled: Part by which the price of a well-known plan was too high on another mesh, where it is the fastest: here such
+            plans may be priced as much above the best and are compared nevertheless.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be met, or was not in time; says which and by how much.
@@ -96,7 +99,7 @@ def shard(
     expected = exposure if last is None or last.exposure is None else _shown(last)
     wider = instance.prices.problem(expected) if known else problem
     for other in known if best is not None or not is_far_over(problem) else ():
-        best = _with_known(instance, best, other, wider, expected, tried)
+        best = _with_known(instance, best, other, wider, expected, tried, misled)
     while best is None and not instance.limit.is_over and instance.send_less(problem):
         solution = instance.solve(problem)
         if solution.choices:
@@ -266,6 +269,7 @@ def _with_known(
     wider: Problem,
     exposure: Exposure | None,
     tried: list[tuple[int, ...]],
+    misled: float,
 ) -> Sharded | None:
     """Compare the best answer with the best one under a well-known plan's restrictions, if that may win.
 
@@ -276,13 +280,17 @@ def _with_known(
         wider: The problem without its restrictions.
         exposure: The exposure after all answers.
         tried: Choices that were read off; extended.
+        misled: Part by which it may be faster than its price.
     """
     narrowed = narrowed_problem(wider, instance.graph, instance.class_of, known)
-    if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
+    may_win = misled > 0 and not instance.limit.is_over
+    if narrowed is None or not (best is None or may_win or _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
     # Within memory each takes several solves, whose bounds show on the way that it is not worth the rest.
     is_short = best is not None and bool(best.problem.rows) and not best.is_off_price
-    beat = (1 + TUNING.known_far) * best.step_seconds if best is not None and is_short else np.inf
+    beat = np.inf
+    if best is not None and (is_short or may_win):
+        beat = (1 + TUNING.known_far + misled) * best.step_seconds
     with instance.limit.thorough(not is_short):  # as if the user asked for this plan by name
         solution = instance.solve(narrowed, beat)
     if not solution.choices or solution.status == "pruned" or solution.choices in tried:

@@ -82,15 +82,17 @@ def search_meshes(
             continue
         text = f"sharding {request.program.name} on mesh {mesh}"
         report(text, number / len(meshes), *_best_known(searched))
-        # Data parallelism over all axes is the same on every mesh of one host: compare once, and on the mesh of hosts.
-        compare = not searched.results or mesh.shape == by_hosts
+        # Data parallelism over all axes is the same on every mesh of one host: compare once, and on the mesh of hosts; but
+        # where prices mislead, ZeRO over one of two axes may be missed.
+        misled = _misled(searched.best, mesh) if searched.results else 0.0
+        compare = not searched.results or mesh.shape == by_hosts or misled > 0
         if searched.results:
             best = searched.best.as_compared(request.cluster.device)
             beat, exposure = _to_beat(best, mesh), best.exposure
         try:
             like = searched.results[0].graph if searched.results else None
             begin, explore = _begin(searched, mesh), not searched.results
-            sharded = shard_on(request, mesh, compare, beat, exposure, like, begin, explore)
+            sharded = shard_on(request, mesh, compare, beat, exposure, like, begin, explore, misled)
         except Pruned as pruned:
             searched.pruned.append(mesh)
             searched.tried.append((str(mesh), f"at least {pruned.seconds:.3e} s"))
@@ -121,6 +123,15 @@ def _to_beat(best: Sharded, mesh: LogicalMesh) -> float:
 
 def _is_small(problem: Problem) -> bool:
     return num_pairs(problem) <= TUNING.small_mesh_pairs
+
+
+def _misled(best: Sharded, mesh: LogicalMesh) -> float:
+    """By what part of its seconds the fastest plan's price exceeds the clock, if it is not the cheapest on its mesh.
+
+    It is then a well-known plan: on other meshes of few axes, such plans may be as much faster than their prices.
+    """
+    is_misled = len(mesh.shape) < 3 and best.is_off_price and best.solution.gap > TUNING.known_far
+    return max(0.0, best.solution.objective / best.step_seconds - 1) if is_misled else 0.0
 
 
 def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:

@@ -100,6 +100,7 @@ def shard_on(
     like: Graph | None = None,
     begin: Sequence[Sharded] = (),
     explore: bool = False,
+    misled: float = 0.0,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` it with data parallelism.
 
@@ -123,6 +124,7 @@ def shard_on(
                 exposure=exposure or Exposure(1 - device.achieved.overlap),
                 begin=begin,
                 explore=explore,
+                misled=misled,
             )
         except InfeasibleError:
             if found is None:
