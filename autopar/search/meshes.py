@@ -4,8 +4,9 @@ In:     a step (in microbatches), the meshes that the method allows, fewer axes 
 Out:    `Searched`: the plan on each mesh, and what was tried or left out, and why.
 Method: the best plan so far bounds the next mesh, which is abandoned early if it cannot win. A mesh of three axes, which
         takes many times as long to plan, starts from the best answer on fewer or as many axes, and only if it can win as
-        much as that costs. Where its price misjudges it, the best mesh is then planned once more as if it were the only
-        one. Equal layers share their choices throughout; the best answer is then untied (`intra_op/untie.py`).
+        much as that costs. Where prices mislead, well-known plans are compared on more meshes than the first. Where its
+        price misjudges it, the best mesh is then planned once more as if it were the only one. Equal layers share their
+        choices throughout; the best answer is then untied (`intra_op/untie.py`).
 """
 
 from __future__ import annotations

@@ -72,11 +72,12 @@ def test_none_is_faster_on_a_model_of_the_table():
 
 
 def test_the_best_mesh_is_planned_as_if_it_were_the_only_one():
-    """On two axes, priced by what one axis had shown, a plan was kept that is 1.7 % slower; in a long training that counts."""
+    """On two axes, priced by what one axis had shown, a plan was kept that is 1.7 % slower; in a long training that counts. In
+    a short one it is ZeRO, which was the fastest on one axis at 5 % above the price of others, and was not compared on two."""
     step, *args = gpt.make_step(gpt.Config(layers=3, width=96, heads=4, vocabulary=256, tokens=64, batch=16))
-    methods = autopar.Auto(steps=10**6), autopar.ShardParallel(mesh_shape=(2, 4))
-    best, named = (seconds_of(step, args, autopar.Cluster.local(), method) for method in methods)
-    assert best <= named * ROUNDING
+    methods = autopar.Auto(steps=10**6), autopar.Auto(), autopar.ShardParallel(mesh_shape=(2, 4))
+    *best, named = (seconds_of(step, args, autopar.Cluster.local(), method) for method in methods)
+    assert max(best) <= named * ROUNDING
 
 
 def test_a_mesh_that_undoing_its_ties_makes_the_best_is_not_left_out():
