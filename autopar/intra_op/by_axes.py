@@ -178,7 +178,7 @@ def _block(
     for (u, v), matrix in problem.edges.items():
         part = id(matrix), id(left[u]), id(left[v])
         if part not in tables:
-            tables[part] = matrix[np.ix_(left[u], left[v])]
+            tables[part] = matrix[left[u][:, None], left[v]]
         block.edges[u, v] = tables[part]
     return block, left
 

@@ -259,7 +259,7 @@ def _first_row(matrix: np.ndarray) -> np.ndarray:
 def _allowed(cost: np.ndarray) -> np.ndarray | None:
     """Mask of the choices that are not forbidden; None if all are, or none is."""
     finite = np.isfinite(cost)
-    return finite if finite.any() and not finite.all() else None
+    return None if finite.all() or not finite.any() else finite
 
 
 def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
@@ -272,16 +272,19 @@ def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
         worst = cost[:, None] - cost  # worst[j, i]: how much j may cost more than i, at least
         for matrix in matrices:
             there = matrix.take(matrix.argmin(axis=1), axis=1)
-            worst += _most((there - there.diagonal())[None])
-        beats = worst <= 0
+            worst += there - there.diagonal()
+        beats = ~(worst > 0)  # what is forbidden on both sides (inf - inf) says nothing here
         np.fill_diagonal(beats, False)
         better, worse = beats.nonzero()
+        if not len(better):
+            return None
         exact = cost[better] - cost[worse]
-        for matrix in matrices if len(better) else ():
+        for matrix in matrices:
             exact += _most(matrix.T.take(better, axis=1) - matrix.T.take(worse, axis=1))
-        beats[better, worse] = exact <= 0
+    beats[better, worse] = exact <= 0
+    keep = np.ones(len(cost), bool)
     # Of choices that beat each other the first stays.
-    keep = np.asarray(~(beats & ~np.tril(beats.T, -1)).any(axis=0))
+    keep[worse[beats[better, worse] & ~(beats[worse, better] & (worse < better))]] = False
     return None if keep.all() else keep
 
 

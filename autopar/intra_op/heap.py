@@ -27,6 +27,9 @@ from autopar.intra_op.versions import Versions
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
+_NOWHERE = np.iinfo(np.int64).max
+"""In place of the size of a gap that an array does not fit in."""
+
 
 class Range(NamedTuple):
     """An array that is alive from one moment to another, both included."""
@@ -162,8 +165,8 @@ def _height(ranges: Sequence[Range]) -> int:
         among = among[np.argsort(lows[among], kind="stable")]
         tops = np.maximum.accumulate(np.concatenate(([0], highs[among])))
         gaps = lows[among] - tops[:-1]
-        gaps[gaps < array.num_bytes] = np.iinfo(np.int64).max
-        at = int(np.argmin(gaps)) if len(gaps) else 0
-        low = tops[at] if len(gaps) and gaps[at] < np.iinfo(np.int64).max else tops[-1]
+        gaps[gaps < array.num_bytes] = _NOWHERE
+        at = int(gaps.argmin()) if len(gaps) else 0
+        low = tops[at] if len(gaps) and gaps[at] < _NOWHERE else tops[-1]
         begins[k], ends[k], lows[k], highs[k] = array.begin, array.end, low, low + array.num_bytes
     return int(highs.max(initial=0))
