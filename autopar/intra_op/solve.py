@@ -111,6 +111,7 @@ class _Core:
         is_rough: Whether message passing alone suffices.
         proved: Lower bound that the ILP has proved.
         solved_pairs: Pairs that the ILP has solved so far.
+        solved: Masks of the choices among which the ILP has found no better assignment than the incumbent.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class _Core:
         if start:
             self.ascent.offer(start)
         self.how, self.proved, self.solved_pairs = "message passing", -np.inf, 0
+        self.solved: list[Sequence[np.ndarray]] = []
 
     @property
     def allowed(self) -> float:
@@ -177,14 +179,20 @@ class _Core:
             slack = part * room
             if part == TUNING.room_parts[0]:  # the incumbent of messages may be far from optimal, the bound seldom is
                 slack = min(slack, TUNING.first_slack * abs(lower + self.constant))
-            narrowed = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
-            if narrowed is None:
+            promising = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
+            if promising is None:
                 break
+            masks, narrowed = promising
+            if any(_holds(solved, masks) for solved in self.solved):  # more rounds seldom leave others than fewer did
+                if part == 1:
+                    return True
+                continue
             if part < 1 and num_pairs(narrowed.problem) > TUNING.nearly_whole * self.pairs:
                 continue  # with all choices it takes little longer
             if part == 1 and room <= self.left_open and num_pairs(narrowed.problem) > TUNING.early_core:
                 break
             answer = self.ask(narrowed)
+            self.solved += [masks] * (answer.status == "optimal")
             if part == 1 and answer.choices:  # no better assignment has a dropped choice
                 self.proved = max(self.proved, answer.bound + narrowed.constant)
             if part == 1 and answer.status == "optimal":
@@ -224,8 +232,10 @@ def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -
     return max(gap, max(gap, TUNING.large_gap) * (upper + constant) / (upper - narrowed.constant))
 
 
-def _promising(core: Problem, ascent: Ascent, room: float, must: bool, is_last: bool, most: float) -> Reduced | None:
-    """Reduce a core to the choices whose excess is at most `room`, if that is small enough for the ILP.
+def _promising(
+    core: Problem, ascent: Ascent, room: float, must: bool, is_last: bool, most: float
+) -> tuple[Sequence[np.ndarray], Reduced] | None:
+    """Reduce a core to the choices whose excess is at most `room`, if that is small enough for the ILP; with their masks.
 
     At most `most` pairs. If there are more: None, since more rounds may narrow them; but after the last rounds (`is_last`),
     unless all choices are needed (`must`), only the best few of each node and those around the incumbent are kept.
@@ -234,14 +244,19 @@ def _promising(core: Problem, ascent: Ascent, room: float, must: bool, is_last: 
     narrowed = eliminate(_narrowed(core, masks))
     large = TUNING.small_core if must else TUNING.small_core // 4
     if num_pairs(narrowed.problem) <= min(most, large if is_last else TUNING.early_core):
-        return narrowed
+        return masks, narrowed
     around = _around(core, ascent.best) if is_last and not must else []
     for count in TUNING.fewer_choices if around else ():
         few = [near | (m & _least(e, count)) for m, e, near in zip(masks, ascent.excess, around, strict=True)]
         narrowed = eliminate(_narrowed(core, few))
         if num_pairs(narrowed.problem) <= min(most, TUNING.small_core // 2):
-            return narrowed
+            return few, narrowed
     return None
+
+
+def _holds(masks: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    """Whether all choices of the other masks are among these."""
+    return not any((other & ~mask).any() for mask, other in zip(masks, others, strict=True))
 
 
 def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, constant: float) -> Solution:

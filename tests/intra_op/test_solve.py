@@ -202,6 +202,26 @@ def test_a_core_that_hardly_narrows_is_solved_once(monkeypatch):
     assert sizes == [num_pairs(problem)]
 
 
+def test_what_the_ilp_has_solved_is_not_solved_again(monkeypatch):
+    """More rounds of messages seldom leave other choices than fewer did."""
+    tune(monkeypatch, solving, early_core=100, message_rounds=(60, 2, 2))
+    sizes = []
+
+    def noted(problem, *how):
+        sizes.append(num_pairs(problem))
+        return solve_ilp(problem, "highs")
+
+    monkeypatch.setattr(solving, "_solve_whole", noted)
+    random = np.random.default_rng(7)
+    grid = Problem([random.random(3) * 0.1 for _ in range(16)])
+    for row, column in itertools.product(range(4), repeat=2):
+        for other in [4 * row + column + 4] * (row < 3) + [4 * row + column + 1] * (column < 3):
+            grid.add_edge(4 * row + column, other, random.random((3, 3)))
+    found = solve(grid, gap=1e-5)
+    assert found.status == "optimal" and found.objective == pytest.approx(solve_ilp(grid, "highs").objective)
+    assert sizes == sorted(set(sizes)) and len(sizes) == 2, sizes
+
+
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_equal_problems_have_equal_choices(solver):
     """Of answers that cost the same one is taken, in whatever order the problem was put together."""
