@@ -105,10 +105,8 @@ def check_next_call(step, train, state, batch):
     [
         ("forward", 4, "1f1b"),
         ("forward", 8, "gpipe"),
-        ("backward", 4, "gpipe"),
         ("backward", 8, "1f1b"),
-        ("opaque", 4, "1f1b"),
-        ("opaque", 8, "gpipe"),
+        ("opaque", 4, "gpipe"),
     ],
 )
 def test_a_callback_raises(where, devices, schedule):

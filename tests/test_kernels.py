@@ -191,8 +191,11 @@ STAGES = autopar.ThreeD(data=2, pipeline=2, num_microbatches=2)
 SAMPLES = autopar.DataParallel(zero=3)
 
 
-@pytest.mark.parametrize("mixed", [by_rows, experts])
-@pytest.mark.parametrize("method", [MICROBATCHES, STAGES, SAMPLES], ids=["microbatches", "stages", "samples"])
+@pytest.mark.parametrize(
+    "method, mixed",
+    [(MICROBATCHES, experts), (STAGES, by_rows), (SAMPLES, by_rows), (SAMPLES, experts)],
+    ids=["microbatches", "stages", "samples, one operation", "samples"],
+)
 def test_experts_without_capacity(method, mixed):
     """Rows that are sorted in the model, of which each is by itself: as one operation, or as they stand."""
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Twenty random small programs under random plans equal plain `jax.jit`; `make sweep` runs a thousand (`random_sweep.py`)."""
+"""Ten random small programs under random plans equal plain `jax.jit`; `make sweep` runs a thousand (`random_sweep.py`)."""
 
 import collections
 
@@ -10,7 +10,7 @@ from autopar.ir.trace.trace import trace_step
 from tests.random_programs import draw_program
 from tests.random_sweep import GROUP, _difference, case_of, check_group
 
-NUM_PROGRAMS = 20
+NUM_PROGRAMS = 10
 
 
 @pytest.mark.parametrize("first", range(0, NUM_PROGRAMS, GROUP))
@@ -27,7 +27,7 @@ def test_programs_are_of_all_kinds():
         collections.Counter(line.name.split()[0] for program in many for line in program.lines),
     )
     assert {"dot", "write", "scan", "branch", "sum,", "cholesky", "max", "convolution", "top_k", "random"} <= set(kinds)
-    assert 4 < sum(program.gradient for program in programs) < 16
+    assert 1 < sum(program.gradient for program in programs) < 9
     assert any(np.isnan(np.asarray(x, np.float32)).any() for program in programs for x in program.state)
     case = case_of(programs[:25])
     eqns = trace_step(case.step, (case.state, case.batches[0])).jaxpr.eqns

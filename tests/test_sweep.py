@@ -7,6 +7,7 @@ import pytest
 
 from tests.models.registry import CASES
 from tests.sweep import MESHES, check_case, relative_error
+from tests.test_pipeline import MODELS as IN_PIPELINES
 
 CELLS = [
     ("8", "auto"),
@@ -59,7 +60,11 @@ def cell_of(name: str) -> tuple[str, str]:
     return quick[number % len(quick)]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in {stated for stated, _, _ in STATED}])
+ELSEWHERE = {*IN_PIPELINES, *(name for name, _, _ in STATED)}
+"""Models that run on stages of several devices, or in cells of their own."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ELSEWHERE])
 def test_model(name):
     mesh, method = cell_of(name)
     outcome = check_case(CASES[name](), MESHES[mesh], method)

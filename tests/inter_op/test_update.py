@@ -83,10 +83,9 @@ def large_arguments(plan):
     ]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
-    "num_layers, width",
-    [(8, WIDE), (12, WIDE), (6, WIDE), (8, NARROW)],
+    "num_layers, width, schedule",
+    [(8, WIDE, "gpipe"), (8, WIDE, "1f1b"), (12, WIDE, "gpipe"), (6, WIDE, "1f1b"), (8, NARROW, "1f1b")],
 )
 def test_only_scalars_cross(num_layers, width, schedule):
     plan = planned_mlp(num_layers, width, schedule)
@@ -220,8 +219,7 @@ def test_a_norm_that_only_is_reported():
     assert crossing == [(0, 1, ()), (0, 1, ())], "what the first stage found, once"
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages, num_microbatches", [(2, 4), (4, 1)])
 def test_tied_embeddings(num_stages, num_microbatches):
     case = CASES["gpt_tied_dropout"]()
     plan = planned(case.step, case.state, case.batches[0], num_stages, num_microbatches)

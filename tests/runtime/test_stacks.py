@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,18 +29,23 @@ def step_along(dim):
     return step
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["along dim 0", "along dim 1"])
-def stepped(request):
+@functools.cache
+def stepped_along(dim):
     """State after one step of a pipeline whose stages hold two chunks each; what it should be; the batch; the step."""
-    step = step_along(request.param)
+    step = step_along(dim)
     random = np.random.default_rng(0)
     params = random.normal(size=(8, 8, 8)).astype(np.float32)
     batch = {name: random.normal(size=(8, 8)).astype(np.float32) for name in ("x", "y")}
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="interleaved")
     state, _ = autopar.parallelize(step, method=method, batch_argnums=1)(params, batch)
-    assert isinstance(state, StackedArray) and state.dim == request.param
-    assert {part.shape[request.param] for part in state.parts} == {2}
+    assert isinstance(state, StackedArray) and state.dim == dim
+    assert {part.shape[dim] for part in state.parts} == {2}
     return state, np.asarray(jax.jit(step)(params, batch)[0]), batch, step
+
+
+@pytest.fixture(params=[0, 1], ids=["along dim 0", "along dim 1"])
+def stepped(request):
+    return stepped_along(request.param)
 
 
 USES = {
@@ -57,9 +64,11 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_used_as_an_array(stepped, use):
-    state, expected, *_ = stepped
+@pytest.mark.parametrize(
+    "dim, use", [(0, use) for use in USES] + [(1, use) for use in ("jit", "operators", "index", "numpy")]
+)
+def test_used_as_an_array(dim, use):
+    state, expected, *_ = stepped_along(dim)
     np.testing.assert_allclose(USES[use](state), USES[use](jnp.asarray(expected)), rtol=2e-5, atol=1e-6)
 
 

@@ -210,8 +210,7 @@ def test_no_mesh_of_two_hosts_is_faster():
     assert best <= min(others.values()) * ROUNDING, others
 
 
-@pytest.mark.parametrize("kind", ["scan", "unrolled"])
-@pytest.mark.parametrize("machine", ["8 v100", "2x4 v100"])
+@pytest.mark.parametrize("kind, machine", [("scan", "8 v100"), ("unrolled", "2x4 v100")])
 def test_equal_layers_leave_a_small_gap(kind, machine):
     """Of the whole problem, ties undone: of the step on one mesh, and of the worst of the stages."""
     for method in (autopar.ShardParallel(mesh_shape=(2, 4)), autopar.PipelineParallel(num_stages=2)):

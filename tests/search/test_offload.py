@@ -81,8 +81,7 @@ def in_stages(**how):
     return PipelineParallel(num_stages=2, num_microbatches=2, recompute="cheap", **how)
 
 
-@pytest.mark.parametrize("method", [data_parallel, in_stages])
-@pytest.mark.parametrize("loss", [loss_of, scanned])
+@pytest.mark.parametrize("method, loss", [(data_parallel, scanned), (in_stages, loss_of)])
 def test_where_nothing_else_fits(method, loss):
     step, budget = tight(method, loss)
     args = arguments(loss)

@@ -46,7 +46,6 @@ def on_hosts(state):
     [
         (DataParallel, unrolled, 0.9),
         (accumulated, scanned, 4.1),
-        (in_stages, unrolled, 1.0),
         (in_stages, scanned, 1.55),
     ],
 )

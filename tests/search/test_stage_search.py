@@ -25,7 +25,7 @@ FIXED = [
     *(autopar.ThreeD(data=d, tensor=t, pipeline=4 // d // t) for d, t in ((1, 2), (2, 1), (1, 4), (2, 2))),
     *(autopar.DataParallel(zero=zero) for zero in (1, 3)),
 ]
-"""Each number of stages, schedule and degree, in few of the ways to cross them."""
+"""Each number of stages, schedule and degree, in few of the ways to cross them: every other one on each machine."""
 
 
 def predicted(cluster, method, rows, width):
@@ -42,7 +42,7 @@ def test_nothing_fixed_by_hand_is_faster(hosts, rate, rows):
     cluster = autopar.Cluster(hosts=hosts, devices_per_host=4 // hosts, device=device, intra=link, inter=link)
     best = predicted(cluster, autopar.Auto(), rows, 4096)
     assert len(best.stages) > 1
-    for method in FIXED:
+    for method in FIXED[hosts - 1 :: 2]:
         try:
             seconds = predicted(cluster, method, rows, 4096).cost.step_seconds
         except autopar.errors.AutoparError:
