@@ -19,7 +19,7 @@ def step(weights, x):
     return weights - 0.1 * gradient, loss
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [0, 3])
 def test_data_parallel_on_one_device(zero):
     cluster = autopar.Cluster.local(jax.devices()[:1])
     planned = autopar.parallelize(step, cluster=cluster, method=autopar.DataParallel(zero=zero))

@@ -56,8 +56,14 @@ def gpt():
 
 
 MODELS = {"mlp": mlp, "gpt": gpt}
-PIPELINES = [(model, s, schedule) for model in MODELS for s in (2, 4) for schedule in ("gpipe", "1f1b")]
-PIPELINES += [("mlp", 2, "zb-h1"), ("mlp", 2, "interleaved")]
+PIPELINES = [
+    ("mlp", 2, "gpipe"),
+    ("mlp", 4, "1f1b"),
+    ("gpt", 2, "1f1b"),
+    ("gpt", 4, "gpipe"),
+    ("mlp", 2, "zb-h1"),
+    ("mlp", 2, "interleaved"),
+]
 
 
 @functools.cache
