@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar._jax import Var, on_host
 from autopar.intra_op.liveness import Liveness, rows_of_stacks, shared_inputs, sized_versions, workspace_of
-from autopar.intra_op.sharded import Body, Copy, Region
+from autopar.intra_op.sharded import Body, Copy, Region, local_bytes
 from autopar.intra_op.versions import Versions
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
@@ -98,9 +98,10 @@ def _add_ranges(
     made, size, _ = sized_versions(body, *how, given=results is not None, rows=rows, made=made)
     count, own = len(body.instructions), body.results if results is not None else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
-    for instruction in body.instructions:
+    for position, instruction in enumerate(body.instructions):
         first.append(begin)
-        if num_bytes := workspace_of(instruction, mesh):
+        turned = made.turned.get(position)
+        if num_bytes := workspace_of(instruction, mesh) if turned is None else local_bytes(*turned, mesh):
             found.append(Range(num_bytes, begin, begin))
         begin += 1
         if isinstance(instruction, Region):

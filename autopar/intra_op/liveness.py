@@ -199,6 +199,9 @@ def _peaks(
         born, freed = changes[position + 1]
         total += born
         inner = _inner_peak(instruction, mesh, stored, waiting)
+        if (copy := made.turned.get(position)) is not None and local_bytes(*copy, mesh) > inner.peak_bytes:
+            twice = Alive(copy, local_bytes(*copy, mesh), 1, body, position)
+            inner = Liveness(twice.num_bytes, 0, (twice,))
         curve.append(total + inner.peak_bytes)
         if total + inner.peak_bytes < TUNING.peak_fallen * most.peak_bytes:
             peaks.append(most)

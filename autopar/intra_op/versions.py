@@ -7,16 +7,19 @@ Method: one forward walk. A reader of a copy that takes no memory reads what the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from autopar._jax import Literal, Var, on_host
+from autopar.cost.steps import AllGather
 from autopar.intra_op.held import read_from_memory
 from autopar.intra_op.host_order import arrivals, copies_host, fetched_first
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
+from autopar.ir.work import num_bytes as whole_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +33,7 @@ class Versions:
             it lives to the end.
         made_of: The versions that its readers read: itself, or, if it takes no memory, those it is computed from.
         widths: Factor on the bytes of its type.
+        turned: Instruction, a loop -> the largest copy that is transposed for it.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -37,6 +41,7 @@ class Versions:
     ends: list[int] = field(default_factory=list)
     made_of: list[Sequence[int]] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
+    turned: dict[int, Copy] = field(default_factory=dict)
 
     def add(self, copy: Copy, start: int, end: int = -1, made_of: Sequence[int] | None = None) -> int:
         """Add a version; returns its index."""
@@ -78,6 +83,8 @@ def find_versions(
 
     With `given`, inputs are in the layout given: one that is read transposed exists twice from then on; and what the first
     trip of the first loop fetches from host memory is there early, since compilers peel that trip off.
+    Stacks that are gathered along an inner dim before a loop reads their rows are transposed, one after another, before it
+    begins (`turned`).
     A scatter that its reader adds to a value is done in place only if the reader takes it in the sharding it was made in.
     Inputs among `rows` are rows of stacks, which elementwise work reads there: they take memory only between what reads them
     as arrays.
@@ -94,6 +101,7 @@ def find_versions(
             is_first, begins_loops = begins_loops, False
             for copy, there in fetched_first(instruction) if is_first else ():
                 walk.found.add(copy, max(0, walk.found.starts[walk.current[there]]), position)
+        walk.turns(instruction, position)
         behind = walk.behind(instruction)
         walk.reads(instruction, position, behind)
         walk.makes(instruction, position, behind)
@@ -111,6 +119,7 @@ class _Walk:
         turned: Input that is read transposed -> version of its transpose.
         sliced: Row that is read as an array -> its version.
         leaving: Value on its way to host memory -> the versions that are copied there.
+        gathered: Copies that are gathered along an inner dim.
     """
 
     def __init__(self, body: Body, stored: Mapping[Var, int] | None, given: bool, rows: AbstractSet[Copy]):
@@ -122,6 +131,7 @@ class _Walk:
         self.turned: dict[int, int] = {}
         self.sliced: dict[Copy, int] = {}
         self.leaving: dict[Copy, Sequence[int]] = {}
+        self.gathered: set[Copy] = set()
 
     def behind(self, instruction: Instruction) -> Sequence[int]:
         """The versions that an instruction reads, or that what it reads is computed from."""
@@ -153,6 +163,17 @@ class _Walk:
                 ends[number] = position
             if number in turned:
                 ends[turned[number]] = position
+
+    def turns(self, instruction: Instruction, position: int) -> None:
+        """Note what is gathered along an inner dim, and the largest of such stacks that a loop reads."""
+        for move in instruction.moves if isinstance(instruction, Move | Fused) else ():
+            if isinstance(move.step, AllGather) and math.prod(move.var.aval.shape[: move.step.dim]) > 1:
+                self.gathered.update(move.makes)
+        if self.gathered and isinstance(instruction, Region) and kind_of(instruction.eqn) == "scan":
+            given, rows = zip(instruction.eqn.invars, instruction.operands, strict=True), instruction.bodies[0].inputs
+            inside = [copy for copy, (row, _) in zip(given, rows, strict=True) if row.aval.ndim < copy[0].aval.ndim]
+            if turned := [copy for copy in inside if copy in self.gathered]:
+                self.found.turned[position] = max(turned, key=lambda copy: whole_bytes(copy[0]))
 
     def turned_by(self, instruction: Instruction) -> list[int]:
         """The inputs that an instruction reads transposed."""

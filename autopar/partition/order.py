@@ -83,7 +83,7 @@ def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
         return operand
     # A scalar of its own: a kernel that reads an earlier array would keep that alive until it runs. Several arrays go
     # through barriers first: XLA would recompute a single element of a sum, and postpone the sum.
-    sign = lax.optimization_barrier(_never_of(map(lax.optimization_barrier, awaited) if len(awaited) > 1 else awaited))
+    sign = lax.optimization_barrier(never_of(map(lax.optimization_barrier, awaited) if len(awaited) > 1 else awaited))
     if jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize == 1:
         # XLA for GPUs negates 8-bit floats as 16-bit ones, in a kernel of its own.
         bits = lax.bitcast_convert_type(operand, jnp.uint8)
@@ -128,11 +128,12 @@ def after_in_buffer(buffer: jax.Array, shape: Sequence[int], *earlier: jax.Array
     XLA for GPUs fetches such a part as it does a row of a loop's stack. (Written in place, as by `after_on_host`, what the
     program itself has copied to the host would be computed there, or refused by the XLA of JAX 0.11.)
     """
-    begin = _never_of(earlier).astype(jnp.int32)
+    begin = never_of(earlier).astype(jnp.int32)
     return lax.reshape(lax.dynamic_slice(buffer, (begin,), (math.prod(shape),)), shape)
 
 
-def _never_of(arrays: Iterable[jax.Array]) -> jax.Array:
+def never_of(arrays: Iterable[jax.Array]) -> jax.Array:
+    """A boolean as from `never`, which compilers cannot know before all arrays are computed."""
     return functools.reduce(jnp.logical_or, map(never, arrays))
 
 

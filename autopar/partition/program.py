@@ -47,7 +47,7 @@ from autopar.partition.order import (
 from autopar.partition.overlap import GPU_PLATFORMS
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.selected import add_to_selected
-from autopar.partition.stacks import late_stacks, overwritten, scan_into
+from autopar.partition.stacks import begun_late, overwritten, scan_into
 from autopar.tuning import TUNING
 
 Copies = dict[Copy, jax.Array]
@@ -327,7 +327,7 @@ def _run_region(
             xs = tuple(of_role["xs"])
             over = overwritten(types, there, xs, [stack in spent for stack in read])
             own = {k: kind for k, kind in enumerate(types) if not there[k] and k not in over}
-            late = late_stacks(carries, own) if platform == "cpu" else {}
+            late = begun_late(region, carries, xs, own, platform)
             last, stacks = scan_into(late, over, step, carries, xs, **how)
             return [*last, *stacks]
         case "while":

@@ -4,9 +4,10 @@ In:     the arguments of `jax.lax.scan`.
 Out:    its results.
 Method: `lax.scan` writes rows into stacks of zeros. These depend on nothing, so that XLA:CPU makes them when the program
         begins, and the stacks of the backward loop are alive throughout the forward loop. Here the zeros depend on a
-        carry. For GPUs a plain scan is used: XLA makes zeros late there, and relies on the stacks of a plain scan when it
-        pipelines collectives over trips. New state in host memory overwrites the old, row by row: XLA would have both there,
-        and copy whole stacks in the end.
+        carry. XLA for GPUs makes zeros late, except those of a type that an earlier loop stacks, too: it makes them with that
+        loop's. So where a loop stacks what is of the type of something that it reads, its zeros depend on all that it reads;
+        but not in a loop that communicates: XLA relies on plain stacks when it pipelines collectives over trips. New state
+        in host memory overwrites the old, row by row: XLA would have both there, and copy whole stacks in the end.
 """
 
 from __future__ import annotations
@@ -19,17 +20,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import on_host
-from autopar.partition.order import never
+from autopar.intra_op.sharded import Region, communicates
+from autopar.partition.order import never_of
+from autopar.partition.overlap import GPU_PLATFORMS
 
 _Arrays = Sequence[jax.Array]
 
 
-def late_stacks(carries: Sequence[jax.Array], types: Mapping[int, jax.ShapeDtypeStruct]) -> Mapping[int, jax.Array]:
-    """Stacks of zeros of these types, by their numbers, that are made no earlier than the largest carry; {} without one."""
-    first = max(carries, key=lambda array: array.size, default=None)
-    if first is None or not first.size or not any(kind.shape[0] for kind in types.values()):
+def begun_late(
+    loop: Region,
+    carries: Sequence[jax.Array],
+    xs: Sequence[jax.Array],
+    types: Mapping[int, jax.ShapeDtypeStruct],
+    platform: str,
+) -> Mapping[int, jax.Array]:
+    """Zeros for those of a scan's stacks, by their numbers, that XLA would make too early; `types`: of its own stacks."""
+    if platform == "cpu":
+        return late_stacks(sorted(carries, key=lambda array: -array.size)[:1], types)
+    if platform not in GPU_PLATFORMS or communicates(loop):
         return {}
-    late = never(first)
+    here = [array for array in (*carries, *xs) if array.size and not on_host(jax.typeof(array))]
+    given = {(array.shape, array.dtype) for array in here}
+    alike = {k: kind for k, kind in types.items() if (kind.shape, kind.dtype) in given}
+    return late_stacks([lax.optimization_barrier(array) for array in here], alike) if alike else {}
+
+
+def late_stacks(earlier: Sequence[jax.Array], types: Mapping[int, jax.ShapeDtypeStruct]) -> Mapping[int, jax.Array]:
+    """Stacks of zeros of these types, by their numbers, that are made no earlier than some arrays; {} without these."""
+    if not any(array.size for array in earlier) or not any(kind.shape[0] for kind in types.values()):
+        return {}
+    late = never_of(earlier)
     return {
         k: jnp.broadcast_to(jnp.where(late, jnp.ones((), kind.dtype), jnp.zeros((), kind.dtype)), kind.shape)
         for k, kind in types.items()

@@ -1,16 +1,20 @@
 """Bytes alive at each instruction of small programs, counted by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar import Cluster
+from autopar import Cluster, LogicalMesh
+from autopar.cost.steps import AllGather
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import Waiting, fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower
+from autopar.intra_op.sharded import Move
 from autopar.ir.trace.trace import trace_step
-from autopar.mesh import logical_mesh
+from autopar.mesh import Sharding, logical_mesh
 
 N = 16
 SQUARE = N * N * 4
@@ -92,6 +96,22 @@ def test_a_row_of_a_stack_takes_memory_only_for_what_reads_it_as_an_array(read, 
     peak = measure_liveness(*lowered(step, (N, N), (3, N, N)))
     given, result = 4 * SQUARE, SQUARE
     assert peak.peak_bytes == given + result + num_squares * SQUARE
+
+
+@pytest.mark.parametrize("dim, more", [(0, 0), (1, SQUARE)])
+def test_a_stack_that_is_gathered_along_an_inner_dim_is_transposed_before_a_loop(dim, more):
+    """Three squares twice; the loop's body, which begins when that is done, has a row and a product."""
+
+    def step(x, rows):
+        return jax.lax.scan(lambda x, row: (x @ row, None), x, rows)[0]
+
+    body, _, stored = lowered(step, (N, N), (3, N, N))
+    mesh, (rows, whole) = LogicalMesh((3 if dim == 0 else 2,)), body.inputs[1]
+    split = Sharding(tuple(("x",) if d == dim else () for d in range(3)))
+    gather = Move(rows, split, whole, AllGather(("x",), dim))
+    body = dataclasses.replace(body, inputs=(body.inputs[0], (rows, split)), instructions=(gather, *body.instructions))
+    given = SQUARE + 3 * SQUARE // mesh.num_devices
+    assert measure_liveness(body, mesh, stored).peak_bytes == given + 3 * SQUARE + SQUARE + 2 * SQUARE + more
 
 
 def test_what_waits_is_there_for_each_microbatch_in_flight():

@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 
 from autopar.partition.stacks import late_stacks, scan_into
+from tests.intra_op.test_liveness import N, lowered
+from tests.partition.test_late import emitted, needed_for
 
 XS = jnp.arange(12.0).reshape(4, 3)
 TYPES = dict(enumerate([jax.ShapeDtypeStruct((4, 3), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.bool_)]))
@@ -47,3 +49,31 @@ def test_the_zeros_wait_for_what_is_carried():
             assert stacks and all(a in known for a in stacks)
         if any(a in known for a in eqn.invars if not hasattr(a, "val")):
             known.update(eqn.outvars)
+
+
+def gradient(rows, w):
+    """Of a recurrent layer by its inputs: stacked as what the layer stacked."""
+
+    def cell(h, row):
+        h = jnp.tanh((h + row) @ w)
+        return h, h
+
+    return jax.grad(lambda rows: jnp.sum(lax.scan(cell, jnp.zeros((N, N)), rows)[1] ** 2))(rows)
+
+
+def summed(rows, w):
+    """Rows of another shape than what is read."""
+    return lax.scan(lambda total, row: (total + row, (total @ w)[0]), jnp.zeros((N, N)), rows)
+
+
+@pytest.mark.parametrize("step, num_late", [(gradient, 1), (summed, 0)])
+def test_on_gpus_zeros_like_those_of_an_earlier_loop_wait(step, num_late):
+    """XLA would make both before the earlier loop: an LSTM of two layers took 6 % more memory."""
+    body, mesh, _ = lowered(step, (4, N, N), (N, N))
+    jaxpr = emitted(body, mesh, "cuda")
+    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    stacked = {var for loop in loops[:-1] for var in loop.outvars if var.aval.shape == (4, N, N)}
+    begun = {var for var in loops[-1].invars if not hasattr(var, "val") and var.aval.shape == (4, N, N)} - stacked
+    made = [k for k, eqn in enumerate(jaxpr.eqns) if not begun.isdisjoint(eqn.outvars)]
+    late = [k for k in made if jaxpr.eqns[k].primitive.name == "broadcast_in_dim"]
+    assert len(late) == num_late and all(not stacked.isdisjoint(needed_for(jaxpr, k)) for k in late)
