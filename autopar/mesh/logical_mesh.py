@@ -198,13 +198,15 @@ def finer_meshes(cluster: Cluster, num_devices: int, wide: bool = True) -> list[
     """Meshes that are tried last, since they take longer to plan for or win little.
 
     On several hosts: meshes of two axes whose first spans the hosts and a part of each, so that data and tensor parallelism
-    can have any degree. If `wide`: then the meshes of three axes.
+    can have any degree. If `wide`: then the meshes of three axes, those first whose axes over hosts are most even: what is best
+    on them makes the others, on which little fits memory, short to rule out.
     """
     inside = cluster.devices_per_host
     several = num_devices > inside and num_devices % inside == 0
     parts = [size for size in range(inside // 2, 1, -1) if inside % size == 0] if several else []
     mixed = [linked_mesh(cluster, (num_devices // size, size)) for size in parts]
-    return [*mixed, *(mesh for mesh in logical_meshes(cluster, num_devices) if wide and len(mesh.shape) > 2)]
+    three = [mesh for mesh in logical_meshes(cluster, num_devices) if wide and len(mesh.shape) > 2]
+    return [*mixed, *sorted(three, key=lambda mesh: max(mesh.shape[:-1]))]
 
 
 def _factorizations(number: int, least: int = 2) -> Iterator[tuple[int, ...]]:

@@ -280,3 +280,17 @@ def test_meshes_over_hosts_and_a_part_of_each():
     slow = dataclasses.replace(cluster, intra=Link(1e-6, 5e9))
     assert finer_meshes(slow, 8, wide=False)[0].links[0].ring_bytes_per_second == 5e9
     assert finer_meshes(cluster, 4, wide=False) == []
+
+
+@pytest.mark.parametrize(
+    "spec, shapes",
+    [
+        ("64x8 h100", [(8, 8, 8), (4, 16, 8), (2, 32, 8), (64, 2, 4)]),
+        ("4x8 h100", [(2, 2, 8), (4, 2, 4)]),
+        ("1x8 h100", [(2, 2, 2)]),
+    ],
+)
+def test_meshes_that_split_the_hosts_evenly_come_first(spec, shapes):
+    cluster = Cluster.of(spec)
+    found = [mesh.shape for mesh in finer_meshes(cluster, cluster.num_devices) if len(mesh.shape) > 2]
+    assert found == shapes
