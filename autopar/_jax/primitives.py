@@ -81,9 +81,9 @@ def scatter_to_selected(
     eqn: JaxprEqn, source: jax.Array, operand: jax.Array, padding: Any, zero: jax.Array
 ) -> jax.Array:
     """What `select_and_scatter_add` does with other padding, beginning with `zero`, a scalar, in place of a constant."""
-    select, scatter = eqn.params["select_prim"].bind, jax.lax.bitwise_or if zero.dtype == np.bool_ else jax.lax.add
     windows = [eqn.params[name] for name in ("window_dimensions", "window_strides")]
-    return _windows._select_and_scatter(operand, select, *windows, padding, source, zero, scatter)
+    select = eqn.params["select_prim"].bind
+    return _windows._select_and_scatter(operand, select, *windows, padding, source, zero, jax.lax.add)
 
 
 def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:
