@@ -375,9 +375,7 @@ def run_equation(
         results = list(rule.local(eqn, shard, *operands))
     elif platform == "cpu":
         results = bind_on_cpu(eqn, operands, None if strategy.reductions else reader)
-    elif (
-        platform in GPU_PLATFORMS and rule.selected is not None and len(operands) == 2
-    ):  # the general form has a third: its initial value
+    elif platform in GPU_PLATFORMS and rule.selected is not None and len(operands) == 2:  # a third: an initial value
         results = [add_to_selected(eqn, *operands)]
     else:
         results = bind_eqn(eqn, *operands)
