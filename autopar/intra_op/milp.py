@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.1
 """Interval at which the waiting main thread handles signals, on every platform."""
 
+TOLERANCE = 1e-5
+"""Error of a row and of a whole number, of their size, that solvers leave: HiGHS and CBC allow 1e-6 after scaling."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
@@ -62,14 +65,35 @@ class Ended:
 def solve_model(model: Model, solver: str, seconds: float, gap: float) -> Ended:
     """Solve a model until the time limit or the gap is reached.
 
+    What a solver leaves behind when it stops early is held against the model: some call it a solution although it is none.
+
     Raises `SolverError`: the solver is not known, or not installed.
     """
     match solver:
         case "highs":
-            return _by_highs(model, seconds, gap)
+            ended = _by_highs(model, seconds, gap)
         case "cbc":
-            return _by_cbc(model, seconds, gap)
-    raise SolverError(
+            ended = _by_cbc(model, seconds, gap)
+        case _:
+            raise _unknown(solver)
+    if ended.values is None or _is_solution(model, ended.values):
+        return ended
+    return Ended(None, False, ended.bound)
+
+
+def _is_solution(model: Model, values: np.ndarray) -> bool:
+    """Whether values satisfy the rows and are whole where they are to be, within the tolerances of solvers."""
+    binary, sums, slack = (
+        values[: model.num_binary],
+        model.matrix @ values,
+        TOLERANCE * (1 + abs(model.matrix).sum(axis=1)),
+    )
+    whole = np.abs(binary - np.round(binary)).max(initial=0.0) <= TOLERANCE
+    return bool(whole and (sums >= model.lower - slack).all() and (sums <= model.upper + slack).all())
+
+
+def _unknown(solver: str) -> SolverError:
+    return SolverError(
         "unknown solver.",
         given=f"solver={solver!r}",
         wrong=f"autopar knows {', '.join(map(repr, get_args(Prover)))}.",

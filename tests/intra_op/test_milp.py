@@ -7,7 +7,8 @@ import pytest
 from scipy.sparse import csr_array
 
 from autopar.errors import SolverError
-from autopar.intra_op.milp import Model, solve_model
+from autopar.intra_op import milp
+from autopar.intra_op.milp import Ended, Model, solve_model
 
 
 def drawn(seed):
@@ -65,6 +66,15 @@ def test_what_stops_early_is_a_solution_or_none(solver):
     if stopped.values is not None:  # HiGHS looks at its limit now and then, and may have found something
         assert np.abs(stopped.values - np.round(stopped.values)).max() < 1e-6
         assert (rows @ stopped.values >= model.lower - 1e-6).all()
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_what_a_solver_leaves_is_held_against_the_model(left, monkeypatch):
+    """A CBC out of time may call zeros, or values of the relaxation, a solution."""
+    model = Model(np.ones(2), 2, csr_array([[1.0, 1.0]]), np.array([1.0]), np.array([np.inf]))
+    monkeypatch.setattr(milp, "_by_cbc", lambda *_: Ended(np.full(2, left), True, 0.25))
+    ended = solve_model(model, "cbc", 0.0, 0.0)
+    assert ended.values is None and not ended.proved and ended.bound == 0.25
 
 
 def test_another_name_is_refused():
