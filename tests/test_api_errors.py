@@ -143,8 +143,12 @@ def test_the_automatic_plan_takes_any_batch():
 
 
 def test_two_batches():
+    """Each is split by itself. Where each comes back, either may be state."""
+    arguments = (state(), np.ones((8, 2)), np.ones((16, 2)))
+    plan = planned(DataParallel(), lambda s, a, b: (s, a.sum() + b.sum()), arguments)
+    assert plan.shardings[0][1:] == (P("x", None), P("x", None))
     with raises(BatchError, "argument 1 (a): leading dim 8; argument 2 (b): leading dim 16", "batch_argnums"):
-        planned(DataParallel(), lambda s, a, b: (s, a.sum() + b.sum()), (state(), np.ones((8, 2)), np.ones((16, 2))))
+        planned(DataParallel(), lambda s, a, b: (s, a * 2, b * 2), arguments)
 
 
 @pytest.mark.parametrize("method", [Auto(), DataParallel(), autopar.PipelineParallel(num_stages=2)], ids=str)
@@ -169,8 +173,12 @@ def test_a_batch_whose_arrays_differ_in_rows(method):
     told = "differ in their first dim: 8 rows in graph/nodes, 24 rows in graph/senders", "an argument of its own"
     with raises(BatchError, "no batch to split", *told):
         planned(method, step, (state(), graph))
-    with raises(BatchError, "graph (8 rows in graph/nodes, 24 rows in graph/senders) of 8 samples"):
+    whole = "rows belong together", "batch_argnums=()"
+    with raises(BatchError, "graph (8 rows in graph/nodes, 24 rows in graph/senders) of 8 samples", *whole):
         planned(ShardParallel(num_microbatches=3), step, (state(), graph), batch_argnums=1)
+    with raises(BatchError, "3 devices", *whole):
+        cluster = Cluster(1, 3, Device("toy", 1e9, 1e9, 1e9))
+        planned(DataParallel(), step, (state(), graph), batch_argnums=1, cluster=cluster)
 
 
 def test_no_batch():

@@ -181,9 +181,9 @@ def test_follow_takes_the_options_it_names():
         autopar.follow(evaluate, train, batch_argnums=2)
     train = autopar.parallelize(square_step, method=autopar.ShardParallel((8,)), batch_argnums=1)
     params, _ = train(SQUARE, {"x": BATCH["x"]})
-    two = autopar.follow(lambda params, a, b: a.sum() + b.sum() + params["first"].sum(), train)
-    with pytest.raises(BatchError, match=r"argument 1 \(a\): leading dim 3; argument 2 \(b\): leading dim 5"):
-        two(params, np.ones((3, 1)), np.ones((5, 1)))
+    two = autopar.follow(lambda params, a, b: jnp.mean(a @ b) + params["first"].sum(), train)
+    with pytest.raises(BatchError, match=r"argument 1 \(a\): leading dim 64; argument 2 \(b\): leading dim 32"):
+        two(params, np.ones((64, 32)), np.ones((32, 64)))
 
 
 @pytest.mark.parametrize("method", [autopar.ShardParallel((2, 4)), autopar.DataParallel(zero=3)])

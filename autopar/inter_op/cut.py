@@ -37,7 +37,8 @@ from autopar.ir.split.microbatches.microbatch import Microbatches, check_phases
 from autopar.ir.split.placement import Batch
 from autopar.ir.split.rounds.stage_phases import split_at_joins, whole_batch
 from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
-from autopar.ir.trace.state import Roles, batch_text
+from autopar.ir.trace.batch_text import batch_text
+from autopar.ir.trace.state import Roles
 from autopar.ir.work import EqualRules
 from autopar.options import MicrobatchSemantics
 from autopar.tuning import TUNING

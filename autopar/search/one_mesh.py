@@ -28,8 +28,10 @@ from autopar.ir.rewrite.duplicates import merge_duplicates
 from autopar.ir.rewrite.fission import cut_after_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.stacked import stack_decompositions
+from autopar.ir.split.microbatches.microbatch import how_to_divide
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
-from autopar.ir.trace.state import Roles, batch_text
+from autopar.ir.trace.batch_text import batch_text
+from autopar.ir.trace.state import Roles
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics
 from autopar.plan.words import mesh_text
@@ -192,8 +194,8 @@ def check_batch(request: Request, mesh: LogicalMesh) -> None:
             given=", ".join(shown[:8]),
             wrong=batch_text(program, roles),
             do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
-            "for a step without a batch (it draws its own samples, or holds them in its state), use ShardParallel() or "
-            "Auto(): they split what pays, whatever it is.",
+            "for a step without a batch (it draws its own samples, holds them in its state, or works on one whole graph), use "
+            "ShardParallel() or Auto(): they split what pays, whatever it is.",
             candidates={},
         )
     count, devices = count_of(request.method), mesh.num_devices
@@ -206,9 +208,8 @@ def check_batch(request: Request, mesh: LogicalMesh) -> None:
             given=f"{path} with {size} samples, {over}",
             wrong=f"{size} is no multiple of {wanted}.",
             do=("use fewer microbatches, or " if wanted > devices else "")
-            + f"pass batches of a multiple of {wanted} samples: where the last one of an epoch is smaller, drop it, or pad it "
-            "and leave the padding out of the loss by a mask. Or use Auto(), which splits other dims where the batch does "
-            "not divide.",
+            + f"pass batches of a multiple of {wanted} samples: {how_to_divide(request.batch_sizes)}. Or use Auto(), which "
+            "splits other dims where the batch does not divide.",
             size=size,
         )
 

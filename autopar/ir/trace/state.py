@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
 from autopar._jax import Aval, Var, is_key
-from autopar.errors import BatchError, listed, warn
+from autopar.errors import BatchError, warn
 from autopar.grouping import grouped
 from autopar.ir.dims import Dims
 from autopar.ir.program import Program
@@ -98,26 +98,6 @@ def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums:
     return Roles(aliases, state, tuple(dims), tuple(donated), dims)
 
 
-def batch_text(program: Program, roles: Roles) -> str:
-    """The batch in errors: its arguments, and the rows of each leaf where they differ. If there is none: why."""
-    if roles.batch:
-        names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
-        rows = _rows(program, roles.leading)
-        return names if len(rows) == 1 else f"{names} ({', '.join(rows)})"
-    spans = [[k for k in range(*span) if k not in roles.state] for span in argument_slices(program)]
-    uneven = [rows for rows in (_rows(program, dict.fromkeys(span, 0)) for span in spans) if len(rows) > 1]
-    if not uneven:
-        return "every argument is state, is not read, or has no dims."
-    return f"an argument's arrays differ in their first dim: {', '.join(uneven[0])}. A batch's share it."
-
-
-def _rows(program: Program, dims: Mapping[int, int]) -> list[str]:
-    """The sizes of these leaves' dims, each with the leaves that have it."""
-    avals = program.in_avals
-    paths = grouped((avals[k].shape[dims[k]], program.in_paths[k]) for k in dims if avals[k].shape)
-    return [f"{size} rows in {listed(names, 3)}" for size, names in paths.items()]
-
-
 def _dims(program: Program, leaves: Sequence[int]) -> dict[int, Dims]:
     """The leaves that hold samples, and along which dims.
 
@@ -139,12 +119,15 @@ def _dims(program: Program, leaves: Sequence[int]) -> dict[int, Dims]:
     return {k: dims for k, dims in found.items() if k not in within or program.in_avals[k].shape[min(dims)] == most}
 
 
-def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
+def find_batch(program: Program, state: Iterable[int], sure: bool = True) -> tuple[int, ...]:
     """Positions (among the program's arguments) of those outside `state` that share their leading dim.
 
-    Of several leading dims it is the one along which the step can be computed row by row.
+    Of several leading dims it is the one along which the step can be computed row by row; several, if all of these hold
+    samples (points inside of a domain, and on its border); none, if their rows belong together (of a graph).
 
-    Raises `BatchError`: that leaves no dim, or several.
+    `sure`: arguments outside `state` are none.
+
+    Raises `BatchError`: one of several dims may be the batch's.
     """
     arguments = argument_slices(program)
     candidates = _candidates(program, arguments, state)
@@ -155,6 +138,9 @@ def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
         rows = rows or _scanned_by_steps(program, arguments, candidates)
         if len(rows) == 1:
             return tuple(number for number, size in candidates.items() if size == rows[0])
+        several = _of_several_sizes(program, arguments, state) if sure else ()
+        if sure and len({candidates.get(n) for n in several}) != 1:
+            return several
         listed = "; ".join(f"argument {_label(program.arguments[n])}: leading dim {d}" for n, d in candidates.items())
         raise BatchError(
             "which arguments are the batch cannot be told.",
@@ -176,7 +162,7 @@ def _find_batch(
     alone = [n for n in after_state if jax.tree_util.treedef_is_leaf(trees[n])]
     doubtful = _candidates(program, arguments, set(range(len(arguments))).difference(alone))
     state = [n for n in found if n not in doubtful or (sizes and doubtful[n] not in sizes)]
-    return find_batch(program, state)
+    return find_batch(program, state, sure=len(state) == len(found))
 
 
 def _find_batch_or_time(
@@ -200,9 +186,9 @@ def _behind_time(
     program: Program, arguments: Sequence[tuple[int, int]], numbers: Iterable[int], dims: dict[int, Dims]
 ) -> dict[int, Dims]:
     """The dims of samples that lie behind time in the arguments of these numbers; otherwise those that are given."""
-    read, avals = _read_inputs(program), program.in_avals
-    keys = {k for k, aval in enumerate(avals) if is_key(aval) or k in program.raw_keys}
-    leaves = [[k for k in range(*arguments[n]) if k in read and avals[k].shape and k not in keys] for n in numbers]
+    avals = program.in_avals
+    read = _read_inputs(program) - random_keys(program)
+    leaves = [[k for k in range(*arguments[n]) if k in read and avals[k].shape] for n in numbers]
     leading = {k: min(of) for k, of in dims.items()}
     found = samples_behind_time(program.jaxpr, leaves, leading)
     return {k: frozenset({dim}) for k, dim in found.items()} or dims
@@ -221,11 +207,10 @@ def _leaves_by_size(
 
 def _of_several_sizes(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> tuple[int, ...]:
     """Arguments outside `state` whose leaves differ in their leading dims, if some of these run over samples."""
-    objects = objects_in(program.out_tree).arguments
-    read, numbers = _read_inputs(program), [n for n in range(len(arguments)) if n not in state and n not in objects]
-    leaves = [k for n in numbers for k in range(*arguments[n]) if k in read and program.in_avals[k].shape]
-    keys = any(is_key(program.in_avals[k]) or k in program.raw_keys for k in leaves)
-    samples = set(samples_among(program.jaxpr, leaves) if leaves and not keys else ())
+    objects, read = objects_in(program.out_tree).arguments, _read_inputs(program) - random_keys(program)
+    numbers = [n for n in range(len(arguments)) if n not in state and n not in objects]
+    leaves = [k for k in _leaves(arguments, numbers) if k in read and program.in_avals[k].shape]
+    samples = set(samples_among(program.jaxpr, leaves) if leaves else ())
     return tuple(n for n in numbers if not samples.isdisjoint(range(*arguments[n])))
 
 
@@ -242,10 +227,9 @@ def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: I
 
     One that the step does not read (the key of a net without dropout) counts only if one that it reads has the same dim.
     """
-    found = {}
+    found, keys = {}, random_keys(program)
     read = _read_inputs(program)
     for number, (start, stop) in enumerate(arguments):
-        keys = [k for k in range(start, stop) if is_key(program.in_avals[k]) or k in program.raw_keys]
         shapes = [tuple(program.in_avals[k].shape) for k in range(start, stop) if k not in keys]
         leading = {shape[0] for shape in shapes if shape}
         if number not in state and len(leading) == 1:
@@ -262,6 +246,11 @@ def _read_inputs(program: Program) -> set[int]:
     atoms = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, Var)}
     atoms.update(a for a in jaxpr.outvars if isinstance(a, Var))
     return {k for k, var in enumerate(jaxpr.invars) if var in atoms}
+
+
+def random_keys(program: Program) -> set[int]:
+    """Input leaves that are random keys, typed or as integers."""
+    return {k for k, aval in enumerate(program.in_avals) if is_key(aval) or k in program.raw_keys}
 
 
 def _returned(

@@ -227,3 +227,27 @@ def test_a_batch_for_each_task():
 
     graph = {"x": array(16, 8), "edges": jax.ShapeDtypeStruct((2, 64), jnp.int32)}
     assert roles_of(on_graph, (PARAMS, graph)) == (["params/w"], [], ["params/w"])
+
+
+def test_arguments_of_several_sizes():
+    """Samples inside of a domain and on its border, a key beside them; of one graph, whose rows belong together, none."""
+
+    def step(params, inside, border, key):
+        def loss(p):
+            noise = jax.random.normal(key, (8,))
+            return jnp.mean(jnp.tanh(inside @ p["w"] + noise) ** 2) + jnp.mean(jnp.tanh(border @ p["w"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    for key in (KEY, jax.random.key(0)):
+        found = roles_of(step, (PARAMS, array(64, 8), array(16, 8), key))
+        assert found == (["params/w"], ["inside", "border"], ["params/w"])
+
+    def on_graph(params, nodes, senders, receivers):
+        def loss(p):
+            return jnp.mean(jax.ops.segment_sum((nodes @ p["w"])[senders], receivers, 16) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    edges = jax.ShapeDtypeStruct((64,), jnp.int32)
+    assert roles_of(on_graph, (PARAMS, array(16, 8), edges, edges)) == (["params/w"], [], ["params/w"])

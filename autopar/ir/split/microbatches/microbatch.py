@@ -9,7 +9,7 @@ Method: `phases.py` assigns phases and strategies; here the program of one micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -126,7 +126,7 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Batch, name: str = "the batch
             given=f"num_microbatches={count}",
             wrong=name,
             do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
-            "for a step without a batch, use num_microbatches=1.",
+            "for a step without a batch (one whole graph), use ShardParallel() or Auto(), with num_microbatches=1.",
             candidates={},
         )
     for size in sizes:
@@ -135,10 +135,20 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Batch, name: str = "the batch
                 "the batch does not divide into microbatches.",
                 given=f"{name} of {size} samples, num_microbatches={count}",
                 wrong=f"{size} is no multiple of {count}.",
-                do="choose a number of microbatches that divides the batch size; where the last batch of an epoch is "
-                "smaller, drop it, or pad it and leave the padding out of the loss by a mask.",
+                do=f"choose a number of microbatches that divides the batch size; {how_to_divide(sizes)}.",
                 size=size,
             )
+
+
+def how_to_divide(sizes: Collection[int]) -> str:
+    """What to do about a batch that does not divide; `sizes`: the numbers of rows of its arrays."""
+    if len(set(sizes)) > 1:
+        return (
+            "arrays of several sizes are split each by itself. If their rows belong together (the nodes and edges of one "
+            "big graph), there are no samples to split: say batch_argnums=() and use ShardParallel() or Auto(), or give "
+            "each graph a row of its own, padded to one size, with jax.vmap over the graphs"
+        )
+    return "where the last batch of an epoch is smaller, drop it, or pad it and leave the padding out of the loss by a mask"
 
 
 class _Loop(ShardWriter):
