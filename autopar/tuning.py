@@ -143,7 +143,7 @@ class Tuning:
     message_stalled: float = 0.02
     """Part of the distance to the best answer. If `message_look` rounds raise the bound by less, no more are done."""
     message_look: int = 10
-    """Rounds between checks of the bound's progress."""
+    """Rounds between checks of the bound's progress; half as many beyond `huge_core` pairs, where a round takes long."""
     message_small: int = 4_096
     """Pairs. For smaller tables the columns of all widths are computed at once."""
     message_chunk: int = 200_000
@@ -162,6 +162,8 @@ class Tuning:
     """Pairs. While more rounds of message passing can still prune the problem, the ILP gets no larger one."""
     large_core: int = 500_000
     """Pairs. Beyond this (three axes, models without equal layers) a small gap is left: the ILP would use all its time."""
+    huge_core: int = 2_000_000
+    """Pairs. Beyond this (three axes as a whole) message passing alone has to do: there are no more rounds after the first."""
     large_gap: float = 2e-3
     """Part of the cost: that gap. It is also left where bytes have a price, and where message passing leaves the ILP more than
     `early_core` pairs: to prove the last of it may take half a minute."""
@@ -331,6 +333,9 @@ class Tuning:
     times as long to plan. Where the second won 0.5 %, the third won 0.02 %."""
     third_axis_gain: float = 1e-3
     """Part of the step that must be left to win for a third axis to be tried, and that other third axes must have won."""
+    third_axis_worse: float = 0.1
+    """Part of the step. If a mesh of three axes is slower than one before by more, those that split the hosts less evenly are
+    not tried: from one to the next seconds change by a few percent."""
     nodes_per_second: float = 1e3
     """Nodes of a problem that planning on a mesh gets through in a second on one core, roughly."""
     pairs_per_second: float = 2.5e6

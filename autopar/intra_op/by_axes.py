@@ -141,7 +141,7 @@ def descend(
         before = best.objective
         block, left = _block(problem, does[fixed], best.choices)
         begin = [int(np.searchsorted(which, choice)) for which, choice in zip(left, best.choices, strict=True)]
-        answer = solve(block, solver, limit, max(gap, TUNING.large_gap), start=begin)
+        answer = solve(block, solver, limit, max(gap, TUNING.stage_gap), start=begin)
         if answer.choices and answer.objective < before:
             choices = tuple(int(which[choice]) for which, choice in zip(left, answer.choices, strict=True))
             best = Solution(choices, answer.objective, floor, "feasible", best.solver)

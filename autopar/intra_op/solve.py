@@ -148,7 +148,7 @@ class _Core:
         """The best assignment found, with its bound."""
         ascent, limit = self.ascent, self.limit
         # Depends on size and not on time, so that the same problem always has the same answer.
-        stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > 4 * TUNING.large_core)]
+        stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > TUNING.huge_core)]
         for stage, rounds in enumerate(stages, 1):
             ascent.run(rounds // 2 if self.is_rough else rounds, gap=self.gap, enough=self.known * (1 - PROVED))
             if ascent.lower + self.constant >= (self.known + self.constant) * (1 - self.gap):
@@ -266,7 +266,7 @@ def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, c
         return _solve_whole(core, solver, limit, gap)
     ascent = Ascent(Problem(core.costs, core.edges))
     best: Solution | None = None
-    for rounds in TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]:
+    for rounds in TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > TUNING.huge_core)]:
         ascent.run(rounds, gap=gap)
         masks = _masks_with_rows(core, ascent, best)
         answer = _solve_restricted(core, masks, solver, limit, gap)

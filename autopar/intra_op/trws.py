@@ -39,7 +39,7 @@ class Ascent:
     """
 
     def __init__(self, problem: Problem):
-        self.problem = problem
+        self.problem, self._pairs = problem, num_pairs(problem)
         distinct = {id(values): values for values in (*problem.costs, *problem.edges.values())}.values()
         largest = max((float(v.max(initial=0.0, where=np.isfinite(v))) for v in distinct), default=0.0)
         self.layout = Layout(problem, _FORBIDDEN * max(largest, 1e-30))
@@ -58,11 +58,12 @@ class Ascent:
             enough: Stop when the lower bound is at least this.
         """
         before, self._excess = self.lower, None
+        look = TUNING.message_look if self._pairs <= TUNING.huge_core else TUNING.message_look // 2
         for number in range(1, rounds + 1):
             self._round()
             if self.lower >= min(enough, self.upper - gap * abs(self.upper) if self.best else enough):
                 break
-            if number % TUNING.message_look == 0:
+            if number % look == 0:
                 missing = min(self.upper, 1.1 * abs(self.lower)) - self.lower
                 if self.lower - before <= TUNING.message_stalled * min(missing, 0.01 * abs(self.lower)):
                     break
@@ -73,7 +74,7 @@ class Ascent:
     def seconds(self, rounds: int) -> float:
         """Estimated seconds of so many rounds, from the number and size of the tables."""
         calls = sum(1 + len(level.out) for level in self.layout.levels)
-        return rounds * (TUNING.message_call_seconds * calls + TUNING.message_pair_seconds * num_pairs(self.problem))
+        return rounds * (TUNING.message_call_seconds * calls + TUNING.message_pair_seconds * self._pairs)
 
     def offer(self, choices: Sequence[int], cost: float | None = None) -> None:
         """Make an assignment from elsewhere the incumbent, if it is better; its cost is taken if given."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from autopar.errors import AutoparError, needed_bytes
 from autopar.intra_op.by_axes import joined_axes
 from autopar.intra_op.exposure import Exposure
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.problem import Problem, num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Pruned, settle
@@ -70,10 +71,12 @@ def search_meshes(
     searched: Searched,
     beat: float = math.inf,
     exposure: Exposure | None = None,
+    like: Graph | None = None,
 ) -> None:
     """Shard the step on each of the meshes; extends `searched` along the way.
 
-    Until the first plan is found, `beat` is the objective to beat, and `exposure` what it was priced by.
+    Until the first plan is found, `beat` is the objective to beat, `exposure` what it was priced by, and `like` a graph of the
+    program on a mesh.
     """
     by_hosts = request.cluster.hosts, request.cluster.devices_per_host
     for number, mesh in enumerate(meshes):
@@ -91,7 +94,7 @@ def search_meshes(
             best = searched.best.as_compared(request.cluster.device)
             beat, exposure = _to_beat(best, mesh), best.exposure
         try:
-            like = searched.results[0].graph if searched.results else None
+            like = searched.results[0].graph if searched.results else like
             begin, explore = _begin(searched, mesh), not searched.results
             sharded = shard_on(request, mesh, compare, beat, exposure, like, begin, explore, misled)
         except Pruned as pruned:
@@ -180,7 +183,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
         left -= takes
         report(f"planning {request.program.name} on mesh {sharded.mesh} alone", None, best.step_seconds, best.gap)
         asked, alone = dataclasses.replace(request, thorough=thorough), Searched([], [])
-        search_meshes(asked, [sharded.mesh], silent, alone)
+        search_meshes(asked, [sharded.mesh], silent, alone, like=sharded.graph)
         if alone.results and sharded is best:
             alone.results = [untie_best(asked, alone)]
             searched.untied = alone.results[0]
@@ -277,6 +280,8 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     finer = [sharded.step_seconds for sharded in searched.results if len(sharded.mesh.shape) > 2]
     if finer and min(finer[-2:]) > min(finer):
         return "left out: the last two meshes of three axes were slower than one before"
+    if finer and finer[-1] > (1 + TUNING.third_axis_worse) * min(finer):
+        return "left out: the last mesh of three axes was much slower than one before"
     if 1 in by_axes and 2 in by_axes:  # a third axis wins less than the second did
         won = min(won, by_axes[1] - by_axes[2])
     return "" if options.repays(won, takes) else too_long

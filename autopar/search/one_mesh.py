@@ -107,10 +107,13 @@ def shard_on(
     """Shard the program on one mesh under the method's restrictions; `compare` it with data parallelism.
 
     If the answer fits the memory but for the gaps between its arrays, it is done again within the rest. `like`: the graph of
-    the program on another mesh. Other arguments as in `shard`.
+    the program on a mesh. Other arguments as in `shard`.
     """
     roles, device, options = request.roles, request.cluster.device, request.options
-    graph = build_graph(request.program.jaxpr, mesh, roles.aliases, roles.dims, like=like)
+    if like is not None and like.mesh == mesh:
+        graph = like
+    else:
+        graph = build_graph(request.program.jaxpr, mesh, roles.aliases, roles.dims, like=like)
     known = _known_plans(request, mesh) if compare and not isinstance(request.method, DataParallel) else ()
     budget, found = options.budget_bytes(device.memory_bytes), None
     for _ in range(TUNING.placing_turns):

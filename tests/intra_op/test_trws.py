@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.intra_op import edge_batch
+from autopar.intra_op import edge_batch, trws
 from autopar.intra_op.batches import Layout, _padded
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.trws import Ascent
+from autopar.tuning import TUNING
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 from tests.tuned import tune
@@ -105,6 +106,18 @@ def test_the_ascent_ends_where_it_is_told_to():
     full = Ascent(problem).run(100)
     some = Ascent(problem).run(100, enough=0.5 * full.lower)
     assert 0.5 * full.lower <= some.lower <= full.lower + 1e-9
+
+
+def test_large_problems_are_looked_at_more_often(monkeypatch):
+    """A round of theirs takes long, and the last ones win next to nothing."""
+    problem, rounds, lower = draw(7, forbidden=0.0, nodes=(9, 10), choices=(4, 5)), [], []
+    for huge in (TUNING.huge_core, 0):
+        tune(monkeypatch, trws, huge_core=huge)
+        ascent, counted = Ascent(problem), []
+        monkeypatch.setattr(ascent, "_round", lambda run=ascent._round, counted=counted: counted.append(run()))
+        lower.append(ascent.run(100).lower)
+        rounds.append(len(counted))
+    assert rounds[1] < rounds[0] and lower[1] == pytest.approx(lower[0], rel=1e-3)
 
 
 def test_a_level_has_no_edges_inside():
