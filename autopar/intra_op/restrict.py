@@ -8,11 +8,12 @@ Method: restrictions only forbid choices: the same ILP, under the same costs, fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from autopar.errors import ConstraintError, warn
 from autopar.intra_op.graph import Graph, Node
@@ -99,15 +100,36 @@ def pin_constraints(graph: Graph, allowed: Allowed) -> None:
                     path=what,
                     spec=None,
                 )
-            sharding, free = read_spec(spec, tuple(eqn.outvars[0].aval.shape), graph.mesh, what)
+            own = eqn.params["sharding"].mesh.shape
+            single = [name for name, size in own.items() if size == 1 and name not in graph.mesh.axis_sizes]
+            spec = _without_axes(spec, single)  # they split nothing
+            do = _NAME_AXES + " Or leave the constraint out: the plan shards this array by itself."
+            sharding, free = read_spec(spec, tuple(eqn.outvars[0].aval.shape), graph.mesh, what, do)
             mask = [matches_spec(s.results[0], sharding, free) for s in node.strategies]
             allowed.only(node, mask, ("pin", sharding, free), f"{what} asks for {spec}")
 
 
-def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
+_NAME_AXES = (
+    "name axes of the mesh (ShardParallel(mesh_shape=LogicalMesh(shape, axis_names=...)) gives them names) and split dims "
+    "that divide."
+)
+
+
+def _without_axes(spec: Any, axes: Collection[str]) -> Any:
+    def kept(entry: Any) -> Any:
+        if isinstance(entry, str):
+            return None if entry in axes else entry
+        return tuple(axis for axis in entry if axis not in axes) if isinstance(entry, tuple | list) else entry
+
+    return PartitionSpec(*map(kept, spec))
+
+
+def read_spec(
+    spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str, do: str = _NAME_AXES
+) -> tuple[Sharding, tuple[bool, ...]]:
     """Convert a PartitionSpec to a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
 
-    The axes of a dim are taken in mesh order, with a warning if the spec names them in another.
+    The axes of a dim are taken in mesh order, with a warning if the spec names them in another. `do`: said in the error.
 
     Raises `ConstraintError`: it does not fit the shape or the mesh.
     """
@@ -144,8 +166,7 @@ def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -
             "a sharding constraint cannot be met.",
             given=f"{spec} for {what}, an array of shape {shape}",
             wrong=problem,
-            do="name axes of the mesh (ShardParallel(mesh_shape=LogicalMesh(shape, "
-            "axis_names=...)) gives them names) and split dims that divide.",
+            do=do,
             path=what,
             spec=spec,
         )

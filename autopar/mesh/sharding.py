@@ -80,5 +80,6 @@ class Sharding(metaclass=_Interned):
         return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.dims))
 
     def __str__(self) -> str:
-        body = "[" + ", ".join("".join(axes) if axes else "-" for axes in self.dims) + "]"
-        return body + (f" partial {''.join(self.partial)}" if self.partial else "")
+        between = "+" if any(len(axis) > 1 for axes in (*self.dims, self.partial) for axis in axes) else ""
+        body = "[" + ", ".join(between.join(axes) if axes else "-" for axes in self.dims) + "]"
+        return body + (f" partial {between.join(self.partial)}" if self.partial else "")

@@ -14,15 +14,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar._jax import Var
+from autopar._jax import Jaxpr, Var
 from autopar.errors import ConstraintError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.stage import StageProgram
 from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, keep_node_whole, pin_node
-from autopar.mesh import LogicalMesh
+from autopar.ir.region import equations_within
+from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes
 
 RESULT = "result"
 """Constraints with this prefix may name results of a step without stages."""
@@ -41,6 +42,24 @@ class Pins:
 
     inputs: dict[int, tuple[str, Any]]
     outputs: dict[int, tuple[str, Any]]
+
+
+def meshes_of_constraints(jaxpr: Jaxpr, cluster: Cluster) -> list[LogicalMesh]:
+    """The meshes of the user's own `with_sharding_constraint`s that are as large as the cluster.
+
+    None, if the axes that they name are among those that every mesh has.
+    """
+    found = []
+    usual = {name for mesh in logical_meshes(cluster) for name in mesh.axis_names}
+    for eqn, _ in equations_within(jaxpr):
+        sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size == cluster.num_devices:
+            sizes = {name: size for name, size in sharding.mesh.shape.items() if size > 1}
+            entries = [(entry,) if isinstance(entry, str) else entry for entry in sharding.spec]
+            named = {axis for entry in entries if isinstance(entry, tuple) for axis in entry}
+            if not usual.issuperset(named & sizes.keys()):
+                found.append(linked_mesh(cluster, tuple(sizes.values()), tuple(sizes)))
+    return list(dict.fromkeys(found))
 
 
 def find_pins(in_paths: Sequence[str], constraints: Mapping[str, Any], out_paths: Sequence[str] = ()) -> list[Pins]:

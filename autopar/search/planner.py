@@ -51,7 +51,7 @@ from autopar.search.offload import Planned, check_hosts, within_memory
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.padding import lengths_that_do_not_divide, padded_program, worth_padding
 from autopar.search.parts import finds_what_it_made
-from autopar.search.pins import find_pins
+from autopar.search.pins import find_pins, meshes_of_constraints
 from autopar.search.progress import Anytime, Report, part_of, silent
 from autopar.search.request import Narrowed, Request
 from autopar.search.stage_planner import pipeline_of
@@ -177,7 +177,7 @@ class _Search:
         method = request.method
         self.request, self.report = request, report
         self.on_hosts = isinstance(method, Auto | Inference) and request.cluster.hosts > 1
-        self.meshes = candidate_meshes(request.cluster, method)
+        self.meshes = candidate_meshes(request)
         if self.on_hosts:
             # Meshes of three axes come later, and start from the answers on these.
             self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
@@ -357,12 +357,13 @@ def _check_rows(program: Program, roles: Roles) -> None:
             )
 
 
-def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
+def candidate_meshes(request: Request) -> list[LogicalMesh]:
     """Logical meshes to try.
 
     Raises `DeviceCountError`: the method's mesh has another number of devices than the cluster.
     """
-    match method:
+    cluster = request.cluster
+    match request.method:
         case ShardParallel(mesh_shape=LogicalMesh() as mesh):
             chosen = [mesh]
         case ShardParallel(mesh_shape=tuple() as shape):
@@ -374,7 +375,7 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
                 logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))
             ]
         case ShardParallel() | Auto() | Inference():
-            chosen = logical_meshes(cluster)
+            chosen = meshes_of_constraints(request.program.jaxpr, cluster) or logical_meshes(cluster)
     for mesh in chosen:
         if mesh.num_devices != cluster.num_devices:
             raise DeviceCountError(

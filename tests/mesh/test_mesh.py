@@ -223,6 +223,7 @@ def test_sharding():
     assert not sharding.is_valid((12, 3), mesh)
     assert str(sharding) == "[xy, -]"
     assert str(Sharding(((), ("y",)), ("x",))) == "[-, y] partial x"
+    assert str(Sharding((("data", "model"), ()), ("x", "y"))) == "[data+model, -] partial x+y"
     assert sharding.partition_spec() == jax.sharding.PartitionSpec(("x", "y"), None)
 
 

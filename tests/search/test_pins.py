@@ -203,3 +203,13 @@ def test_constraint_in_a_stage_that_no_mesh_can_keep():
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "model"), axis_types=AUTO)
     with pytest.raises(ConstraintError, match=r"(?s)with_sharding_constraint at .*has no axis 'model'"):
         planned(pipeline(), make_step(NamedSharding(mesh, P(None, "model")), "unrolled"))
+
+
+@pytest.mark.parametrize("method", [autopar.Auto(), autopar.ShardParallel()], ids=str)
+def test_the_mesh_of_constraints_is_planned(method):
+    """If it is as large as the cluster and they name its axes; those of one device split nothing."""
+    mesh = jax.sharding.AbstractMesh((4, 1, 2), ("data", "context", "model"), axis_types=(*AUTO, AUTO[0]))
+    plan = planned(method, make_step(NamedSharding(mesh, P(("data", "context"), "model"))))
+    assert (plan.mesh.shape, plan.mesh.axis_names) == ((4, 2), ("data", "model"))
+    with pytest.raises(ConstraintError, match="(?s)has no axis .data..*leave the constraint out"):
+        planned(method, make_step(NamedSharding(mesh, P("data"))), autopar.Cluster(1, 4, SLOW, QUICK))
