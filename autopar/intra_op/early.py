@@ -47,9 +47,10 @@ def send_early(body: Body, phases: Phases) -> Body:
     for at, instruction in enumerate(inside):
         made = _summed_at(instruction, inside, made_at)
         alone = made >= 0 and readers[instruction.reads[0]] == 1
-        once = all(makers[copy] == 1 for copy in (*instruction.reads, *instruction.makes))
-        behind.append(behind[made] if alone and once else at)
-        made_at.update(dict.fromkeys(instruction.makes, at))
+        once = alone and all(makers[copy] == 1 for copy in (*instruction.reads, *instruction.makes))
+        behind.append(behind[made] if once else at)
+        for copy in instruction.makes:
+            made_at[copy] = at
     order = sorted(range(len(inside)), key=lambda at: (behind[at], at))
     return dataclasses.replace(body, instructions=tuple(inside[at] for at in order))
 

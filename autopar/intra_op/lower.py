@@ -135,6 +135,7 @@ class _Lowering:
         self.pace: list[list[Copy]] = []  # per open body, first results computed from repeated gathers, in order
         self.is_again = False  # whether the current equation reads a repeated gather
         self.small = small_bytes(self.mesh)
+        self.computes: dict[tuple[int, int], Compute] = graph.cached("lowered", dict)
 
     def chosen(self, node: int) -> Sharding:
         """The chosen sharding of a port, hub or keep."""
@@ -271,8 +272,9 @@ class _Lowering:
 
     def as_priced(self, var: Var) -> LogicalMesh:
         """The mesh by which conversions of a value are priced: other links have other cheapest routes."""
-        is_joined = var not in self.graph.samples and num_bytes(var) <= self.small
-        return sent_together(self.mesh, num_bytes(var)) if is_joined else self.mesh
+        if var in self.graph.samples or (size := num_bytes(var)) > self.small:
+            return self.mesh
+        return self.graph.cached(("sent together", size), lambda: sent_together(self.mesh, size))
 
     def exists(self, var: Var, sharding: Sharding) -> bool:
         """Whether any phase of this body began with the copy or made it."""
@@ -287,11 +289,12 @@ class _Lowering:
         return pace[max(0, len(pace) - 2)] if pace else None
 
     def compute(self, eqn: JaxprEqn) -> None:
-        node = self.graph.nodes[self.graph.op_node[eqn]]
-        chosen = self.choices[node.index]
-        instruction = self.graph.cached(
-            ("lowered", node.index, chosen), lambda: Compute(eqn, node.rule, node.strategies[chosen])
-        )
+        index = self.graph.op_node[eqn]
+        chosen = self.choices[index]
+        instruction = self.computes.get((index, chosen))
+        if instruction is None:
+            node = self.graph.nodes[index]
+            instruction = self.computes[index, chosen] = Compute(eqn, node.rule, node.strategies[chosen])
         phase = self.graph.phases.get(eqn, "f")
         for var, sharding in instruction.reads:
             if sharding not in self.copies.get((var, phase), ()):

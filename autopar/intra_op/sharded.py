@@ -265,8 +265,10 @@ def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
 def sent_by(body: Body, mesh: LogicalMesh) -> Iterator[tuple[Instruction, Collective]]:
     """The collectives of a program as in `collectives_of`, each with its instruction."""
     for instruction, times in instructions_within(body):
-        if not isinstance(instruction, Compute) or communicates(instruction):  # most do not: fast
-            yield from ((instruction, sent) for sent in sent_in(instruction, mesh, times))
+        if isinstance(instruction, Compute) and not communicates(instruction):
+            continue  # most do not: fast
+        for sent in sent_in(instruction, mesh, times):
+            yield instruction, sent
 
 
 def sent_in(instruction: Instruction, mesh: LogicalMesh, times: int = 1) -> Iterator[Collective]:

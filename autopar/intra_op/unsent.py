@@ -143,9 +143,11 @@ def _furthest(body: Body, sums: Mapping[int, int]) -> list[int]:
     """Return for each instruction the position of the last of the sums that depends on it; -1: none does."""
     found = [-1] * len(body.instructions)
     needed: dict[Copy, int] = {}
-    for at in reversed(range(len(body.instructions))):
-        instruction = body.instructions[at]
-        found[at] = max([at if at in sums else -1, *(needed.get(copy, -1) for copy in instruction.makes)])
-        for copy in instruction.reads:
-            needed[copy] = max(found[at], needed.get(copy, -1))
+    for at in reversed(range(len(body.instructions) if sums else 0)):
+        instruction, last = body.instructions[at], at if at in sums else -1
+        for copy in instruction.makes:
+            last = max(last, needed.get(copy, -1))
+        found[at] = last
+        for copy in instruction.reads if last >= 0 else ():
+            needed[copy] = max(last, needed.get(copy, -1))
     return found

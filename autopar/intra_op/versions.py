@@ -94,9 +94,10 @@ def find_versions(
     for copy in body.inputs:
         end, made_of = len(body.instructions) if copy in pinned else -1, () if copy in rows else None
         walk.current[copy] = walk.found.add(copy, -1, end, made_of)
-    late, begins_loops = arrivals(body, given), True
+    late, begins_loops = arrivals(body, given) if walk.copies_host else {}, True
     for position, instruction in enumerate(body.instructions):
-        walk.arrive(late.get(position, ()), position)
+        if position in late:
+            walk.arrive(late[position], position)
         if given and isinstance(instruction, Region) and kind_of(instruction.eqn) == "scan":
             is_first, begins_loops = begins_loops, False
             for copy, there in fetched_first(instruction) if is_first else ():
@@ -120,6 +121,7 @@ class _Walk:
         sliced: Row that is read as an array -> its version.
         leaving: Value on its way to host memory -> the versions that are copied there.
         gathered: Copies that are gathered along an inner dim.
+        copies_host: Whether any instruction copies to or from host memory.
     """
 
     def __init__(self, body: Body, stored: Mapping[Var, int] | None, given: bool, rows: AbstractSet[Copy]):
@@ -132,6 +134,7 @@ class _Walk:
         self.sliced: dict[Copy, int] = {}
         self.leaving: dict[Copy, Sequence[int]] = {}
         self.gathered: set[Copy] = set()
+        self.copies_host = any(map(copies_host, body.instructions))
 
     def behind(self, instruction: Instruction) -> Sequence[int]:
         """The versions that an instruction reads, or that what it reads is computed from."""
@@ -186,7 +189,7 @@ class _Walk:
     def makes(self, instruction: Instruction, position: int, behind: Sequence[int]) -> None:
         """Add the versions that an instruction makes."""
         passed = _passed_on(instruction) if self.stored is None else {}
-        if copies_host(instruction) and not on_host(instruction.reads[0][0].aval):
+        if self.copies_host and copies_host(instruction) and not on_host(instruction.reads[0][0].aval):
             self.leaving.update(dict.fromkeys(instruction.makes, behind))
         for copy in instruction.makes:
             made_of = behind if self.is_recomputed(instruction, copy) else None

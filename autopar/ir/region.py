@@ -268,7 +268,7 @@ def region_of(eqn: JaxprEqn) -> Region:
 
 def bodies_of(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
     """The bodies of an equation; () for a barrier, and for an equation that is no region."""
-    return tuple(open_jaxpr(closed)[0] for closed in closed_bodies(eqn))
+    return tuple([open_jaxpr(closed)[0] for closed in closed_bodies(eqn)]) if is_region(eqn) else ()
 
 
 def closed_bodies(eqn: JaxprEqn) -> tuple[Jaxpr | ClosedJaxpr, ...]:
