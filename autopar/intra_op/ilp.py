@@ -10,6 +10,7 @@ Method: one 0/1 variable per node and choice, exactly one of a node's chosen; on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,9 @@ _TIES = 1e-7
 """Relative perturbation that breaks ties between choices; smaller than any gap that counts."""
 
 
-def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
+def solve_ilp(
+    problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6, start: Sequence[int] = ()
+) -> Solution:
     """Solve `problem` to optimality or until the time limit.
 
     Args:
@@ -30,6 +33,7 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
         solver: `"highs"` or `"cbc"`.
         seconds: Time limit of the solver.
         gap: Relative gap at which it may stop.
+        start: A known assignment, which HiGHS begins with: it finds good ones late.
 
     Returns:
         The best assignment found; without choices, and with status `"infeasible"`, if there is none.
@@ -46,7 +50,7 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     about = _about(problem)
     scale = min(1e5 / about, 1e8 / max(largest, about))
     program = _Program(problem, scale, about)
-    model = program.model()
+    model = program.model(start if start and np.isfinite(problem.cost(start)) else ())
     # A proof leaves no gap at all, so that ties are broken, too.
     ended = solve_model(model, solver, seconds, gap / 2 if gap > PROVED else 0.0)
     size = f"{solver} on {len(problem.costs)} nodes, {len(model.costs)} variables, {len(model.lower)} rows"
@@ -172,8 +176,11 @@ class _Program:
         most = (row.budget_bytes - row.constant_bytes) / _unit(row)
         self.rows.close(np.array([-np.inf]), np.array([most]))
 
-    def model(self) -> Model:
-        """The program as arrays."""
+    def model(self, start: Sequence[int]) -> Model:
+        """The program as arrays, beginning with an assignment if there is one."""
+        begin = np.zeros(self.num_binary if start else 0)
+        for columns, choice in zip(self.column_of, start, strict=True) if start else ():
+            begin[columns[choice]] = 1.0
         rows, columns, values = map(np.concatenate, (self.rows.rows, self.rows.columns, self.rows.values))
         matrix = coo_array((values, (rows, columns)), shape=(self.rows.count, self.count)).tocsr()
         matrix.eliminate_zeros()
@@ -183,6 +190,7 @@ class _Program:
             matrix,
             np.concatenate(self.rows.lower),
             np.concatenate(self.rows.upper),
+            begin,
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -37,7 +37,8 @@ TOLERANCE = 1e-5
 class Model:
     """Minimize `costs @ x`, where costs are >= 0, with `lower <= matrix @ x <= upper`.
 
-    The first `num_binary` columns are 0 or 1, the others from 0 to 1.
+    The first `num_binary` columns are 0 or 1, the others from 0 to 1. `begin`: their values in a known solution; empty: there
+    is none.
     """
 
     costs: np.ndarray
@@ -45,6 +46,7 @@ class Model:
     matrix: csr_array
     lower: np.ndarray
     upper: np.ndarray
+    begin: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +134,8 @@ def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(lp)
+    if len(model.begin):
+        highs.setSolution(len(model.begin), np.arange(len(model.begin), dtype=np.int32), model.begin)
     run_stoppable(highs, seconds)
     solved = highs.getInfo()
     found = solved.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible

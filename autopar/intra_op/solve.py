@@ -7,11 +7,13 @@ Method: elimination is exact, so the whole is as optimal as the core. For a core
         excess is larger than the room between bound and incumbent is in no better assignment and is dropped, which mostly
         leaves little, to be eliminated again. The rest goes to the ILP, at once if it is small; if it is large, first the
         best few choices of each node, whose answer narrows the room. In the end the incumbent is polished (`polish.py`).
+        Where the tables of all nodes stay small (`wide_elimination.py`), no ILP is needed, and no messages if they are tiny.
         Nodes in memory rows are not eliminated; such cores go to the ILP, large ones with their promising choices only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -24,6 +26,7 @@ from autopar.intra_op.problem import PROVED, Neighbours, Problem, Solution, num_
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.intra_op.trws import Ascent
+from autopar.intra_op.wide_elimination import TABLE_ENTRIES, TINY_ENTRIES, elimination_order, solve_by_tables
 from autopar.options import Prover
 from autopar.tuning import TUNING
 
@@ -99,6 +102,10 @@ def _solve_core(
     searched = _searched(core, solver) if solver in SEARCHES else None
     if searched is not None and np.isfinite(searched.objective):
         return searched
+    tiny = solve_by_tables(core, TINY_ENTRIES) if num_pairs(core) <= TUNING.large_core else None
+    if tiny is not None and tiny.choices:
+        is_beaten = tiny.objective + constant >= (known + constant) * (1 - gap)
+        return dataclasses.replace(tiny, status="pruned") if is_beaten else tiny
     return _Core(core, solver, limit, gap, known, constant, start).solve()
 
 
@@ -175,11 +182,13 @@ class _Core:
             room = self.ascent.upper - lower
             if room <= self.allowed or (self.limit.is_spent and np.isfinite(self.ascent.upper)):
                 break
-            most = self.limit.steps * won * TUNING.solver_pairs_per_second - self.solved_pairs
+            worth = self.limit.steps * won
+            most = worth * TUNING.solver_pairs_per_second - self.solved_pairs
+            tables = TABLE_ENTRIES * min(1.0, worth)  # a second of work at most
             slack = part * room
             if part == TUNING.room_parts[0]:  # the incumbent of messages may be far from optimal, the bound seldom is
                 slack = min(slack, TUNING.first_slack * abs(lower + self.constant))
-            promising = _promising(self.core, self.ascent, slack, part == 1, is_last, most)
+            promising = _promising(self.core, self.ascent, slack, part == 1, is_last, most, tables)
             if promising is None:
                 break
             masks, narrowed = promising
@@ -189,7 +198,8 @@ class _Core:
                 continue
             if part < 1 and num_pairs(narrowed.problem) > TUNING.nearly_whole * self.pairs:
                 continue  # with all choices it takes little longer
-            if part == 1 and room <= self.left_open and num_pairs(narrowed.problem) > TUNING.early_core:
+            is_large = num_pairs(narrowed.problem) > TUNING.early_core
+            if part == 1 and room <= self.left_open and is_large and not _is_narrow(narrowed.problem, tables):
                 break
             answer = self.ask(narrowed)
             self.solved += [masks] * (answer.status == "optimal")
@@ -203,7 +213,8 @@ class _Core:
         """Solve what is left of the core by the ILP, and offer its answer to the ascent."""
         self.solved_pairs += num_pairs(narrowed.problem)
         enough = _gap_of_part(narrowed, self.ascent.upper, self.constant, self.gap)
-        answer = _solve_whole(narrowed.problem, self.solver, self.limit, enough)
+        begin = narrowed.narrow(self.ascent.best) if self.ascent.best else ()
+        answer = _solve_whole(narrowed.problem, self.solver, self.limit, enough, begin)
         if answer.choices or not narrowed.kept:
             self.ascent.offer(narrowed.expand(answer.choices))
             self.how = _described(answer.solver, self.core) if narrowed.kept else "message passing and elimination"
@@ -233,17 +244,20 @@ def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -
 
 
 def _promising(
-    core: Problem, ascent: Ascent, room: float, must: bool, is_last: bool, most: float
+    core: Problem, ascent: Ascent, room: float, must: bool, is_last: bool, most: float, tables: float
 ) -> tuple[Sequence[np.ndarray], Reduced] | None:
     """Reduce a core to the choices whose excess is at most `room`, if that is small enough for the ILP; with their masks.
 
-    At most `most` pairs. If there are more: None, since more rounds may narrow them; but after the last rounds (`is_last`),
-    unless all choices are needed (`must`), only the best few of each node and those around the incumbent are kept.
+    At most `most` pairs, or `tables` entries. If there are more: None, since more rounds may narrow them; but after the last
+    rounds (`is_last`), unless all choices are needed (`must`), only the best few of each node and those around the incumbent
+    are kept.
     """
     masks = [excess <= room * (1 + 1e-9) for excess in ascent.excess]
     narrowed = eliminate(_narrowed(core, masks))
     large = TUNING.small_core if must else TUNING.small_core // 4
     if num_pairs(narrowed.problem) <= min(most, large if is_last else TUNING.early_core):
+        return masks, narrowed
+    if _is_narrow(narrowed.problem, tables):
         return masks, narrowed
     around = _around(core, ascent.best) if is_last and not must else []
     for count in TUNING.fewer_choices if around else ():
@@ -252,6 +266,11 @@ def _promising(
         if num_pairs(narrowed.problem) <= min(most, TUNING.small_core // 2):
             return few, narrowed
     return None
+
+
+def _is_narrow(problem: Problem, most: float) -> bool:
+    """Whether a problem is solved by tables of at most `most` entries in all."""
+    return num_pairs(problem) <= TUNING.large_core and elimination_order(problem, most) is not None
 
 
 def _holds(masks: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
@@ -305,9 +324,12 @@ def _masks_with_rows(core: Problem, ascent: Ascent, best: Solution | None) -> li
     return [mask | around | thrifty for mask, (around, thrifty) in zip(masks, others, strict=True)]
 
 
-def _solve_whole(core: Problem, solver: str, limit: TimeLimit, gap: float) -> Solution:
+def _solve_whole(core: Problem, solver: str, limit: TimeLimit, gap: float, start: Sequence[int] = ()) -> Solution:
+    by_tables = None if core.rows or num_pairs(core) > TUNING.large_core else solve_by_tables(core)
+    if by_tables is not None:
+        return by_tables
     with limit.running() as seconds:
-        return solve_ilp(core, _exact(solver), seconds, gap)
+        return solve_ilp(core, _exact(solver), seconds, gap, start)
 
 
 def _exact(solver: str) -> str:

@@ -188,6 +188,29 @@ def test_large_cores_are_solved_on_promising_choices(monkeypatch):
             assert found.objective == pytest.approx(wanted.objective)
 
 
+def without_tables(monkeypatch):
+    """As if the tables of every problem were too large."""
+    monkeypatch.setattr(solving, "solve_by_tables", Mock(return_value=None))
+    monkeypatch.setattr(solving, "elimination_order", Mock(return_value=None))
+
+
+def test_a_narrow_core_needs_no_ilp(monkeypatch):
+    """However many nodes it has; and one whose tables are too large is given the answer of messages to begin with."""
+    begun = []
+
+    def noted(problem, solver, seconds, gap, start=()):
+        begun.append(problem.cost(start) if start else None)
+        return solve_ilp(problem, solver, seconds, gap, start)
+
+    monkeypatch.setattr(solving, "solve_ilp", noted)
+    problem = frustrated(3, nodes=8)
+    found = solve(problem)
+    assert found.status == "optimal" and not begun
+    without_tables(monkeypatch)
+    assert solve(problem).objective == pytest.approx(found.objective)
+    assert begun and begun[0] >= found.objective
+
+
 def test_a_core_that_hardly_narrows_is_solved_once(monkeypatch):
     """Not first with the choices near the lower bound, if these are nearly all."""
     sizes = []
@@ -196,6 +219,7 @@ def test_a_core_that_hardly_narrows_is_solved_once(monkeypatch):
         sizes.append(num_pairs(problem))
         return solve_ilp(problem, "highs")
 
+    without_tables(monkeypatch)
     monkeypatch.setattr(solving, "_solve_whole", noted)
     problem = frustrated(2, nodes=8)
     solve(problem)
@@ -211,6 +235,7 @@ def test_what_the_ilp_has_solved_is_not_solved_again(monkeypatch):
         sizes.append(num_pairs(problem))
         return solve_ilp(problem, "highs")
 
+    without_tables(monkeypatch)
     monkeypatch.setattr(solving, "_solve_whole", noted)
     random = np.random.default_rng(7)
     grid = Problem([random.random(3) * 0.1 for _ in range(16)])
@@ -271,6 +296,16 @@ def test_another_problems_bound_is_kept():
     found = Solution((0,), 2.0, 2.0, "optimal", "any")
     assert found.bounded(1.5).status == "feasible" and found.bounded(1.5).gap == 0.25
     assert found.bounded(2.0).status == "optimal" and found.bounded(3.0).gap == 0.0
+
+
+def test_a_known_answer_is_begun_with(monkeypatch):
+    """Of no time at all it is what is left; one that is forbidden is not taken."""
+    problem = frustrated(4)
+    known = brute_force(problem).choices
+    found = solve_ilp(problem, seconds=1e-9, start=known)
+    assert found.objective == pytest.approx(problem.cost(known))
+    problem.costs[0] = np.where(np.arange(4) == known[0], np.inf, problem.costs[0])
+    assert solve_ilp(problem, start=known).objective == pytest.approx(brute_force(problem).objective)
 
 
 def test_time_is_up():
