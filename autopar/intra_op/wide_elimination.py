@@ -51,7 +51,7 @@ def solve_by_tables(problem: Problem, most: float = TABLE_ENTRIES) -> Solution |
     for at, node in reversed([*enumerate(order)]):
         total = np.asarray(problem.costs[node], np.float64)
         for around, table in buckets[at]:
-            total = total + table[(slice(None), *(choices[n] for n in around[1:]))]
+            total = total + np.moveaxis(table, 0, -1)[tuple([choices[n] for n in around[1:]])]
         choices[node] = int(total.argmin())
     seconds = problem.cost(choices)
     name = f"tables over {len(order)} nodes"
