@@ -240,7 +240,7 @@ class _Phases:
         """Run the equation after the loop; or if samples wait for it, use local statistics, or note the refusal."""
         eqn, solution = self.jaxpr.eqns[at], self.solution
         has_samples = any(isinstance(solution.of(a), Split) for a in eqn.invars)
-        takes_own = self.may_take_own(cause.operand)
+        takes_own = self.may_take_own(cause.operand) and not self.is_of_joint_loss(cause.operand, eqn)
         if matters and takes_own and (has_samples or not is_backward(eqn)):
             # Every reader of such a sum uses the local one, so that the loss is the one whose gradient is taken.
             sums = self.sums.terms_of(solution, cause.operand)
@@ -265,6 +265,17 @@ class _Phases:
     def may_take_own(self, var: Var) -> bool:
         """Whether a microbatch may use its own value for the joint one: it has one, and the user has asked for it."""
         return self.per_microbatch and self.has_own(var)
+
+    def is_of_joint_loss(self, var: Var, reader: JaxprEqn) -> bool:
+        """Whether the backward pass waits for a sum of its own, while the forward pass used no statistics of a microbatch.
+
+        The loss is then that of all samples (over pairs of them, say), and parts of such a sum give no gradient of it.
+        """
+        has_own = self.solution.count == 1 or OWN in self.solution.read_as.values()
+        if has_own or not is_backward(reader):
+            return False
+        made_late = made_by_backward(self.jaxpr)
+        return all(term in made_late for term in self.sums.terms_of(self.solution, var))
 
     def take_own(self, cause: Cause) -> bool:
         """Use local statistics for the cause of a stuck equation in a body, if allowed; whether it was."""

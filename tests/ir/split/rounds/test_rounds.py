@@ -13,7 +13,17 @@ from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
-from tests.ir.split.cases import Case, Tree, assert_same, cases_in_parts, full_batch, mlp, sgd, squares, traced
+from tests.ir.split.cases import (
+    Case,
+    Tree,
+    assert_same,
+    cases_in_parts,
+    full_batch,
+    mlp,
+    sgd,
+    squares,
+    traced,
+)
 from tests.ir.split.losses import normalized_head_loss, root_loss
 from tests.ir.traced import evaluate
 
@@ -25,6 +35,13 @@ def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
     labels = jnp.arange(len(z))
     rows, columns = (optax.softmax_cross_entropy_with_integer_labels(x, labels) for x in (logits, logits.T))
     return (rows + columns).mean()
+
+
+def matched_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each sample against all of another view."""
+    one, other = (jnp.tanh(batch[view] @ params["w"]) @ params["v"] for view in "xy")
+    logits = one @ other.T / 20
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
 
 
 def best_classes_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -131,9 +148,25 @@ def test_equal(case, count):
     check_program(flat)
     loops = [eqn for eqn in loops_of(flat) if eqn.params["length"] == count]
     assert len(loops) == rounds
-    run = jax.jit(lambda *args: eval_jaxpr(flat, (), *args))
-    found = program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
-    assert_same(found, full_batch(case))
+    assert_same(run(case, program, flat), full_batch(case))
+
+
+def run(case, program, flat):
+    step = jax.jit(lambda *args: eval_jaxpr(flat, (), *args))
+    return program.unflatten_outputs(step(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
+
+
+def test_pairs_have_no_statistics():
+    """Their loss is that of all samples; where each microbatch may use its own sums, its gradient is still that loss's."""
+    random = np.random.default_rng(0)
+    params, views = (
+        {name: jnp.asarray(random.normal(size=(rows, 8)), jnp.float32) for name in names}
+        for names, rows in (("wv", 8), ("xy", 32))
+    )
+    case = Case(sgd(matched_loss), lambda: params, batch=lambda: views)
+    program, batch = traced(case)
+    flat = accumulate_in_rounds(program.jaxpr, 4, batch, per_microbatch=True)
+    assert_same(run(case, program, flat), full_batch(case))
 
 
 def test_not_in_every_layer():
