@@ -65,20 +65,15 @@ def solve_constrained(
     Returns:
         The assignment; status `"infeasible"` if none was found.
     """
-    limit, learnt = time_limit(seconds), learnt or Learnt()
-    # Where bytes had a price before, this answer is but where prices begin: should it fit, it is solved for again.
-    begins = learnt.price > 0 and num_pairs(problem) <= TUNING.large_core
-    base = solve_one(problem, solver, limit, max(gap, TUNING.stage_gap) if begins else gap, known)
+    limit = time_limit(seconds)
+    base = solve_one(problem, solver, limit, gap, known)
     if base.status in ("infeasible", "pruned"):
         return base
     rows = broken_rows(base.choices)
-    if not rows and begins and base.gap > gap:
-        base = solve_one(problem, solver, limit, gap, known)
-        rows = broken_rows(base.choices) if base.choices and base.status != "pruned" else []
     if not rows:
         return base
     problem.rows.extend(rows)
-    search = _Search(problem, base, broken_rows, solver, limit, solve_one, known, learnt)
+    search = _Search(problem, base, broken_rows, solver, limit, solve_one, known, learnt or Learnt())
     unlikely = least_share(problem) > 1.0
     if is_hopeless() or is_far_over(problem) or (unlikely and not search.fits_somehow()):
         return dataclasses.replace(base, choices=(), status="infeasible")

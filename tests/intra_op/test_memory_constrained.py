@@ -5,9 +5,8 @@ import pytest
 
 from autopar.intra_op import memory_constrained
 from autopar.intra_op.memory_constrained import Learnt, solve_constrained
-from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
+from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.solve import solve
-from autopar.tuning import TUNING
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 from tests.tuned import tune
@@ -70,24 +69,6 @@ def test_a_price_that_was_found_is_where_the_next_problem_begins(monkeypatch):
             found = solve_constrained(Problem(costs, problem.edges), broken, solve_one=solve_one, learnt=learnt)
             assert not found.choices or problem.fits(found.choices)
     assert tried["next"] < 0.8 * tried["first"], tried
-
-
-@pytest.mark.parametrize(("budget", "gaps"), [(0.5, [TUNING.stage_gap]), (10.0, [TUNING.stage_gap, PROVED])])
-def test_what_is_only_to_be_priced_is_solved_roughly(budget, gaps):
-    """Where bytes had a price before, the answer without one seldom fits; one that does is solved for exactly."""
-    asked = []
-
-    def solve_one(problem, solver, seconds, gap, known=np.inf):
-        asked.append(gap)
-        choice = 1 if gap > PROVED else 0
-        return Solution((choice,), problem.costs[0][choice], 1.0, "feasible", "by hand")
-
-    def broken(choices):
-        return [MemoryRow("all", {0: np.array([1.0, 1.0])}, budget)] if budget < 1 else []
-
-    problem = Problem([np.array([1.0, 1.001])])
-    found = solve_constrained(problem, broken, solve_one=solve_one, is_hopeless=lambda: True, learnt=Learnt(price=1.0))
-    assert asked == gaps and found.choices == (() if budget < 1 else (0,))
 
 
 def test_the_next_problem_begins_with_the_rows_of_the_one_before(monkeypatch):
