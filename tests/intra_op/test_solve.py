@@ -20,6 +20,7 @@ from autopar.tuning import TUNING
 from tests.brute_force import brute_force
 from tests.patience import PATIENCE_SECONDS
 from tests.tuned import tune
+from tests.without_tables import without_tables
 
 
 def draw(seed, rows=False, forbidden=0.15, nodes=(2, 7), choices=(1, 5)):
@@ -186,12 +187,6 @@ def test_large_cores_are_solved_on_promising_choices(monkeypatch):
         assert found.objective <= wanted.objective * 1.1
         if found.status == "optimal":
             assert found.objective == pytest.approx(wanted.objective)
-
-
-def without_tables(monkeypatch):
-    """As if the tables of every problem were too large."""
-    monkeypatch.setattr(solving, "solve_by_tables", Mock(return_value=None))
-    monkeypatch.setattr(solving, "elimination_order", Mock(return_value=None))
 
 
 def test_a_narrow_core_needs_no_ilp(monkeypatch):

@@ -20,6 +20,7 @@ from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
 from tests.tuned import tune
+from tests.without_tables import without_tables
 
 
 @pytest.fixture
@@ -27,10 +28,11 @@ def limits(monkeypatch):
     """Time limits that the solver was called with; each call works 10 seconds."""
     found, real = [], solving.solve_ilp
 
-    def solve_ilp(problem, solver, seconds, gap):
+    def solve_ilp(problem, solver, seconds, gap, start=()):
         found.append(seconds)
-        return real(problem, solver, 60.0, gap)
+        return real(problem, solver, 60.0, gap, start)
 
+    without_tables(monkeypatch)
     monkeypatch.setattr(time_limit, "Work", lambda: types.SimpleNamespace(seconds=10.0, begun=7.0))
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
     return found
@@ -99,12 +101,13 @@ def test_time_in_which_others_have_the_processor_does_not_count(monkeypatch):
 
 @pytest.mark.parametrize("answers", ["nothing", "something bad"])
 def test_what_the_solver_had_no_time_for_message_passing_finds(monkeypatch, answers):
-    def solve_ilp(problem, solver, seconds, gap):
+    def solve_ilp(problem, solver, seconds, gap, start=()):
         if answers == "nothing":
             return Solution((), np.inf, np.inf, "infeasible", solver)
         worst = tuple(int(np.argmax(cost)) for cost in problem.costs)
         return Solution(worst, problem.cost(worst), 0.0, "feasible", solver)
 
+    without_tables(monkeypatch)
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
     feasible = 0
     for seed in range(10):

@@ -16,6 +16,7 @@ from autopar.errors import InfeasibleError, NoPlanFoundError
 from autopar.intra_op import solve as solving
 from autopar.search.planner import make_plan
 from autopar.search.progress import Anytime, silent
+from tests.without_tables import without_tables
 
 CLUSTER = Cluster.of("2x2 h100")
 
@@ -95,10 +96,11 @@ def solves(monkeypatch):
     """The solves that were begun; each takes a second, and nothing else takes time."""
     begun, real = [], solving.solve_ilp
 
-    def solve_ilp(problem, solver, seconds, gap):
+    def solve_ilp(problem, solver, seconds, gap, start=()):
         begun.append(seconds)
-        return real(problem, solver, 60.0, gap)
+        return real(problem, solver, 60.0, gap, start)
 
+    without_tables(monkeypatch)
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
     monkeypatch.setattr(time, "monotonic", lambda: float(len(begun)))
     return begun

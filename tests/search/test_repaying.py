@@ -21,6 +21,7 @@ from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
 from tests.tuned import tune
+from tests.without_tables import without_tables
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import scale  # noqa: E402
@@ -37,6 +38,7 @@ def solved(monkeypatch):
         found.append(num_pairs(problem))
         return real(problem, *given)
 
+    without_tables(monkeypatch)
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
     return found
 
