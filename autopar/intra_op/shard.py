@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.intra_op.by_axes import descend_from
-from autopar.intra_op.exposure import Exposure, show
+from autopar.intra_op.exposure import Exposure, OwnExposure, show
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.instance import Instance
 from autopar.intra_op.liveness import ONE_PROGRAM, Waiting
@@ -92,7 +92,10 @@ def shard(
     if best is not None:
         best, last = _follow_clock(instance, best, tried)
         best, last = _explore(instance, best, last, tried) if explore else (best, last)
-        best = best if is_large else _around(instance, best, last, tried, TUNING.around_turns)
+        if is_large:
+            best = _as_begun(instance, best, begin, tried)
+        else:
+            best = _around(instance, best, last, tried, TUNING.around_turns)
         best = _in_less(instance, best, last, tried)
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem, instance.gaps_of)
@@ -155,6 +158,24 @@ def _explore(instance: Instance, best: Sharded, last: Sharded, tried: list[tuple
     found = min(best, found, key=lambda sharded: sharded.step_seconds)
     # Price it by the latest exposure, as the meshes will be that it is compared with.
     return found.repriced(last.problem, last.solution.bound, last.exposure), last
+
+
+def _as_begun(instance: Instance, best: Sharded, begin: Sequence[Sharded], tried: list[tuple[int, ...]]) -> Sharded:
+    """Solve under the exposure by which the answer to begin with was found, if that is another than meshes are compared by.
+
+    What hides in that program hides in those near it, and the other exposure says so of none of them. Arguments as in
+    `shard` and `_follow_clock`.
+    """
+    exposure = begin[0].exposure
+    if not isinstance(exposure, OwnExposure) or instance.limit.is_over:
+        return best
+    problem, solution = instance.solve_under(exposure)
+    if not solution.choices or solution.choices in tried:
+        return best
+    tried.append(solution.choices)
+    found = instance.read_off(problem, solution, exposure)
+    fits = found.fits(instance.budget_search.budget)
+    return min(best, found, key=lambda sharded: sharded.step_seconds) if fits else best
 
 
 def settle(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError, needed_bytes
 from autopar.intra_op.by_axes import joined_axes
-from autopar.intra_op.exposure import Exposure
+from autopar.intra_op.exposure import Exposure, OwnExposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.problem import Problem, num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
@@ -172,7 +172,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     left = math.inf if request.options.repaying_steps == math.inf else left
     for sharded in sorted(searched.results, key=_rank):
         takes, worth = planning_seconds(sharded.problem), TUNING.unaided_part * best.step_seconds
-        is_asked = sharded is best and misjudged > TUNING.misjudged
+        is_asked = sharded is best and misjudged > TUNING.misjudged and not _is_priced_as(best, searched.unaided)
         is_near = sharded.step_seconds <= near
         is_quick = is_near and takes <= TUNING.untied_seconds
         repaid = takes <= TUNING.unaided_seconds and request.options.repays(worth, takes)
@@ -188,6 +188,12 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
             alone.results = [untie_best(asked, alone)]
             searched.untied = alone.results[0]
         searched.results += alone.results
+
+
+def _is_priced_as(sharded: Sharded, unaided: Sharded | None) -> bool:
+    """Whether an answer was found by what alone the plan shows with which a search that began with nothing ended."""
+    own = unaided.exposure if unaided is not None else None
+    return isinstance(own, OwnExposure) and sharded.exposure == own
 
 
 def untie_best(request: Request, searched: Searched) -> Sharded:

@@ -167,6 +167,19 @@ def test_what_the_best_program_shows_decides_on_three_axes_too(monkeypatch):
     assert settled.step_seconds <= found.step_seconds and settled.gap < 0.01
 
 
+def test_three_axes_are_also_priced_by_what_the_answer_they_begin_from_shows(monkeypatch):
+    """Priced as other meshes are, here as if all hid, that answer costs more than others that are slower."""
+    of, nothing_sent = {"depth": 2, "width": 128, "batch": 256}, Exposure(0.0).hopeful()
+    two = sharded_with(Exposure(0.1), 5e9, (2, 4), **of)
+    shown = show(two.graph, two.body, two.exposed_seconds)
+    own = Exposure(0.1).after(shown).as_in(shown, nothing_sent)
+    tune(monkeypatch, sharding, small_mesh_pairs=0, exposure_turns=1)
+    begin = [dataclasses.replace(two, exposure=exposure) for exposure in (own, nothing_sent)]
+    found, as_others = (sharded_with(nothing_sent, 5e9, (2, 2, 2), **of, begin=[each]) for each in begin)
+    assert found.step_seconds < 0.9 * as_others.step_seconds
+    assert found.exposure is own and as_others.exposure is nothing_sent
+
+
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_optimal_is_said_where_there_is_no_gap(scanned, zero):

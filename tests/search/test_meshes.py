@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from autopar.intra_op.exposure import Exposure, OwnExposure
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.search import meshes
 from autopar.search.meshes import Searched
@@ -19,7 +20,7 @@ from autopar.search.request import Request
 def plan(seconds, *shape, pairs=0, nodes=0):
     problem = SimpleNamespace(costs=[np.zeros(1)], edges={(0, 1): np.zeros((pairs, 1))})
     solution = SimpleNamespace(objective=seconds)
-    known = {"problem": problem, "solution": solution, "graph": SimpleNamespace(nodes=range(nodes))}
+    known = {"problem": problem, "solution": solution, "graph": SimpleNamespace(nodes=range(nodes)), "exposure": None}
     return SimpleNamespace(mesh=LogicalMesh(shape), step_seconds=seconds, shared_seconds=0.1 * seconds, **known)
 
 
@@ -105,3 +106,22 @@ def test_meshes_nearly_the_best_are_planned_as_if_named_in_a_part_of_the_time(
     results = [first, of(4.595e-6, (2, 2, 4), nodes), of(4.595e-6, (4, 2, 2), nodes), of(4.613e-6, (8, 2), 10)]
     meshes.search_unaided(request, Searched(results, [], unaided=first), silent)
     assert asked == again
+
+
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_the_best_mesh_is_not_planned_again_where_the_same_exposure_was_seen_to_the_end(monkeypatch, is_alike):
+    """Its price is far from the clock; but it was found by what a search shows that itself began with nothing."""
+    asked = []
+    monkeypatch.setattr(meshes, "search_meshes", lambda request, chosen, report, alone, like: asked.extend(chosen))
+
+    def of(seconds, shape, exposure):
+        problem = SimpleNamespace(costs=[0] * 1300, edges={}, rows=[])
+        known = {"problem": problem, "gap": 0.0, "exposure": exposure}
+        known["solution"] = SimpleNamespace(objective=1.04 * seconds)
+        return SimpleNamespace(**vars(plan(seconds, *shape)) | known)
+
+    own, other = (OwnExposure(0.1, own={}, before=Exposure(least)) for least in (0.1, 0.2))
+    first, best = of(0.0857, (4, 4), own), of(0.0856, (2, 2, 4), own if is_alike else other)
+    request = Request(SimpleNamespace(name="step"), None, Cluster.of("4x4 tpu v5e"), Auto(steps=1))
+    meshes.search_unaided(request, Searched([first, best], [], unaided=first), silent)
+    assert asked == ([] if is_alike else [best.mesh])
