@@ -220,6 +220,9 @@ def test_more_devices_than_there_are(method, wanted):
 def test_stages_that_do_not_share_evenly():
     with raises(DeviceCountError, "there are 8 devices, and 3 stages do not get equally many", "submeshes=(1, 2, ...)"):
         planned(PipelineParallel(num_stages=3))
+    with raises(DeviceCountError, "2 stages of 2 devices take 4", "with the rest as it is, data=2") as caught:
+        planned(ThreeD(tensor=2, pipeline=2))
+    assert "submeshes=" not in str(caught.value), "it has none"
 
 
 def test_interleaved_counts_meshes():

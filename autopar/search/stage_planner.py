@@ -355,6 +355,9 @@ def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: 
     if sum(sizes) != available or min(sizes) < 1:
         wanted = max(sum(sizes), num_stages)
         own = ", or give each stage its own number, submeshes=(1, 2, ...)" if wanted < available else ""
+        if isinstance(method, ThreeD):
+            rest = method.tensor * num_stages
+            own = f": with the rest as it is, data={available // rest}" if available % rest == 0 else ""
         raise DeviceCountError(
             "the stages do not fit the cluster.",
             given=f"{method_text(method)} on {cluster}",
