@@ -140,6 +140,7 @@ class _Phases:
         self.copies = copies_of_arguments(jaxpr) if apart else {}
         self.copied = {var for eqn in self.copies for var in eqn.outvars}
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
+        self.num_samples: set[int] = set()  # of each kind
 
     def run(self, batch: Batch, blocks: int = 1) -> None:
         on_samples = descendants(self.jaxpr.eqns, given=[*(self.jaxpr.invars[k] for k in batch), *self.drawn])
@@ -148,7 +149,9 @@ class _Phases:
                 self.of_samples[eqn] = cost
         self.hoist.limit = TUNING.hoisted_work * sum(self.of_samples.values())
         for position, dim in sample_dims(batch).items():
-            self.solution.placement_of[self.jaxpr.invars[position]] = Split(dim, blocks)
+            var = self.jaxpr.invars[position]
+            self.solution.placement_of[var] = Split(dim, blocks)
+            self.num_samples.add(var.aval.shape[dim])
         matters = feeds_backward(self.jaxpr)
         at = 0
         while at < len(self.jaxpr.eqns):
@@ -267,12 +270,13 @@ class _Phases:
         return self.per_microbatch and self.has_own(var)
 
     def is_of_joint_loss(self, var: Var, reader: JaxprEqn) -> bool:
-        """Whether the backward pass waits for a sum of its own, while the forward pass used no statistics of a microbatch.
+        """Whether the backward pass waits for a sum of its own that has a row for each sample, while the forward pass used no
+        statistics of a microbatch.
 
         The loss is then that of all samples (over pairs of them, say), and parts of such a sum give no gradient of it.
         """
         has_own = self.solution.count == 1 or OWN in self.solution.read_as.values()
-        if has_own or not is_backward(reader):
+        if has_own or not is_backward(reader) or self.num_samples.isdisjoint(var.aval.shape):
             return False
         made_late = made_by_backward(self.jaxpr)
         return all(term in made_late for term in self.sums.terms_of(self.solution, var))

@@ -13,17 +13,7 @@ from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
-from tests.ir.split.cases import (
-    Case,
-    Tree,
-    assert_same,
-    cases_in_parts,
-    full_batch,
-    mlp,
-    sgd,
-    squares,
-    traced,
-)
+from tests.ir.split.cases import Case, Tree, assert_same, cases_in_parts, full_batch, mlp, sgd, squares, traced
 from tests.ir.split.losses import normalized_head_loss, root_loss
 from tests.ir.traced import evaluate
 
