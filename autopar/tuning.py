@@ -334,8 +334,8 @@ class Tuning:
     third_axis_gain: float = 1e-3
     """Part of the step that must be left to win for a third axis to be tried, and that other third axes must have won."""
     third_axis_worse: float = 0.1
-    """Part of the step. If a mesh of three axes is slower than one before by more, those that split the hosts less evenly are
-    not tried: from one to the next seconds change by a few percent."""
+    """Part of the step. If a mesh of three axes is slower than one before by more, it is not searched twice, and those that
+    split the hosts less evenly are not tried: from one to the next seconds change by a few percent."""
     nodes_per_second: float = 1e3
     """Nodes of a problem that planning on a mesh gets through in a second on one core, roughly."""
     pairs_per_second: float = 2.5e6

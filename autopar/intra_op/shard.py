@@ -163,11 +163,12 @@ def _explore(instance: Instance, best: Sharded, last: Sharded, tried: list[tuple
 def _as_begun(instance: Instance, best: Sharded, begin: Sequence[Sharded], tried: list[tuple[int, ...]]) -> Sharded:
     """Solve under the exposure by which the answer to begin with was found, if that is another than meshes are compared by.
 
-    What hides in that program hides in those near it, and the other exposure says so of none of them. Arguments as in
-    `shard` and `_follow_clock`.
+    What hides in that program hides in those near it, and the other exposure says so of none of them. Not where the descent
+    ended much slower than it began. Arguments as in `shard` and `_follow_clock`.
     """
-    exposure = begin[0].exposure
-    if not isinstance(exposure, OwnExposure) or instance.limit.is_over:
+    exposure, began = begin[0].exposure, min(sharded.step_seconds for sharded in begin)
+    is_far = best.step_seconds > (1 + TUNING.third_axis_worse) * began
+    if is_far or not isinstance(exposure, OwnExposure) or instance.limit.is_over:
         return best
     problem, solution = instance.solve_under(exposure)
     if not solution.choices or solution.choices in tried:
