@@ -173,7 +173,7 @@ def test_three_axes_are_also_priced_by_what_the_answer_they_begin_from_shows(mon
     two = sharded_with(Exposure(0.1), 5e9, (2, 4), **of)
     shown = show(two.graph, two.body, two.exposed_seconds)
     own = Exposure(0.1).after(shown).as_in(shown, nothing_sent)
-    tune(monkeypatch, sharding, small_mesh_pairs=0, exposure_turns=1, third_axis_worse=1.0)
+    tune(monkeypatch, sharding, small_mesh_pairs=0, exposure_turns=1, third_axis_worse=9.0)
     begin = [dataclasses.replace(two, exposure=exposure) for exposure in (own, nothing_sent)]
     found, as_others = (sharded_with(nothing_sent, 5e9, (2, 2, 2), **of, begin=[each]) for each in begin)
     assert found.step_seconds < 0.9 * as_others.step_seconds
