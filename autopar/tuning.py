@@ -103,8 +103,7 @@ class Tuning:
     named_seconds: float = 13.0
     """Seconds: the same on several hosts where memory is ample; then it is done whatever it may win."""
     settled_seconds: float = 7.0
-    """Seconds. Such an answer is refined over all axes (`settle` in `intra_op/shard.py`) as often as that takes no longer,
-    roughly, and at least once."""
+    """Seconds. Such an answer is refined over all axes (`settle` in `intra_op/shard.py`), once and as often as fits."""
     settled_quickly: float = 1.5
     """Seconds. If refining it once takes no longer, roughly, that is done for a gap of more than `large_gap`, too."""
     settled_part: float = 0.09
@@ -114,11 +113,9 @@ class Tuning:
     untied_pairs: int = 30_000_000
     """Pairs. Beyond this, the tables of the problem without ties take gigabytes."""
     unmeant_gather: float = 100.0
-    """Factor on the seconds of a gather that a method of the papers does not have: it is chosen only where nothing else is
-    possible, as in models not written for the method."""
+    """Factor on the seconds of a gather that a method of the papers does not have: for models not written for the method."""
     fused_latency: float = 0.1
-    """Part of its latency that a small collective is charged where others like it are ready too: about ten are fused into one,
-    until a lowered program shows how many are."""
+    """Part of its latency that a small collective is charged, until a program shows how many are fused: about ten are."""
 
     bucket_step: int = 4
     """How many times smaller messages get where nothing fits the memory budget and they take part in that."""
@@ -129,13 +126,16 @@ class Tuning:
 
     fold_elements: int = 40_000_000
     """Elements of the largest table [u, node, v] that folds a node with two neighbours: 320 MB of float64."""
+    table_entries: float = 4e7
+    """Entries of all tables (`wide_elimination.py`) at most: about a second, and 200 MB."""
+    tiny_tables: float = 1e6
+    """The same where tables take less time than messages: then nothing else is tried."""
     equal_edges: int = 300
     """Edges from which on equal tables are shared: with fewer, each is computed by itself."""
     equal_rows: int = 100_000
     """Triples of choices of a folded node and its neighbours from which on equal rows of their tables are looked for."""
     compared_choices: int = 400_000
-    """The most comparisons of a node's choices with each other, over all choices of its neighbours; a node that needs more
-    keeps its dominated choices."""
+    """The most comparisons of a node's choices, over all choices of its neighbours; else dominated ones are kept."""
     message_rounds: tuple[int, ...] = (60, 120, 200)
     """Rounds of message passing before each attempt of the ILP: more each time, since the rest is harder."""
     message_sweeps: int = 8
@@ -201,8 +201,7 @@ class Tuning:
     peak_fallen: float = 0.99
     """Part of a peak. Once memory falls below this, the next peak is another one, and may become a row of its own."""
     less_memory: tuple[float, ...] = (0.85, 0.7)
-    """Parts of the bytes that the answer of a small problem takes, within which it is solved again if its gap is more than
-    `rough_gap`."""
+    """Parts of the bytes of a small problem's answer within which it is solved again if its gap exceeds `rough_gap`."""
     less_planes: int = 4
     """Cutting planes at most of such a solve: its answer need not be the best within these bytes, and is often none."""
     placed_part: float = 2e-4
@@ -241,8 +240,7 @@ class Tuning:
     large_part: float = 1 / 8
     """Part of the largest array of a body. Equations that make an array as large wait for those that free others."""
     late_part: float = 1 / 8
-    """Part of the bytes that become free: the most bytes of what is made to wait for that, since waiting may cost a pass over
-    them."""
+    """Part of the bytes that become free: the most of what waits for that, since waiting may cost a pass over them."""
     fitting_turns: int = 8
     """The most plans that are made and compiled until the compiler agrees that one fits."""
 
@@ -293,8 +291,7 @@ class Tuning:
     uneven_stage: float = 1.5
     """Times an equal share of the work. The user is warned of a stage with more."""
     alike_work: float = 0.25
-    """Part of each device's time. Under a method that splits samples alone, the user is warned of more work that all devices do
-    alike."""
+    """Part of each device's time. A method that splits samples alone warns of more work that all devices do alike."""
     most_parts: int = 16
     """The most parts that scans over layers are split into for even stages: each is a loop of its own to compile."""
     parts_tolerance: float = 0.05
@@ -307,8 +304,7 @@ class Tuning:
     layer_gap: float = 1e-2
     """The same for layers of the table, which only choose stages."""
     one_array: float = 0.02
-    """Part of its time that a stage may lose so that its part of a stack is sharded like the others: they are then one array
-    for the user."""
+    """Part of its time that a stage may lose to shard its part of a stack like the others: one array for the user."""
     borders_doubt: float = 0.05
     """Part by which the clock of borders, which knows of nothing that stages send within, may be wrong: others as near to the
     best are planned, too, if that takes next to no time."""
@@ -365,8 +361,7 @@ class Tuning:
     accumulation_meshes: int = 3
     """Meshes that are tried with microbatches: the best of those tried without."""
     stages_gain: float = 0.1
-    """Part of the best step without stages. Within one host stages are tried if this much can be won: the bubble would use
-    up less."""
+    """Part of the best step without stages. Within one host they are tried to win this much: the bubble uses up less."""
     table_layers: int = 16
     """Layers of equal work in the table; for more parts of a scan than this the table is interpolated."""
     layer_slack: float = 0.35

@@ -26,7 +26,7 @@ from autopar.intra_op.problem import PROVED, Neighbours, Problem, Solution, num_
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.intra_op.trws import Ascent
-from autopar.intra_op.wide_elimination import TABLE_ENTRIES, TINY_ENTRIES, elimination_order, solve_by_tables
+from autopar.intra_op.wide_elimination import elimination_order, solve_by_tables
 from autopar.options import Prover
 from autopar.tuning import TUNING
 
@@ -102,7 +102,7 @@ def _solve_core(
     searched = _searched(core, solver) if solver in SEARCHES else None
     if searched is not None and np.isfinite(searched.objective):
         return searched
-    tiny = solve_by_tables(core, TINY_ENTRIES) if num_pairs(core) <= TUNING.large_core else None
+    tiny = solve_by_tables(core, TUNING.tiny_tables) if num_pairs(core) <= TUNING.large_core else None
     if tiny is not None and tiny.choices:
         is_beaten = tiny.objective + constant >= (known + constant) * (1 - gap)
         return dataclasses.replace(tiny, status="pruned") if is_beaten else tiny
@@ -184,7 +184,7 @@ class _Core:
                 break
             worth = self.limit.steps * won
             most = worth * TUNING.solver_pairs_per_second - self.solved_pairs
-            tables = TABLE_ENTRIES * min(1.0, worth)  # a second of work at most
+            tables = TUNING.table_entries * min(1.0, worth)  # a second of work at most
             slack = part * room
             if part == TUNING.room_parts[0]:  # the incumbent of messages may be far from optimal, the bound seldom is
                 slack = min(slack, TUNING.first_slack * abs(lower + self.constant))

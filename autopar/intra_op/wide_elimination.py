@@ -20,11 +20,8 @@ from itertools import combinations
 import numpy as np
 
 from autopar.intra_op.problem import Problem, Solution
+from autopar.tuning import TUNING
 
-TABLE_ENTRIES = 4e7
-"""The most entries of all tables: about a second, and at most 200 MB."""
-TINY_ENTRIES = 1e6
-"""With no more, a problem is solved by tables in less time than messages take."""
 _BLOCK = 256
 """Elements, at least, that tables share in their last dims: NumPy adds short rows slowly."""
 
@@ -32,7 +29,7 @@ Table = tuple[tuple[int, ...], np.ndarray]
 """Nodes, in the order of elimination, and costs by their choices."""
 
 
-def solve_by_tables(problem: Problem, most: float = TABLE_ENTRIES) -> Solution | None:
+def solve_by_tables(problem: Problem, most: float = TUNING.table_entries) -> Solution | None:
     """The least assignment of a problem, if that takes tables of at most `most` entries in all."""
     order = elimination_order(problem, most)
     if order is None:
@@ -60,7 +57,7 @@ def solve_by_tables(problem: Problem, most: float = TABLE_ENTRIES) -> Solution |
     return Solution(tuple(choices), seconds, seconds, "optimal", name)
 
 
-def elimination_order(problem: Problem, most: float = TABLE_ENTRIES) -> list[int] | None:
+def elimination_order(problem: Problem, most: float = TUNING.table_entries) -> list[int] | None:
     """The order of least weighted fill; None: the tables would have more than `most` entries in all."""
     bits = [math.log2(len(cost)) for cost in problem.costs]
     around: list[set[int]] = [set() for _ in bits]
