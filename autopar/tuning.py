@@ -297,8 +297,8 @@ class Tuning:
     parts_tolerance: float = 0.05
     """Part of the largest stage: how much larger it may be than with finer parts."""
     stage_gap: float = 3e-3
-    """Part of its cost: the gap of a stage's sharding that is left, since closing it would take most of the time. Where
-    message passing comes no nearer than `rough_gap`, and leaves a large problem, that gap is left too."""
+    """Part of its cost: the gap of a stage's sharding that is left, and of each block of a search by axes, since closing it
+    would take most of the time. Where messages come no nearer than `rough_gap` on a large problem, that gap is left too."""
     hand_gap: float = 1e-5
     """The same for a method of the papers, whose collectives must be exactly theirs, however little one costs."""
     layer_gap: float = 1e-2

@@ -85,11 +85,8 @@ def solve_model(model: Model, solver: str, seconds: float, gap: float) -> Ended:
 
 def _is_solution(model: Model, values: np.ndarray) -> bool:
     """Whether values satisfy the rows and are whole where they are to be, within the tolerances of solvers."""
-    binary, sums, slack = (
-        values[: model.num_binary],
-        model.matrix @ values,
-        TOLERANCE * (1 + abs(model.matrix).sum(axis=1)),
-    )
+    binary, sums = values[: model.num_binary], model.matrix @ values
+    slack = TOLERANCE * (1 + abs(model.matrix).sum(axis=1))
     whole = np.abs(binary - np.round(binary)).max(initial=0.0) <= TOLERANCE
     return bool(whole and (sums >= model.lower - slack).all() and (sums <= model.upper + slack).all())
 

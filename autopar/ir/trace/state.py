@@ -125,7 +125,7 @@ def find_batch(program: Program, state: Iterable[int], sure: bool = True) -> tup
     Of several leading dims it is the one along which the step can be computed row by row; several, if all of these hold
     samples (points inside of a domain, and on its border); none, if their rows belong together (of a graph).
 
-    `sure`: arguments outside `state` are none.
+    `sure`: whether `state` has all arguments that are state; if not, several sizes tell nothing.
 
     Raises `BatchError`: one of several dims may be the batch's.
     """

@@ -275,8 +275,8 @@ class _Phases:
 
         The loss is then that of all samples (over pairs of them, say), and parts of such a sum give no gradient of it.
         """
-        has_own = self.solution.count == 1 or OWN in self.solution.read_as.values()
-        if has_own or not is_backward(reader) or self.num_samples.isdisjoint(var.aval.shape):
+        uses_own = self.solution.count == 1 or OWN in self.solution.read_as.values()
+        if uses_own or not is_backward(reader) or self.num_samples.isdisjoint(var.aval.shape):
             return False
         made_late = made_by_backward(self.jaxpr)
         return all(term in made_late for term in self.sums.terms_of(self.solution, var))
