@@ -21,9 +21,8 @@ from autopar.inter_op.tasks import Tasks
 from autopar.ir.passes import Pass, run_passes
 from autopar.mesh import Sharding
 from autopar.streams.check import check_streams
-from autopar.streams.free import free
 from autopar.streams.instructions import Buffer, BufferId, Free, Instruction, MeshId, Recv, Run, Send, Streams
-from autopar.streams.overwrite import overwrite
+from autopar.streams.lifetimes import free, overwrite
 from autopar.streams.schedules import Step
 
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the order in which stages process microbatches, one file each.
+"""Pipeline schedules: the order in which stages process microbatches.
 
 `SCHEDULES` names them. A user's own schedule is a class with the two members of `Schedule`.
 """
@@ -6,12 +6,8 @@
 from __future__ import annotations
 
 from autopar.errors import AutoparError, check_choice
-from autopar.streams.schedules.gpipe import GPipe
-from autopar.streams.schedules.inference import Inference
-from autopar.streams.schedules.interleaved import Interleaved
-from autopar.streams.schedules.one_f_one_b import OneFOneB
+from autopar.streams.schedules.orders import GPipe, Inference, Interleaved, OneFOneB, ZeroBubbleH1
 from autopar.streams.schedules.schedule import Schedule, Step, in_flight, in_rounds, num_chunks, splits_backward
-from autopar.streams.schedules.zero_bubble import ZeroBubbleH1
 
 SCHEDULES: dict[str, Schedule] = {
     s.name: s

@@ -1,7 +1,8 @@
-"""Donates operands to results of the same type: sums and rows in place, new state in the memory of the old.
+"""Determines how long buffers live: results take the memory of operands of their type, and what is read last is freed.
 
-In:     `Streams` whose programs allocate all results; arguments that may be overwritten.
-Out:    the same, with the operands that each program overwrites.
+In:     `Streams` whose programs allocate all results, without `Free`; arguments that may be overwritten.
+Out:    `overwrite`: the same, with the operands that each program overwrites: sums and rows in place, new state in the memory
+        of the old; `free`: the same, with `Free` after the last reader of each buffer that is no result of the step.
 Method: a step that trains overwrites state in its updates alone, so that a failure before them leaves the state intact.
         Without gradients every program overwrites operands that it is the last to read, both state and results of other
         programs of its stage, so that a decoder's cache is in memory once.
@@ -10,13 +11,13 @@ Method: a step that trains overwrites state in its updates alone, so that a fail
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from autopar._jax import Var
 from autopar.grouping import grouped
 from autopar.inter_op.stage import IN_PLACE
 from autopar.inter_op.stage_plan import TaskPlan
-from autopar.streams.instructions import Run, Streams, reads, writes
+from autopar.streams.instructions import BufferId, Free, Instruction, Run, Streams, reads, writes
 
 _MADE = ("const", "value", "loop", *IN_PLACE)
 """Kinds of buffers that hold results of programs."""
@@ -38,7 +39,7 @@ def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[s
         runs = grouped((i.program, (k, i)) for k, i in enumerate(stream) if isinstance(i, Run))
         for program, places in runs.items():
             kind, (_, first) = streams.programs[program].task.kind, places[0]
-            free = [streams.buffers[at].value.type for at in first.outputs]
+            untaken = [streams.buffers[at].value.type for at in first.outputs]
             found = []
             for position, at in enumerate(first.inputs):
                 value = streams.buffers[at].value
@@ -49,8 +50,8 @@ def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[s
                 in_place = kind in ("F", "B", "W") and value.kind in IN_PLACE
                 replaced = kind == "U" and is_state and read_last
                 spent = not trains and (is_state or is_made) and read_last and at not in travel
-                if (in_place or replaced or spent) and value.type in free:
-                    free.remove(value.type)
+                if (in_place or replaced or spent) and value.type in untaken:
+                    untaken.remove(value.type)
                     found.append(position)
             yield program, tuple(found)
 
@@ -61,3 +62,21 @@ def _passed_on(plan: TaskPlan, donated: Collection[Var]) -> Iterator[Var]:
     for slot in plan.task.outputs:
         if slot.var is not None and slot.var in given:
             yield slot.key
+
+
+def free(streams: Streams) -> Streams:
+    """The streams with a `Free` of each buffer after its last reader."""
+    kept = {at for at in streams.results if at is not None}
+    instructions = {mesh: tuple(_with_frees(stream, kept)) for mesh, stream in streams.instructions.items()}
+    return dataclasses.replace(streams, instructions=instructions)
+
+
+def _with_frees(stream: Sequence[Instruction], kept: Collection[BufferId]) -> list[Instruction]:
+    last = {buffer: k for k, instruction in enumerate(stream) for buffer in (*writes(instruction), *reads(instruction))}
+    ending = grouped((k, buffer) for buffer, k in last.items() if buffer not in kept)
+    found: list[Instruction] = []
+    for k, instruction in enumerate(stream):
+        found.append(instruction)
+        if k in ending:
+            found.append(Free(tuple(sorted(ending[k]))))
+    return found
