@@ -1,6 +1,6 @@
 """Types of a stage's program: its joint program, its tasks, and their operands and results.
 
-In:     (types only; made by `stage_program.py` and `stage_tasks.py`, and by `fused.py` for a step on one mesh.)
+In:     (types only; made by `stage_program.py` and `stage_tasks.py`.)
 Out:    `StageProgram`, `Task`, `Slot`.
 """
 

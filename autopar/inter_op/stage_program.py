@@ -1,11 +1,12 @@
 """Builds the joint program of a stage: everything it does in one step, as one flat program to shard as a whole.
 
-In:     `Tasks`, the index of a stage.
+In:     `Tasks`, the index of a stage; or a step on one mesh, and its sharding there.
 Out:    `StageProgram`: the joint program (equations before the loop; a `scan` over the microbatches, whose body is the
         stage's forward and backward; its part of the update), so that parameters, residuals, gradients and optimizer state
         are sharded together; and the tasks cut from it.
 Method: values received per microbatch are scanned over, values sent are stacked, and sums over microbatches are carries,
-        which may stay partial.
+        which may stay partial. A step on one mesh is one stage with one task: its joint program is the step itself, and the
+        task's body the lowered step.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import CHEAP
-from autopar.inter_op.stage import StageProgram
+from autopar.inter_op.stage import Slot, StageProgram, Task
+from autopar.inter_op.stage_plan import StagePlan, TaskPlan, placed
 from autopar.inter_op.stage_tasks import stage_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.inter_op.update_rounds import AFTER_LOOP, UpdateRound
+from autopar.intra_op.read_off import Sharded
 from autopar.ir.dataflow import makers, read_by, variables
+from autopar.ir.program import Program
 from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.microbatches.accumulate import AccumulatingScan, accumulating_scan, stack_type
+from autopar.ir.trace.state import Roles
 
 
 def stage_program(tasks: Tasks, stage: int) -> StageProgram:
@@ -152,3 +157,46 @@ class _Builder:
         """Values made here outside of the loop that other stages, or later passes of the loop, read."""
         wanted = dict.fromkeys([*self.tasks.left_behind_loop[self.stage], *self.joins.values()])
         return [v for v in wanted if v in made]
+
+
+def fused_program(program: Program, roles: Roles) -> StageProgram:
+    """The whole step, microbatches included, as the program of its only stage."""
+    jaxpr = program.jaxpr
+    inputs = tuple(Slot("argument", var, var) for var in jaxpr.invars)
+    outputs = tuple(Slot("value", atom, atom) for atom in jaxpr.outvars)
+    return StageProgram(
+        stage=0,
+        count=1,
+        jaxpr=jaxpr,
+        arguments=dict(enumerate(jaxpr.invars)),
+        aliases=roles.aliases,
+        donated=tuple(roles.donated),
+        outputs={k: k for k in range(len(jaxpr.outvars))},
+        batch=roles.dims,
+        tasks=(Task("step", program.name, 0, 0, jaxpr, inputs, outputs),),
+    )
+
+
+def fused_stage(program: StageProgram, sharded: Sharded) -> StagePlan:
+    """The plan of the only stage, from the sharded step."""
+    (task,), body = program.tasks, sharded.body
+    inputs, outputs = (
+        tuple(
+            placed(slot, sharding, atom.aval.shape, atom.aval.dtype, sharded.mesh)
+            for slot, (atom, sharding) in zip(slots, atoms, strict=True)
+        )
+        for slots, atoms in ((task.inputs, body.inputs), (task.outputs, body.outputs))
+    )
+    plan = TaskPlan(
+        task,
+        body,
+        inputs,
+        outputs,
+        sharded.step_seconds,
+        sharded.communication_seconds,
+        sharded.exposed_seconds,
+        0.0,
+        max(0, sharded.peak_bytes - sum(v.num_bytes for v in inputs)),
+        sharded.collectives,
+    )
+    return StagePlan(program, sharded, (plan,))

@@ -6,13 +6,17 @@ Out:    `Tasks`: for each stage the equations before the loop, of its forward an
         between passes and of the update, in rounds; and the home stage of every value of the step.
 Method: an equation of the loop runs on the stage of its segment; light ones on every stage that reads them. The update runs
         at the home of its parameter. A value that joins stages (global norm, loss scale) is small and made by the last
-        stage, of partial results made within each stage; values are sent between two rounds.
+        stage, of partial results made within each stage; values are sent between two rounds. Where a backward is split into
+        what other stages wait for and the gradients of weights, so are its scans: the first half has the carries that the
+        awaited results depend on; the second recomputes cheap equations of the first, and for the rest the fewest bytes are
+        stacked (`residuals.py`), such as the cotangents of products. Qi et al., "Zero bubble pipeline parallelism", ICLR
+        2024, do this by hand for each kind of layer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -20,11 +24,12 @@ from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.inter_op.backward import Backward, Passes, backward_at, find_levels
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.cut import CutStep
-from autopar.inter_op.residuals import CHEAP, Kept
-from autopar.inter_op.scan_halves import scan_halves
+from autopar.inter_op.residuals import CHEAP, Kept, can_run_again, choose_residuals
 from autopar.inter_op.stage import StepKind
 from autopar.inter_op.update import Update, place_update
+from autopar.ir.build import rebuilt_apart
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables, with_makers
+from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.split.microbatches.microbatch import Microbatches
 
 BackwardSplit = Literal["nowhere", "outside loops", "everywhere"]
@@ -279,3 +284,44 @@ def _before(
     results = [a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage]
     later = read_by((eqn for each in update.rounds[stage] for eqn in each.eqns), results)
     return needed(split.before, split.read_outside(in_loop) | later, effects=False)
+
+
+def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, JaxprEqn] | None:
+    """Split a scan in two, the first making the results in `waited`; None: `eqn` is no scan, or the second would do
+    nothing heavy."""
+    if kind_of(eqn) != "scan" or eqn.effects:
+        return None
+    region = region_of(eqn)
+    first, eqns = _carries_waited_for(region, waited)
+    second = [b for b in region.bindings if b.result is not None and b not in first]
+    done, values = set(eqns), variables(b.value for b in second)
+    own = [e for e in needed(region.bodies[0].eqns, values, effects=False) if e not in done]
+    if all(map(can_run_again, own)):
+        return None
+    made = {*makers(eqns), *(b.var for b in first if b.role == "carry")}
+    read = [var for var in read_by(own, values) if var in made]
+    kept = choose_residuals(eqns, read, {b.var for b in region.of_role("const", "xs")})
+    rows = {var: region.new_stack(var) for var in kept.values}
+    stacked = [rows_out(var, row) for var, row in rows.items()]
+    arriving = [rows_in(row, var) for var, row in rows.items()]
+    return _part(region, [*first, *stacked], eqns), _part(region, [*second, *arriving], [*kept.again, *own])
+
+
+def _carries_waited_for(region: Region, waited: Collection[Var]) -> tuple[list[Binding], list[JaxprEqn]]:
+    """The awaited results with all carries they depend on, and the equations of the body that make them."""
+    found = [b for b in region.bindings if b.result in waited]
+    while True:
+        values = variables(b.value for b in found)
+        eqns = needed(region.bodies[0].eqns, values, effects=False)
+        read = read_by(eqns, values)
+        further = [b for b in region.carries if b.var in read and b not in found]
+        if not further:
+            return found, eqns
+        found += further
+
+
+def _part(region: Region, bindings: Sequence[Binding], eqns: Sequence[JaxprEqn]) -> JaxprEqn:
+    """A scan of these results and equations, over the inputs of the whole scan that they read."""
+    read = read_by(eqns, [b.value for b in bindings if b.result is not None])
+    entering = [b for b in region.of_role("const", "xs") if b.var in read]
+    return rebuilt_apart(region, [*entering, *bindings], [eqns])

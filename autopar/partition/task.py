@@ -2,7 +2,7 @@
 
 In:     `TaskPlan`, the mesh.
 Out:    `DeviceProgram`: a function of global arrays, and the types of its operands and results.
-Method: a partial sum of scalars enters and leaves as a vector (`mesh/array_type.py`). Pieces are sliced locally from the
+Method: a partial sum of scalars enters and leaves as a vector (`mesh/sharding.py`). Pieces are sliced locally from the
         stack of all microbatches, and rows written locally into theirs. A program that calls the host has an additional
         scalar result, which tells that it has ended.
 """

@@ -1,8 +1,8 @@
 """The decision: everything that a plan fixes about one step, and its predicted cost.
 
 In:     (types only; `search/` fills them in.)
-Out:    `Decision`, saved as JSON (`record.py`, `read.py`); `Cost` and `Figures`, the prediction; `Origin`, the planning problem
-        that it came from, which stays in memory.
+Out:    `Decision`, saved as JSON (`record.py`); `Cost` and `Figures`, the prediction; `Origin`, the planning problem that it
+        came from, which stays in memory.
 Method: the plan holds the choice of every node of the planning problem, so that loading it needs no solver, and fingerprints
         of program and cluster, so that a stale plan is refused.
 """

@@ -3,7 +3,9 @@
 In:     the plan, a `Decision` from the planner or from a file.
 Out:    `Page`; `text.py` prints it, `html.py` renders it for a notebook.
 Method: repetitions are merged: paths that differ in a number are written `layers/{0..23}/kernel`, activations of the same line
-        and shape are counted, collectives of the same operation are added up.
+        and shape are counted, collectives of the same operation are added up. What limits a pipeline is its busiest mesh: a
+        step lasts as long as that works and waits, for earlier stages before its first microbatch (the pipeline fills), for
+        activations and gradients between its microbatches, and for other stages after its last (the pipeline drains).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.cost import collective_seconds
-from autopar.grouping import summed
+from autopar.grouping import grouped, summed
 from autopar.intra_op.sharded import Collective
 from autopar.plan.decision import Decision, Recomputed, Value
 from autopar.plan.words import (
@@ -29,10 +31,9 @@ from autopar.plan.words import (
     share_text,
     type_text,
 )
-from autopar.report.limits import find_limit
 from autopar.report.paths import collapse_paths, numbers_text
 from autopar.streams.schedules import SCHEDULES
-from autopar.streams.timeline import timetable_text
+from autopar.streams.timeline import Event, timetable_text
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -196,6 +197,50 @@ def _microbatches(plan: Decision) -> str:
     exact = plan.microbatch_semantics == "exact"
     meaning = "the same function as the whole batch" if exact else "batch statistics are those of each microbatch"
     return f"{plan.num_microbatches}, {meaning}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The busiest mesh of a step: its work, and its idle time before, between and after its microbatches.
+
+    `transfer_seconds`: the busiest sender's time.
+    """
+
+    mesh: int
+    stages: tuple[int, ...]
+    busy_seconds: float
+    fill_seconds: float
+    gap_seconds: float
+    drain_seconds: float
+    transfer_seconds: float
+
+
+def find_limit(events: Sequence[Event]) -> Limit | None:
+    """The limit of a step; None: nothing runs."""
+    runs = grouped((e.mesh, e) for e in events if e.kind != "transfer")
+    sends = grouped((e.mesh, e.end - e.start) for e in events if e.kind == "transfer")
+    if not runs:
+        return None
+    busy = {mesh: sum(e.end - e.start for e in of_mesh) for mesh, of_mesh in runs.items()}
+    mesh = max(busy, key=lambda m: (busy[m], -m))
+    own = runs[mesh]
+    looped = [e for e in own if e.kind in ("F", "B", "W")] or own
+    first, last = min(e.start for e in looped), max(e.end for e in looped)
+    end = max(e.end for e in events)
+
+    def idle(start: float, stop: float) -> float:
+        worked = sum(max(0.0, min(e.end, stop) - max(e.start, start)) for e in own)
+        return max(0.0, stop - start - worked)
+
+    return Limit(
+        mesh,
+        tuple(sorted({e.stage for e in own})),
+        busy[mesh],
+        idle(0.0, first),
+        idle(first, last),
+        idle(last, end),
+        max(map(sum, sends.values()), default=0.0),
+    )
 
 
 def levels_text(plan: Decision) -> str:

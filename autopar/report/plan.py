@@ -15,8 +15,7 @@ from typing import Any
 from autopar.entry import DamageError, read_versioned, write_whole
 from autopar.errors import AutoparError, PlanFileError
 from autopar.plan.decision import Decision
-from autopar.plan.read import read_plan
-from autopar.plan.record import FORMAT, VERSION, record_text
+from autopar.plan.record import FORMAT, VERSION, read_plan, record_text
 from autopar.plan.words import seconds_text
 from autopar.report.diff import diff_text
 from autopar.report.explain import explain

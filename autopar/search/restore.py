@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.inter_op.cut import cut_step
-from autopar.inter_op.fused import fused_program
 from autopar.inter_op.stage_plan import lower_stage
-from autopar.inter_op.stage_program import stage_program
+from autopar.inter_op.stage_program import fused_program, stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.restrict import Allowed, pin_constraints

@@ -19,8 +19,7 @@ from autopar.cost.collectives import (
 )
 from autopar.entry import Entry
 from autopar.mesh import Cluster, Link, LogicalMesh, linked_mesh
-from autopar.plan.read import _link
-from autopar.plan.record import _link_record
+from autopar.plan.record import _link, _link_record
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

@@ -10,7 +10,7 @@ from jax import lax
 
 import autopar
 from autopar._jax import eval_jaxpr, make_jaxpr
-from autopar.inter_op.scan_halves import scan_halves
+from autopar.inter_op.tasks import scan_halves
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.gradient import is_backward

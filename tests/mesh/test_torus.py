@@ -7,8 +7,7 @@ from autopar.entry import Entry
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.mesh.link import slice_sides, torus_parts
 from autopar.mesh.logical_mesh import logical_mesh
-from autopar.plan.read import _link
-from autopar.plan.record import _link_record
+from autopar.plan.record import _link, _link_record
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar import PipelineParallel
-from autopar.report.limits import find_limit
+from autopar.report.page import find_limit
 from autopar.streams.timeline import Event
 
 
