@@ -19,6 +19,7 @@ from autopar.direct import DirectCalls, Failure
 from autopar.errors import PipelineError, StepError, StructureChangedError, check_number
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
+from autopar.ir.trace.constants import has_constants, without_constants
 from autopar.ir.trace.trace import check_not_traced
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
@@ -55,6 +56,7 @@ class CompiledStep:
         ]
         self.in_shardings = program.in_containers(shardings)
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
+        self._has_constants = has_constants(program.out_tree)
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
         self._calls = DirectCalls(program.name, self._checked, self._failed)
 
@@ -144,8 +146,10 @@ class CompiledStep:
         for k in self._weak:
             results[k] = weakly_typed(results[k])
         if self._has_keys:
-            return self.program.unflatten_outputs(results)
-        return jax.tree.unflatten(self.program.out_tree, results)
+            returned = self.program.unflatten_outputs(results)
+        else:
+            returned = jax.tree.unflatten(self.program.out_tree, results)
+        return without_constants(returned) if self._has_constants else returned
 
     def create(self, first: int, stop: int, init: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
         """Create the argument leaves from `first` to `stop` in their shardings; `init(*args)` returns them, flat."""

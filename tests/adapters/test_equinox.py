@@ -140,3 +140,14 @@ def test_filter_jit_inside_compiled_followed_and_created():
     np.testing.assert_allclose(
         autopar.follow(evaluate, step)(model, state, batch), evaluate(*theirs[:2], batch), rtol=1e-4, atol=1e-5
     )
+
+
+def test_modules_of_arrays_may_come_with_text():
+    def step(model, batch):
+        return jax.tree.map(lambda p: p * 0.5, model), {"loss": jnp.mean(jax.vmap(model)(batch["x"])), "kind": "linear"}
+
+    def model():
+        return eqx.nn.Linear(16, 4, key=jax.random.key(0))
+
+    ours = autopar.parallelize(step, method=PLAIN)(model(), batches()[0])
+    check(ours, eqx.filter_jit(step)(model(), batches()[0]))

@@ -15,7 +15,17 @@ from typing import NamedTuple
 import jax
 from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
-from autopar._jax import Aval, Function, is_key, key_impl_name, on_device, open_jaxpr, shaped, trace_function
+from autopar._jax import (
+    Aval,
+    ClosedJaxpr,
+    Function,
+    is_key,
+    key_impl_name,
+    on_device,
+    open_jaxpr,
+    shaped,
+    trace_function,
+)
 from autopar.errors import TraceError
 from autopar.ir.gradient import gradient_line
 from autopar.ir.passes import Pass, run_passes, without_collection
@@ -25,6 +35,7 @@ from autopar.ir.rewrite.one_dtype import products_of_one_dtype
 from autopar.ir.rewrite.peeled_trips import roll_in_peeled_trips
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.rewrite.unique_writes import resolve_unique_writes
+from autopar.ir.trace.constants import with_constants
 from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.moved_out import restore_scopes
@@ -155,12 +166,22 @@ def _traced(
     Raises `TraceError`: the step uses a tracer of another trace.
     """
     name, types = name_of(fn), [_type_of(aval) for aval in in_avals]
-    try:
+
+    def trace(fn: Function) -> tuple[ClosedJaxpr, list[object], PyTreeDef]:
         if accepts(in_tree, types):
             args, kwargs = call.joined(*jax.tree.unflatten(in_tree, types))
-            closed, captured, out_tree = trace_function(fn, args, kwargs, static_positions, static_names)
-        else:  # a class takes nothing but arrays: it is built inside the trace, from tracers
-            closed, captured, out_tree = trace_function(functools.partial(_call_flat, fn, call, in_tree), types, {})
+            return trace_function(fn, args, kwargs, static_positions, static_names)
+        # a class takes nothing but arrays: it is built inside the trace, from tracers
+        return trace_function(functools.partial(_call_flat, fn, call, in_tree), types, {})
+
+    try:
+        try:
+            closed, captured, out_tree = trace(fn)
+        except TypeError as error:  # JAX cannot return text, or the step itself has failed, and will again
+            try:
+                closed, captured, out_tree = trace(with_constants(fn))
+            except TypeError:
+                raise error from None
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
             f"`{name}` uses a value that was left over from another trace.",
