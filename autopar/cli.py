@@ -24,8 +24,7 @@ from autopar import __version__
 from autopar.api import parallelize
 from autopar.calibrate import calibrate
 from autopar.calibrate.words import profile_text
-from autopar.compare import compare
-from autopar.compare.comparison import Sort
+from autopar.compare import Sort, compare
 from autopar.doctor import examine
 from autopar.doctor.findings import print_report
 from autopar.errors import AutoparError, PlanFileError, StalePlanError, check_number

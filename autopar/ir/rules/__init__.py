@@ -10,7 +10,6 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     mark,
     movement,
     opaque,
-    ordering,
     pallas,
     reductions,
     reshape,
