@@ -3,7 +3,7 @@
 In:     a function of arrays, their shapes.
 Out:    the same function, interpreted as plans are; the kernels that a plan counts (`intra_op/traffic.py`).
 Method: the function is traced and put on a mesh of one device. Programs of steps have the forms that compilers want
-        (`ir/rules/on_cpus.py`), so that what is measured has to have them, too.
+        (`ir/rules/on_platforms.py`), so that what is measured has to have them, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 
 from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.intra_op.build_graph import build_graph
-from autopar.intra_op.copied_rows import row_bytes
 from autopar.intra_op.kernels import kernel_of
+from autopar.intra_op.lanes import row_bytes
 from autopar.intra_op.lower import lower
 from autopar.intra_op.sharded import Region
 from autopar.intra_op.traffic import find_traffic

@@ -20,6 +20,7 @@ from jax.tree_util import KeyPath
 
 from autopar._jax import is_key, key_data, key_impl_name
 from autopar.errors import CheckpointError
+from autopar.plan.words import type_text
 from autopar.runtime.ray.driver.saves import Taken
 
 NumberKind = Literal["bool", "int", "float", "complex"]
@@ -49,7 +50,7 @@ class LeafType:
         if self.kind in NUMBERS:
             return f"Python {self.kind}"
         name = f"key<{self.dtype}>" if self.kind == "key" else self.dtype
-        return f"{name}[{','.join(map(str, self.shape))}]"
+        return type_text(self.shape, name)
 
 
 def paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:

@@ -24,8 +24,7 @@ from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instructi
 from autopar.intra_op.strategies import Strategy
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import region_of
-from autopar.ir.rules.on_cpus import bind_on_cpu
-from autopar.ir.rules.on_gpus import as_on_gpus
+from autopar.ir.rules.on_platforms import as_on_gpus, bind_on_cpu
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead

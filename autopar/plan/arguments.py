@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.errors import StructureChangedError, listed
 from autopar.ir.program import Program
+from autopar.ir.trace.containers import key_text
 from autopar.ir.trace.state import argument_slices, arguments_of
 from autopar.plan.words import differences, type_text
 
@@ -118,7 +119,7 @@ def _types(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
             name = argument.key
         else:
             name = known[argument.idx] if argument.idx < len(known) else f"argument {argument.idx}"
-        text = "/".join([name, *(jax.tree_util.keystr((key,), simple=True) for key in rest)])
+        text = "/".join([name, *map(key_text, rest)])
         if text.removesuffix("/value") in program.in_paths:
             text = text.removesuffix("/value")
         dtype = getattr(leaf, "dtype", None)

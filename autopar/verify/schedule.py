@@ -24,6 +24,7 @@ import numpy as np
 from autopar.cost import collective_seconds
 from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 from autopar.mesh import Device, LogicalMesh
+from autopar.plan.words import type_text
 from autopar.verify.hlo import Hlo, Module, dims_of, dtype_of, groups_of, parts_of, type_bytes
 from autopar.verify.rewritten import Asked, find_rewritten
 
@@ -244,7 +245,7 @@ def _part_bytes(reader: Hlo, position: int) -> int | None:
 def _array_text(kind: str) -> str:
     """The first array of a type; "" if it has none."""
     name = dtype_of(kind)
-    return f"{name}[{','.join(map(str, dims_of(kind)))}]" if name else ""
+    return type_text(dims_of(kind), name) if name else ""
 
 
 def _begins(hlo: Hlo) -> bool:
