@@ -266,12 +266,15 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     takes = planning_seconds(widest.problem, len(mesh.shape), len(widest.mesh.shape))
     won = best.step_seconds - best.shared_seconds
     too_long = f"left out: it would take longer to plan than {options.repaying_steps:.0f} steps can win"
+    # A mesh of three axes tells of others over the same links: to split the hosts in two is not to split each of them.
+    alike = [sharded for sharded in searched.results if len(sharded.mesh.shape) < 3 or sharded.mesh.links == mesh.links]
     by_axes: dict[int, float] = {}
-    for sharded in searched.results:
+    for sharded in alike:
         axes = len(sharded.mesh.shape)
         by_axes[axes] = min(by_axes.get(axes, math.inf), sharded.step_seconds)
     for known in searched.pruned:
-        by_axes.setdefault(len(known.shape), best.step_seconds)
+        if len(known.shape) < 3 or known.links == mesh.links:
+            by_axes.setdefault(len(known.shape), best.step_seconds)
     if len(mesh.shape) < 3 or (len(by_axes) < 2 and 1 in by_axes):
         return "" if options.repays(won, takes) else too_long
     if won <= TUNING.third_axis_gain * best.step_seconds:
@@ -283,7 +286,7 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
     fewer = min(by_axes.get(1, math.inf), by_axes.get(2, math.inf))
     if by_axes.get(3, -math.inf) > (1 - TUNING.third_axis_gain) * fewer:
         return "left out: a third axis won next to nothing elsewhere"
-    finer = [sharded.step_seconds for sharded in searched.results if len(sharded.mesh.shape) > 2]
+    finer = [sharded.step_seconds for sharded in alike if len(sharded.mesh.shape) > 2]
     if finer and min(finer[-2:]) > min(finer):
         return "left out: the last two meshes of three axes were slower than one before"
     if finer and finer[-1] > (1 + TUNING.third_axis_worse) * min(finer):
