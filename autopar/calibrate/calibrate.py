@@ -36,7 +36,7 @@ from autopar.mesh.find_device import known_device
 SECONDS = 120.0
 """Default time budget."""
 LONG_SECONDS = 10.0
-"""With less time left than this, the cost of fresh memory is not measured, which takes seconds."""
+"""With less time left than this, the costs of fresh memory and of programs in a row are not measured, which takes seconds."""
 FRESH_BYTES = 4 * 2**20, 12 * 2**20, 24 * 2**20, 40 * 2**20, 64 * 2**20
 """Sizes per device for measuring how fast the system gives memory, and which blocks the C library keeps: glibc keeps none
 over 32 MiB."""
@@ -106,10 +106,11 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
     tell("starting programs", 0.0)
     is_cpu = devices[0].platform == "cpu"
     cases = all_cases(len(devices), is_cpu, blocks(is_cpu))
-    own: dict[str, Any] = dict(dispatch(devices))
+    is_long = deadline - time.monotonic() > LONG_SECONDS
+    own: dict[str, Any] = dict(dispatch(devices, among_others=is_cpu and is_long))
     if is_cpu:  # other backends pool memory
         own["host_cores"] = shared_cores(devices)
-        if deadline - time.monotonic() > LONG_SECONDS:
+        if is_long:
             own |= fresh_memory(devices, FRESH_BYTES)
     samples: list[Sample] = []
     stretched: list[float] = []

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.calibrate.cases import Case, dispatched
+from autopar.calibrate.cases import Case, dispatched, product
 
 try:
     import resource
@@ -37,6 +37,8 @@ MOST_TURNS = 1 << 14
 REPEATS = 5
 NUM_ARGUMENTS = 1, 64
 """Numbers of arrays that empty programs take and return."""
+NUM_PROGRAMS, PROGRAM_TURNS = 8, 40
+"""Number of programs that follow each other at once, and turns of a small product in each."""
 _Call = Callable[[int], tuple[float, float]]
 """Runs so many turns; returns wall-clock seconds, and busy seconds per core."""
 
@@ -147,12 +149,41 @@ def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.
     return jax.jit(fill, out_shardings=sharding)()
 
 
-def dispatch(devices: Sequence[jax.Device]) -> dict[str, float]:
-    """Measure what it takes to start a program, and for each of the arrays that it takes and makes."""
+def dispatch(devices: Sequence[jax.Device], among_others: bool = False) -> dict[str, float]:
+    """Measure what it takes to start a program, and for each of the arrays that it takes and makes.
+
+    `among_others`: measure it not only alone but also in a row of programs, and take the longer time. Where devices share
+    cores, these rest while the last devices end one program, and while the threads of the next wake up.
+    """
     few, many = NUM_ARGUMENTS
     with_few, with_many = (_started(devices, count) for count in NUM_ARGUMENTS)
     each = max(0.0, with_many - with_few) / (2 * (many - few))
-    return {"dispatch_seconds": max(0.0, with_few - 2 * few * each), "array_seconds": each}
+    started = max(with_few, _among_others(devices)) if among_others else with_few
+    return {"dispatch_seconds": max(0.0, started - 2 * few * each), "array_seconds": each}
+
+
+def _among_others(devices: Sequence[jax.Device]) -> float:
+    """Seconds that a program takes longer, started right behind others of its kind, than as a part of one that does all.
+
+    Its arrays are small: what it costs to read them anew does not count.
+    """
+    case = product(1, 64, 64, 64, "float32")
+    sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+    first, *others = [_filled(shape, case.dtype, sharding) for shape in case.shapes]
+    run, cores = jax.jit(_loop(case, sharding, True), static_argnums=0), shared_cores(devices)
+    taken: dict[int, list[tuple[float, float]]] = {1: [], NUM_PROGRAMS: []}
+    for number in range(4 * REPEATS):
+        for num_programs, times in taken.items():
+            started, busy, made = time.perf_counter(), time.process_time(), first
+            for _ in range(num_programs):
+                made = run(PROGRAM_TURNS * NUM_PROGRAMS // num_programs, made, *others)
+            jax.block_until_ready(made)
+            clock = time.perf_counter() - started
+            if number:  # the first compiles
+                times.append((clock, (time.process_time() - busy) / cores if cores else clock))
+    (one, one_busy), (several, several_busy) = (map(min, zip(*times, strict=True)) for times in taken.values())
+    stretch = max(1.0, one / one_busy)  # by other programs on the same cores
+    return max(several_busy - one_busy, (several - one) / stretch) / (NUM_PROGRAMS - 1)
 
 
 def _started(devices: Sequence[jax.Device], num_arguments: int) -> float:

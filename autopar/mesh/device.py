@@ -52,7 +52,8 @@ class Achieved:
         host_cores: Cores of a host that all its devices share, as virtual CPU devices do: the rates hold while all devices
             are busy, and are higher while fewer are (`sharing_speed`); 0: every device has its own.
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
-            cannot compute meanwhile; other devices compute while the next program is started.
+            cannot compute meanwhile, and rest until the last device is done; other devices compute while the next program is
+            started.
         array_seconds: The same for each array that the program takes or makes.
         fresh_bytes_per_second: Rate at which a program gets memory for its results, if each run allocates from the system
             anew, as XLA's CPU programs do; inf: memory is kept.

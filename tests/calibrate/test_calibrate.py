@@ -17,7 +17,7 @@ from autopar.calibrate.blocks import blocks
 from autopar.calibrate.calibrate import host_memory_bytes
 from autopar.calibrate.cases import all_cases, collective
 from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
-from autopar.calibrate.timing import CALL_SECONDS, _enough_turns, fresh_memory, shared_cores, undisturbed
+from autopar.calibrate.timing import CALL_SECONDS, _enough_turns, dispatch, fresh_memory, shared_cores, undisturbed
 from autopar.calibrate.words import profile_text
 from autopar.cli import main
 from autopar.errors import ClusterError, ProfileError
@@ -99,6 +99,17 @@ def test_memory_is_new_where_the_system_gave_pages(monkeypatch):
     monkeypatch.setattr(timing, "_of_fresh", lambda devices, size: taken[size])
     assert fresh_memory((), (10, 20, 40, 80)) == {"kept_bytes": 20.0, "fresh_bytes_per_second": 20.0}
     assert fresh_memory((), (10, 20)) == {"kept_bytes": 20.0, "fresh_bytes_per_second": math.inf}
+
+
+def test_a_program_costs_what_it_does_among_others(monkeypatch):
+    """Where cores rest between programs, a program costs more than one that runs alone; what arrays cost is as before."""
+    timing = sys.modules["autopar.calibrate.timing"]
+    monkeypatch.setattr(timing, "_started", lambda devices, count: 90e-6 + 2 * count * 5e-6)
+    for among, expected in ((400e-6, 390e-6), (50e-6, 90e-6)):
+        monkeypatch.setattr(timing, "_among_others", lambda devices, among=among: among)
+        found = dispatch((), among_others=True)
+        assert found == pytest.approx({"dispatch_seconds": expected, "array_seconds": 5e-6})
+    assert dispatch(())["dispatch_seconds"] == pytest.approx(90e-6)
 
 
 def test_devices_share_cores_on_cpus_only():
