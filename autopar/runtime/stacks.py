@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar._jax import reads_as_array
 from autopar.grouping import grouped
 from autopar.ir.split.layers.layers import LayerSplit
+from autopar.runtime.transfer import shards_by_device
 
 _P = TypeVar("_P", bound=Hashable)
 
@@ -126,7 +127,7 @@ class Stack:
         return self.join(jax.device_put(list(self.split(array)), self._parts))
 
     def _of_shards(self, array: jax.Array) -> list[jax.Array]:
-        data = {shard.device: shard.data for shard in array.addressable_shards}
+        data = shards_by_device(array)
         return [
             jax.make_array_from_single_device_arrays(shape, part, [data[d] for d in part.mesh.devices.flat])
             for shape, part in zip(self._shapes, self._parts, strict=True)
@@ -138,7 +139,7 @@ class Stack:
             return StackedArray(parts, self.dim)
         buffers = []
         for part, kind in zip(parts, self._parts, strict=True):
-            data = {shard.device: shard.data for shard in part.addressable_shards}
+            data = shards_by_device(part)
             buffers += [data[d] for d in kind.mesh.devices.flat]
         whole = jax.make_array_from_single_device_arrays(self.shape, self.sharding, buffers)
         key = id(whole)

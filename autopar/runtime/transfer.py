@@ -81,10 +81,15 @@ def _by_tiles(
     targets = [jax.sharding.SingleDeviceSharding(receivers[tile.target]) for tile in tiles]
 
     def start(array: jax.Array) -> list[jax.Array]:
-        data = {shard.device: shard.data for shard in array.addressable_shards}
+        data = shards_by_device(array)
         return copied_to([part for k, (_, cut) in cuts.items() for part in cut(data[senders[k]])], targets)
 
     return Transfer(start, put_together(shape, middle, joins, plan.forwards, dict(enumerate(receivers)), finish))
+
+
+def shards_by_device(array: jax.Array) -> dict[jax.Device, jax.Array]:
+    """What each device of this process holds of an array."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 Joins = dict[int, tuple[list[int], Callable[[Sequence[jax.Array]], jax.Array]]]

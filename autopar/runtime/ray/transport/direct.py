@@ -28,7 +28,7 @@ from autopar.runtime.ray.transport.parcels import Message, box_shape
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
 from autopar.runtime.ray.transport.transport import WaitError
 from autopar.runtime.ray.worker.places import Places
-from autopar.runtime.transfer import cuts_by_device, joins_by_device, put_together
+from autopar.runtime.transfer import cuts_by_device, joins_by_device, put_together, shards_by_device
 from autopar.streams.instructions import MeshId
 from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
@@ -77,7 +77,7 @@ class Direct:
         def cut_all(arrays: Sequence[jax.Array]) -> list[tuple[jax.Array, int, int]]:
             found = []
             for array, own, cuts in zip(arrays, devices, moves, strict=True):
-                data = {shard.device: shard.data for shard in array.addressable_shards}
+                data = shards_by_device(array)
                 for tiles, cut in cuts:
                     parts = cut(data[own[tiles[0].source - self._seat.first]])
                     found += [(part, tile.source, tile.target) for tile, part in zip(tiles, parts, strict=True)]

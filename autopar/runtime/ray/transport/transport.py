@@ -25,6 +25,7 @@ from autopar.runtime.acts import Receive, SendTo
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport.parcels import Message, Piece, box_shape, own_boxes, pack, slices, unpack
 from autopar.runtime.ray.worker.places import ALIGNMENT_BYTES, Places, aligned, on_devices
+from autopar.runtime.transfer import shards_by_device
 
 SMALL_BYTES = 64 * 2**10
 """Messages up to this size whose values are computed are sent at once, since they fit into a socket's buffer."""
@@ -132,7 +133,7 @@ class ObjectStore:
         def send(step: int, arrays: Sequence[jax.Array]) -> None:
             shards, ready = [], []
             for array, own, overwritten in zip(arrays, devices, message.overwritten, strict=True):
-                data = {shard.device: shard.data for shard in array.addressable_shards}
+                data = shards_by_device(array)
                 # A program that overwrites the memory may be dispatched before the other thread has read it.
                 shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
                 ready.append([data[d] for d in own])

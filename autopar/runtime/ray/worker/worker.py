@@ -36,6 +36,7 @@ from autopar.runtime.ray.worker.disk import Disk, read_tiles, unseen
 from autopar.runtime.ray.worker.member import Member
 from autopar.runtime.ray.worker.places import on_devices
 from autopar.runtime.ray.worker.reading import Readings
+from autopar.runtime.transfer import shards_by_device
 from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 
 
@@ -231,7 +232,7 @@ class Worker(Member):
         return [pack(tile) for tile in self._tiles(array, kind, devices)]
 
     def _tiles(self, array: jax.Array, kind: ArrayType, devices: Sequence[int]) -> list[np.ndarray]:
-        data = {shard.device: shard.data for shard in array.addressable_shards}
+        data = shards_by_device(array)
         own = self.places.devices(kind)
         # A copy, since it must outlive the array, whose memory the next step may overwrite.
         return [np.array(data[own[device - self.seat.first]]) for device in devices]
