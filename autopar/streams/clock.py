@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autopar.cost.collectives import collective_seconds, transfer_seconds
 from autopar.errors import PipelineError
+from autopar.grouping import grouped
 from autopar.inter_op.stage import TASKS, StepKind, TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
@@ -141,17 +142,27 @@ def most_host_bytes(
 def sharing(
     stages: Sequence[StagePlan], first_device: Sequence[int], cluster: Cluster
 ) -> Callable[[Collection[int]], Mapping[int, float]] | None:
-    """A function from the meshes that run at once to the speed of each, if devices share their host's cores; else None."""
-    if not cluster.device.achieved.host_cores:
+    """A function from the meshes that run at once to the speed of each, if devices share their host's cores; else None.
+
+    Meshes of one process have its cores in turns: XLA's CPU client starts no program of several devices before the last one
+    has ended.
+    """
+    reached = cluster.device.achieved
+    if not reached.host_cores:
         return None
-    per_host = cluster.devices_per_host
+    per_host, is_one_process = cluster.devices_per_host, cluster.machine is None
 
     def speeds(running: Collection[int]) -> dict[int, float]:
-        busy: dict[int, int] = {}
-        for mesh in running:
-            host = first_device[mesh] // per_host
-            busy[host] = busy.get(host, 0) + min(per_host, stages[mesh].mesh.num_devices)
-        speed = {host: cluster.device.achieved.sharing_speed(count, per_host) for host, count in busy.items()}
+        busy = grouped(
+            (first_device[mesh] // per_host, min(per_host, stages[mesh].mesh.num_devices)) for mesh in running
+        )
+        speed = {
+            # One process runs the programs of all its meshes in turns.
+            host: reached.sharing_speed(max(counts), per_host) / len(counts)
+            if is_one_process
+            else reached.sharing_speed(sum(counts), per_host)
+            for host, counts in busy.items()
+        }
         return {mesh: speed[first_device[mesh] // per_host] for mesh in running}
 
     return speeds

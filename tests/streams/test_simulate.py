@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import autopar
-from autopar.streams.clock import simulate_streams
+from autopar.mesh import Achieved
+from autopar.mesh.ray_nodes import RayMachine
+from autopar.streams.clock import sharing, simulate_streams
 from autopar.streams.emit import Emission, emit_instructions
 from autopar.streams.instructions import Free, Recv, Run, Send, writes
 from autopar.streams.schedules import find_schedule
@@ -391,6 +394,17 @@ def test_a_stage_that_waits_leaves_its_cores_to_the_other():
     }
     found = shared(streams)
     assert spans(found) == [(0, "a", 0.0, 1.0), (0, 7, 1.0, 1.5), (0, "c", 1.5, 2.5), (1, "b", 1.5, 3.5)]
+
+
+@pytest.mark.parametrize(("num_cores", "alone", "in_turns", "at_once"), [(8, 1.0, 0.5, 1.0), (2, 2.0, 1.0, 1.0)])
+def test_meshes_of_one_process_have_its_cores_in_turns(num_cores, alone, in_turns, at_once):
+    """XLA's CPU client runs one program at a time; workers of their own run at once, as far as there are cores."""
+    stages = [SimpleNamespace(mesh=autopar.LogicalMesh((4,)))] * 2
+    device = autopar.Device("cpu", achieved=Achieved(host_cores=num_cores))
+    for machine, both in ((None, in_turns), (RayMachine((), 8, None, 1.0, 1.0, 1.0), at_once)):
+        speeds = sharing(stages, (0, 4), autopar.Cluster(1, 8, device, machine=machine))
+        assert speeds((0,)) == {0: alone}
+        assert speeds((0, 1)) == {0: both, 1: both}
 
 
 def test_cores_that_copy_a_message_compute_nothing_meanwhile():
