@@ -181,6 +181,13 @@ def test_shared_memory(kind):
     assert collective_seconds(kind, 1e6, ("x",), LogicalMesh((1,), links=(link,))) == 0.0
 
 
+def test_an_all_to_all_in_shared_memory_cuts_and_joins_too():
+    """XLA copies the operand into one array for each participant, and what comes back into one: twice as many passes."""
+    mesh = LogicalMesh((8,), links=(Link(0.0, 1e9, shared_memory=True),))
+    sent, exchanged = (collective_seconds(kind, 1e6, ("x",), mesh) for kind in ("collective-permute", "all-to-all"))
+    assert exchanged == pytest.approx(2 * sent)
+
+
 def test_rings_through_hosts_use_the_cards_of_all_their_devices():
     """An axis over hosts and a part of each is as fast as hosts and parts on axes of their own."""
     cluster = Cluster(4, 8, intra=Link(1e-6, 4e11), inter=Link(1e-6, 5e10))
