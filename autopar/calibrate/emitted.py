@@ -15,8 +15,8 @@ import jax
 
 from autopar.cost.kernels import Kernel, MemoryPass
 from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.copied_rows import row_bytes
 from autopar.intra_op.kernels import kernel_of
-from autopar.intra_op.lanes import row_bytes
 from autopar.intra_op.lower import lower
 from autopar.intra_op.sharded import Region
 from autopar.intra_op.traffic import find_traffic

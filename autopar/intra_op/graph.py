@@ -175,8 +175,7 @@ class Graph:
         outputs: Port of each program output.
         batch: Batch dims.
         samples: Values on edges that have samples or that samples wait for.
-        own_ends: The `any`s by which loops go on that end for each sample by itself: nothing is sent for them
-            (`sharded_passes.py`).
+        own_ends: The `any`s by which loops go on that end for each sample by itself: nothing is sent for them (`alone.py`).
         signatures: What each node's signature stands for.
         tables: Caches shared with other programs on this mesh.
         derived: What was computed from the graph (`cached`).

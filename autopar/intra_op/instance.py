@@ -3,9 +3,6 @@
 In:     a setting (`setting.py`): graph, restrictions, classes of nodes, prices; options.
 Out:    `Instance`, by whose problems `shard.py` goes from one exposure to the next.
 Method: problems, solutions and lowered programs are cached; all solves share one time limit, and what they learn of memory.
-        Values that are sent as one message wait for each other, and all results are there together. That is faster, and most
-        programs have room for it. Where nothing fits, and values of a message are alive at the fullest moment of the last
-        answer, the search begins again with at most a quarter of that message in one (`shard.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.intra_op.buckets import smaller_bucket
 from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.floor import Floor, memory_floor
@@ -25,10 +23,9 @@ from autopar.intra_op.memory_constrained import Learnt, solve_constrained
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.read_off import Sharded, gaps_in, read_off
 from autopar.intra_op.setting import Setting
-from autopar.intra_op.sharded import BUCKET_BYTES, Body, Copy, Fused, move_bytes
+from autopar.intra_op.sharded import BUCKET_BYTES, Body
 from autopar.intra_op.solve import Solve, solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.mesh import LogicalMesh
 from autopar.options import Options
 from autopar.tuning import TUNING
 
@@ -157,21 +154,3 @@ class Instance:
     def _floor(self) -> Floor:
         rest = self.class_of, self.donated, self.waiting.elsewhere
         return memory_floor(self.graph, self.prices.problem().costs, *rest)
-
-
-def smaller_bucket(moment: Liveness, mesh: LogicalMesh) -> int | None:
-    """The bytes of a message with which less is alive at a moment; None: messages do not matter then.
-
-    A message matters if of all that is alive, `TUNING.bucket_part` waits for it or came with it.
-    """
-    alive: dict[Body, dict[Copy, int]] = {}
-    for each in moment.alive:
-        alive.setdefault(each.body, {})[each.copy] = each.num_bytes
-    sizes: list[int] = []
-    for body, bytes_of in alive.items():
-        for sent in body.instructions:
-            if isinstance(sent, Fused):
-                held = sum(bytes_of.get(copy, 0) for copy in {*sent.reads, *sent.makes})
-                if held > TUNING.bucket_part * moment.peak_bytes:
-                    sizes.append(sum(move_bytes(move, mesh) for move in sent.moves))
-    return max(sizes) // TUNING.bucket_step if sizes else None

@@ -6,21 +6,19 @@ Method: list scheduling: each lane runs one task at a time, of those that are re
         that a collective waits for before others. XLA's latency-hiding scheduler orders a program like this, given enough
         memory. In a loop, work that does not depend on the trip before, such as gathering the next layer's parameters,
         overlaps with that trip (pipelined collectives). A program's seconds are those of its kernels plus exposed ones:
-        when the kernels' lane waits or is stopped, the collective that runs then is exposed. In programs for CPUs a loop also
-        copies rows of its stacks: a product reads arrays that are contiguous, and makes one; so XLA copies the row of a stack
-        before it, and its result into the row behind it. Elementwise work reads and writes rows where they are. A stack that
-        is made begins as zeros, which are written, too.
+        when the kernels' lane waits or is stopped, the collective that runs then is exposed.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host, on_host
+from autopar._jax import JaxprEqn, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds
+from autopar.intra_op.copied_rows import row_bytes
 from autopar.intra_op.host_order import host_waits
 from autopar.intra_op.sharded import (
     Body,
@@ -33,7 +31,6 @@ from autopar.intra_op.sharded import (
     sent_in,
     transposed_bytes,
 )
-from autopar.intra_op.traffic import is_fused, is_view
 from autopar.ir.region import region_of, trip_count
 from autopar.mesh import Device, LogicalMesh
 from autopar.tuning import TUNING
@@ -286,33 +283,3 @@ class _Clock:
 def _spread(exposed: list[float], places: Sequence[int], seconds: float) -> None:
     for place in places:
         exposed[place] += seconds / len(places)
-
-
-def row_bytes(loop: Region, mesh: LogicalMesh) -> int:
-    """Bytes that each trip of a loop reads and writes to copy rows, on one device."""
-    parts = region_of(loop.eqn)
-    if parts.kind != "scan":
-        return 0
-    (body,) = loop.bodies
-    entering = zip(parts.entering(0, parts.bindings), body.inputs, strict=True)
-    leaving = zip(parts.leaving(0, parts.bindings), body.outputs, strict=True)
-    read = [copy for binding, copy in entering if binding.role == "xs"]
-    made = [(var, s) for binding, (var, s) in leaving if binding.role == "ys" and not isinstance(var, Literal)]
-    by_kernels = _touched(reversed(body.instructions), lambda i: i.reads, lambda i: i.makes)
-    of_kernels = _touched(body.instructions, lambda i: i.makes, lambda i: i.reads)
-    copied = [*(copy for copy in read if copy in by_kernels), *(copy for copy in made if copy in of_kernels)]
-    return sum(local_bytes(*copy, mesh) for copy in (*copied, *copied, *made) if not on_host(copy[0].aval))
-
-
-_Of = Callable[[Instruction], tuple[Copy, ...]]
-
-
-def _touched(instructions: Iterable[Instruction], near: _Of, far: _Of) -> set[Copy]:
-    """Copies on the near side of more than elementwise work, or of views of these."""
-    found: set[Copy] = set()
-    for instruction in instructions:
-        if isinstance(instruction, Compute) and is_fused(instruction):
-            if not is_view(instruction.eqn) or found.isdisjoint(far(instruction)):
-                continue
-        found.update(near(instruction))
-    return found

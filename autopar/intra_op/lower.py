@@ -6,11 +6,8 @@ Method: values are converted when first needed, through the hub's sharding if th
         made on the way may be reused. Between phases a value waits in the sharding of its keep, to which it is converted
         after its last reader in the earlier phase; the later phase has that copy alone. A gather that is repeated waits
         for the results of the one before the last, so that at most one is ahead of its use.
-        Then unread copies are dropped and sums sent early, small collectives fused (`fuse.py`), and conditions of loops are
-        not sent where devices may differ (`sharded_passes.py`).
-        After a lossless widening, and after operations that only move elements, all values are representable in the narrow
-        dtype. A collective that only moves them can send half the bytes or less, with bitwise equal results; XLA for GPUs
-        does so by itself, and would send less than planned. Sums are not representable.
+        Then unread copies are dropped (`unread.py`), sums sent early (`early.py`), small collectives fused (`fuse.py`), and
+        conditions of loops are not sent where devices may differ (`alone.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +22,14 @@ import numpy as np
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
+from autopar.intra_op.alone import end_alone
 from autopar.intra_op.check import check_body
+from autopar.intra_op.early import send_early
 from autopar.intra_op.fuse import fuse_collectives, sent_together, small_bytes
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
+from autopar.intra_op.narrow import narrow_dtype
 from autopar.intra_op.sharded import BUCKET_BYTES, Body, Compute, Copy, Gate, Instruction, Move, Region, describe
-from autopar.intra_op.sharded_passes import drop_unread, end_alone, send_early
+from autopar.intra_op.unread import drop_unread
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.region import Role, is_region, region_of
@@ -329,25 +329,3 @@ class _Lowering:
         region_run = Region(eqn, tuple(operands), tuple(results), tuple(bodies))
         self.emit(region_run)
         self.define(region_run.makes)
-
-
-def narrow_dtype(instruction: Instruction, known: Mapping[Copy, np.dtype | None]) -> np.dtype | None:
-    """The narrow dtype in which an instruction's results may be sent, given those `known` of copies; None: their own."""
-    match instruction:
-        case Move(var, source, target):
-            return None if source.partial or target.partial else known.get((var, source))
-        case Compute(eqn, rule, strategy) if (
-            rule.moves_data and len(eqn.outvars) == 1 and not strategy.results[0].partial
-        ):
-            copies = [(a, s) for a, s in zip(eqn.invars, strategy.operands, strict=True) if not isinstance(a, Literal)]
-            if len(copies) != 1:
-                return None
-            given, made = known.get(copies[0]) or copies[0][0].aval.dtype, eqn.outvars[0].aval.dtype
-            return given if _is_part_of(given, made) else None
-        case _:
-            return None
-
-
-def _is_part_of(narrow: np.dtype, wide: np.dtype) -> bool:
-    """Whether a dtype is smaller than another that represents all its values; complex ones are not split into parts."""
-    return narrow.itemsize < wide.itemsize and wide.kind != "c" and np.can_cast(narrow, wide, "safe")

@@ -32,7 +32,7 @@ from autopar.mesh import LogicalMesh, Sharding
 Copy = tuple[Var, Sharding]
 
 BUCKET_BYTES = 64 << 20
-"""Largest message of several values, where memory does not ask for smaller ones (`instance.py`)."""
+"""Largest message of several values, where memory does not ask for smaller ones (`buckets.py`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Move(_Noted):
         reader: Description of the reader.
         earlier: A copy that the move waits for, so that a repeated gather is not made too early.
         phase: Phase of the reader.
-        narrow: The dtype in which it is sent (`lower.py`); None: its own.
+        narrow: The dtype in which it is sent (`narrow.py`); None: its own.
     """
 
     var: Var

@@ -1,7 +1,5 @@
 """Overlap: a hand-made program's clock, loops that gather ahead, and what must hold of every program."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,8 +10,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar import Achieved, Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.cost import collective_seconds
-from autopar.intra_op.lanes import row_bytes, run_lanes
-from autopar.intra_op.sharded import Region
+from autopar.intra_op.lanes import run_lanes
 
 
 def device(overlap, awaited=()):
@@ -118,33 +115,3 @@ def test_parts_of_a_dim_behind_others_are_transposed(dim):
         assert [c.kind for c in plan.cost.collectives][:1] == ["all-gather"]
         seconds.append(plan.cost.step_seconds)
     assert seconds[1] - seconds[0] == pytest.approx(4 * 256 * 256 * 4 / 1e9 if dim else 0.0)
-
-
-LAYERS, WIDTH, BATCH = 8, 64, 32
-WEIGHT, SAMPLES = 4 * WIDTH * WIDTH, 4 * BATCH // 4 * WIDTH  # bytes of a row on each of four devices
-
-
-@pytest.fixture(scope="module")
-def loops():
-    """The loops of `tanh(x @ w)` over stacked weights, forwards and backwards; and their mesh."""
-    plan = plan_of(True, 0, 1e10, 0.0, LAYERS, WIDTH, BATCH)
-    (stage,) = plan.attached.pipeline.stages
-    (task,) = stage.tasks
-    return [i for i in task.body.instructions if isinstance(i, Region)], plan.mesh, task.body
-
-
-def test_what_products_read_and_make_is_copied(loops):
-    (forward, backward), mesh, _ = loops
-    # The weight is read and written; both stacks of activations, written by elementwise work or handed on, begin as zeros.
-    assert row_bytes(forward, mesh) == 2 * WEIGHT + 2 * SAMPLES
-    # The weight and what was multiplied by it; the gradient, whose stack begins as zeros. `tanh` reads its row where it is.
-    assert row_bytes(backward, mesh) == 2 * WEIGHT + 2 * SAMPLES + 3 * WEIGHT
-
-
-def test_it_takes_time_on_cpus_alone(loops):
-    both, mesh, body = loops
-    other = device(0.0)
-    cpu = dataclasses.replace(other, achieved=dataclasses.replace(other.achieved, host_cores=2, update_passes=1.5))
-    seconds = [run_lanes(body, lambda _: 1e-6, mesh, each).compute_seconds for each in (other, cpu)]
-    copied = LAYERS * sum(row_bytes(loop, mesh) for loop in both)
-    assert seconds[1] - seconds[0] == pytest.approx(1.5 * copied / cpu.memory_bytes_per_second)

@@ -60,7 +60,7 @@ def test_against_the_compiler(method, remat):
     assert cost.argument_bytes == analysis.argument_size_in_bytes
     predicted = cost.peak_bytes[0] - cost.argument_bytes
     slack = 0.2 if remat and jax.__version_info__ >= (0, 11) else 0.1  # its compiler makes a layer again in less
-    # On CPUs the copy for a weight gradient reads what was saved from its stack (`on_platforms.py`), not a row of its own.
+    # On CPUs the copy for a weight gradient reads what was saved from its stack (`on_cpus.py`), not a row of its own.
     row = 0 if remat else BATCH * TOKENS * 2 * WIDTH * 4 // 8
     assert 0.9 * analysis.temp_size_in_bytes <= predicted
     assert predicted - row <= (1 + slack) * analysis.temp_size_in_bytes

@@ -8,7 +8,7 @@ import pytest
 import autopar
 from autopar._jax import new_var, shaped
 from autopar.cost.steps import AllReduce
-from autopar.intra_op.instance import smaller_bucket
+from autopar.intra_op.buckets import smaller_bucket
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.sharded import BUCKET_BYTES, Body, Fused, Move
 from autopar.mesh import LogicalMesh, Sharding
