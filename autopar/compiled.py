@@ -26,9 +26,10 @@ from autopar.plan.arguments import check_arguments
 from autopar.report.measured import MeasuredStep
 from autopar.report.plan import Plan
 from autopar.runtime.compile import compile_step
+from autopar.runtime.local import Executable
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
-from autopar.runtime.runtime import Executable, Runtime
+from autopar.runtime.runtime import Runtime
 
 
 class CompiledStep:

@@ -47,6 +47,7 @@ ONLY_IN = {
     "ray": (  # machines, actors, waiting for them, its pickler
         "mesh/ray_nodes.py",
         "runtime/ray/driver/actors.py",
+        "runtime/ray/driver/calls.py",
         "runtime/ray/functions.py",
     ),
 }

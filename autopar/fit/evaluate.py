@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.fit.batches import Batches, ByHost, EndOfBatches, Source, is_by_host
+from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.hosts import batches as by_host
+from autopar.fit.portions import ByHost, is_by_host
 from autopar.fit.remainder import Remainder, weight_of
 from autopar.fit.state import scalars_of
 from autopar.follow import Following

@@ -19,7 +19,8 @@ import numpy as np
 
 from autopar.compiled import CompiledStep
 from autopar.errors import BatchError
-from autopar.fit.batches import Batches, ByHost, EndOfBatches, PortionReader
+from autopar.fit.batches import Batches, EndOfBatches
+from autopar.fit.portions import ByHost, PortionReader
 from autopar.fit.remainder import Remainder, check_remainder, rows_of, whole
 from autopar.fit.state import type_of
 from autopar.follow import Following

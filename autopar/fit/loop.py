@@ -23,9 +23,10 @@ from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
 from autopar.checkpoint.save import Saving, begin_save
 from autopar.errors import AutoparError, CheckpointError, NodeLostError, WorkerError, check_choice, check_number, warn
-from autopar.fit.batches import Batches, ByHost, EndOfBatches, Source, is_by_host, placed_for
+from autopar.fit.batches import Batches, EndOfBatches, Source, placed_for
 from autopar.fit.evaluate import Evaluation
 from autopar.fit.hosts import HostBatches
+from autopar.fit.portions import ByHost, is_by_host
 from autopar.fit.remainder import Remainder, check_remainder
 from autopar.fit.reports import Bar, Reports
 from autopar.fit.state import as_array, on_host, parts_of, type_of

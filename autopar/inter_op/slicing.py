@@ -5,9 +5,7 @@ Out:    `Slicing`: the stages of least pipeline latency.
 Method: dynamic programming over (stages left, first layer, devices left) for each bound on the slowest stage;
         latency = sum of stages + (microbatches - 1) * slowest + transfers at the borders;
         Zheng et al., "Alpa", OSDI 2022, sec. 5.2, eq. 3. All devices are used. Under 1F1B the k-th stage from the end
-        holds k microbatches in flight, which its memory must allow. `place_stages` then gives stages their devices, in stage
-        order if that breaks no stage over hosts. Otherwise first fit decreasing: stages of whole hosts first, in order, then
-        parts of hosts, the largest first, each on the first host with room.
+        holds k microbatches in flight, which its memory must allow.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, PipelineError
-from autopar.mesh import Cluster
+from autopar.errors import InfeasibleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,46 +195,3 @@ class _Search:
         totals[after < 0] = np.inf
         which = totals.argmin(axis=0)
         return totals[which, rows], stages[which]
-
-
-def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[int]:
-    """The first device of each stage.
-
-    A stage no larger than a host is placed within one host; a stage of whole hosts begins at a host's first device.
-
-    `sizes`: devices of each stage; together at most the cluster's.
-
-    Raises `PipelineError`: parts of hosts do not go into the hosts.
-    """
-    host = cluster.devices_per_host
-    in_order = [sum(sizes[:k]) for k in range(len(sizes))]
-    if all(_is_aligned(first, size, host) for first, size in zip(in_order, sizes, strict=True)):
-        return in_order
-    found = [-1] * len(sizes)
-    used = [0] * cluster.hosts
-    for number in sorted(range(len(sizes)), key=lambda k: (-sizes[k] if sizes[k] < host else -host, k)):
-        size = sizes[number]
-        hosts = -(-size // host)
-        wanted = min(size, host)
-        for first in range(cluster.hosts - hosts + 1):
-            if all(used[h] + wanted <= host for h in range(first, first + hosts)):
-                found[number] = first * host + used[first]
-                for h in range(first, first + hosts):
-                    used[h] += wanted
-                break
-        else:
-            raise PipelineError(
-                "the stages do not fit the hosts.",
-                given=f"stages of {', '.join(map(str, sizes))} devices, {cluster.hosts} hosts of {host}",
-                wrong=f"no host has the {size} free devices of stage {number}: a stage that a host can hold does not span "
-                "two.",
-                do="choose submeshes that fill the hosts.",
-                num_stages=len(sizes),
-            )
-    return found
-
-
-def _is_aligned(first: int, size: int, host: int) -> bool:
-    if size % host == 0:
-        return first % host == 0
-    return size > host or first // host == (first + size - 1) // host

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from autopar.errors import InfeasibleError, NoPlanFoundError, needed_bytes
 from autopar.inter_op.cut import CutStep
+from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
-from autopar.inter_op.slicing import place_stages
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, resting_bytes
 from autopar.inter_op.tasks import Tasks

@@ -18,8 +18,8 @@ from autopar._jax import Var
 from autopar.grouping import grouped
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered, take_over
+from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
-from autopar.inter_op.slicing import place_stages
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
 from autopar.inter_op.stage_program import fused_program, fused_stage, with_tasks
 from autopar.inter_op.tasks import Tasks

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.fit.batches import Batches, PortionReader
+from autopar.fit.batches import Batches
+from autopar.fit.portions import PortionReader
 from tests.fit.drawn import all_of
 
 ROWS = 24

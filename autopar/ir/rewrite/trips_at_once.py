@@ -8,8 +8,7 @@ Method: `jax.vmap`. A microbatch then holds one trip, whose forward and backward
         from trip to trip by itself, as a random key that each trip splits, is made by a loop before; what no gradient waits
         for, as a largest loss or running statistics, by a loop behind. Conditions and loops that end by themselves stay in
         their loop: for all trips at once they would be other programs. Small conditions on the trip's number, such as whether
-        it is the first, become choices: where the index is known for all trips, and the branches do a few operations per
-        element (`ir/work.py`), these are inlined, and one `select_n` for each result.
+        it is the first, become choices (`choices.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from autopar.ir.dataflow import (
     variables,
 )
 from autopar.ir.known_values import KnownValues
-from autopar.ir.region import Binding, Region, equations_within, is_region, kind_of, region_of, trip_count
+from autopar.ir.region import Binding, Region, equations_within, kind_of, region_of, trip_count
 from autopar.ir.rewrite.carried import Ahead, Behind, Carry, Count, Sum, WeightedSum, carries_of, done_behind
+from autopar.ir.rewrite.choices import with_choices
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.split.rounds.steps import holds_steps, is_loop_of_steps
-from autopar.ir.work import Work, num_elements_of
 
 _Values = dict[Var, jax.Array]
 
@@ -178,40 +177,3 @@ def _part(eqns: Sequence[JaxprEqn], wanted: Sequence[Atom], given: Collection[Va
 
 def _values(part: Jaxpr, known: _Values) -> list[jax.Array]:
     return eval_jaxpr(part, (), *(known[var] for var in part.invars))
-
-
-_OPERATIONS = 4
-"""Per element of the results, in a branch that is computed even where it is not chosen."""
-
-
-def with_choices(eqn: JaxprEqn, known: KnownValues) -> JaxprEqn:
-    """The scan with choices in place of small conditions on the trip's number; the same object if it has none."""
-    scan = region_of(eqn)
-    (body,) = scan.bodies
-    small = [inner for inner in body.eqns if kind_of(inner) == "cond" and _is_small(inner, scan, known)]
-    return scan.with_bodies([_chosen(body, small)]) if small else eqn
-
-
-def _is_small(eqn: JaxprEqn, scan: Region, known: KnownValues) -> bool:
-    """Whether a condition is on the trip's number, and its branches are small."""
-    if eqn.effects or known.in_trips(eqn.invars[0], scan) is None:
-        return False
-    branches, most = region_of(eqn).bodies, _OPERATIONS * sum(map(num_elements_of, eqn.outvars))
-    if any(is_region(inner) for branch in branches for inner, _ in equations_within(branch)):
-        return False
-    return all(sum(Work().of_equations(branch.eqns)) <= most for branch in branches)
-
-
-def _chosen(body: Jaxpr, conditions: list[JaxprEqn]) -> Jaxpr:
-    """The body with these conditions as choices."""
-    eqns, same = Equations(), dict[Var, Atom]()
-    for eqn in body.eqns:
-        read = reading(eqn, same)
-        if eqn not in conditions:
-            eqns.append(read)
-            continue
-        index, *operands = read.invars
-        branches = [eqns.substitute(branch, operands) for branch in region_of(read).bodies]
-        for var, *cases in zip(eqn.outvars, *branches, strict=True):
-            same[var] = eqns.call_one(lax.select_n, [index, *cases], eqn.source_info)
-    return make_jaxpr(body.invars, [known_as(a, same) for a in body.outvars], eqns)

@@ -10,6 +10,7 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     mark,
     movement,
     opaque,
+    ordering,
     pallas,
     reductions,
     reshape,

@@ -1,16 +1,14 @@
-"""Rules of reductions, of cumulative operations, and of operations that order elements.
+"""Rules of reductions and of cumulative operations.
 
-In:     `reduce_sum`, `reduce_max`, ..., `argmax`, the general `reduce`, `cumsum`, ...; `sort` of any number of arrays by the
-        first of them, `top_k`, `approx_top_k`.
+In:     `reduce_sum`, `reduce_max`, ..., `argmax`, the general `reduce`, `cumsum`, ...
 Out:    a reduced dim is summed (`ab->a {sum b}`: if split, the result is a partial sum), reduced at once (`{max b}`), or
         whole (`{whole b}`).
 Method: sums stay partial; max, min and the logical and, or are all-reduced as such; dims of other reductions, and the dim
-        along which a cumulative operation runs or elements are ordered, are whole.
+        along which a cumulative operation runs, are whole.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +16,7 @@ import numpy as np
 from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.linearity import may_be_extreme, may_be_partial
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Factor, ShardingRule, Term, factor_names, num_elements
+from autopar.ir.rules.rule import Factor, ShardingRule, Term, num_elements
 from autopar.ir.rules.terms import new_term, rule_of, without
 
 
@@ -79,24 +77,3 @@ def cumulative(eqn: JaxprEqn) -> ShardingRule:
     shape = eqn.invars[0].aval.shape
     term, linear = new_term(shape), [(0,)] if eqn.primitive.name == "cumsum" else ()
     return rule_of(eqn, [term], [term], linear, whole=term[eqn.params["axis"]], flops=float(num_elements(shape)))
-
-
-@register(*find_primitives("sort"))
-def sort(eqn: JaxprEqn) -> ShardingRule:
-    """`ab,ab->ab,ab {whole b}`."""
-    shape = eqn.invars[0].aval.shape
-    term, along, count = new_term(shape), eqn.params["dimension"], len(eqn.invars)
-    flops = count * num_elements(shape) * math.log2(max(shape[along], 2))
-    return rule_of(eqn, [term] * count, [term], whole=term[along], flops=flops)
-
-
-@register(*find_primitives("top_k", "approx_top_k"))
-def top_k(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->ac,ac {whole b c}`: the largest elements of each row, and their indices."""
-    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(source)
-    fresh = factor_names()
-    operand = new_term(source, fresh)
-    own = () if target[along] == 1 else (next(fresh),)
-    result = (*operand[:along], own, *operand[along + 1 :])
-    return rule_of(eqn, [operand], [result], whole=(*operand[along], *own), flops=float(num_elements(source)))

@@ -89,7 +89,7 @@ class LoopSolution(Solution):
 
     Attributes:
         phase: Where each top-level equation runs: `"before"` the loop (it needs no sample), in the `"loop"`, `"between"`
-            the forward passes of all microbatches and their backward passes (`rounds/stage_phases.py`), or `"after"` the loop.
+            the forward passes of all microbatches and their backward passes (`joins.py`), or `"after"` the loop.
         early: Top-level equations that also run before the loop, on the whole batch.
     """
 

@@ -4,23 +4,20 @@ In:     a flat program, the length of its scans over layers, the number of parts
 Out:    `LayerPlacements`: the solution on that axis, and the inputs and outputs that become parts.
 Method: placements are propagated forwards from the stacks that scans make (`solver.py`): each part of a scan does its own
         trips, and its carries go from one part to the next. An equation that fits no strategy is computed whole, on joined
-        parts. Then demand is propagated backwards. Slices of single layers, and the pads that are their transposes, work on
-        the one part that they touch.
+        parts. Then demand is propagated backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
-import jax
-from jax import lax
+from collections.abc import Mapping, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.gradient import feeds_backward
 from autopar.ir.region import is_region, kind_of, region_of, trip_count
 from autopar.ir.split.demand import Demand, Uses
-from autopar.ir.split.placement import REPLICATED, Axis, Placement, Split, units_of_shard
+from autopar.ir.split.layers.rows import touched_part
+from autopar.ir.split.placement import REPLICATED, Axis, Placement, Split
 from autopar.ir.split.solution import Solution
 from autopar.ir.split.solver import Solver, StuckError
 from autopar.ir.work import Work
@@ -160,49 +157,3 @@ def work_of_passes(jaxpr: Jaxpr) -> tuple[list[float], float]:
 def is_over_stacks(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan of several trips that reads something row by row."""
     return trip_count(eqn) > 1 and bool(region_of(eqn).xs)
-
-
-def touched_part(eqn: JaxprEqn, length: int, count: int) -> int | None:
-    """The one of `count` parts, of a stack of `length` layers, that a slice reads or that holds a padded operand.
-
-    None: it is no such slice or pad, or touches several parts.
-    """
-    match eqn.primitive.name:
-        case "slice" if eqn.invars[0].aval.shape[0] == length:
-            start, limit = eqn.params["start_indices"][0], eqn.params["limit_indices"][0]
-        case "pad" if eqn.outvars[0].aval.shape[:1] == (length,):
-            start, high, interior = eqn.params["padding_config"][0]
-            limit = length - high
-            if min(start, high) < 0 or interior:
-                return None
-        case _:
-            return None
-    layers = [_rows(part, count, length) for part in range(count)]
-    return next((part for part, (first, end) in enumerate(layers) if first <= start < limit <= end), None)
-
-
-def _rows(part: int, count: int, length: int) -> tuple[int, int]:
-    """The layers of a part: the first, and one past the last."""
-    units = units_of_shard(part, count, length)
-    return units.first, units.first + units.size
-
-
-def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array], jax.Array]:
-    """The slice as a function of the part that it reads."""
-    params = eqn.params
-    first, _ = _rows(part, count, eqn.invars[0].aval.shape[0])
-    starts = (params["start_indices"][0] - first, *params["start_indices"][1:])
-    limits = (params["limit_indices"][0] - first, *params["limit_indices"][1:])
-    return lambda rows: lax.slice(rows, starts, limits, params["strides"])
-
-
-def part_of_padded(eqn: JaxprEqn, part: int, number: int, count: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Part `number` of a padded value whose operand lies in `part`, as a function of the pad's operands."""
-    length, *rest = eqn.outvars[0].aval.shape
-    first, end = _rows(part, count, length)
-    low, high, _ = eqn.params["padding_config"][0]
-    within = ((low - first, high - (length - end), 0), *eqn.params["padding_config"][1:])
-    if number == part:
-        return lambda rows, value: lax.pad(rows, value, within)
-    mine, behind = _rows(number, count, length)
-    return lambda _, value: lax.broadcast(value, (behind - mine, *rest))

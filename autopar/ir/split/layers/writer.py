@@ -18,7 +18,8 @@ from autopar._jax import Atom, JaxprEqn, Literal, SourceInfo, Var, make_jaxpr, n
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Region, kind_of, region_of
-from autopar.ir.split.layers.placements import LayerPlacements, part_of_padded, slice_of_part
+from autopar.ir.split.layers.placements import LayerPlacements
+from autopar.ir.split.layers.rows import part_of_padded, slice_of_part
 from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, units_of_shard
 from autopar.ir.split.strategy import join_shards, joined
 from autopar.ir.split.writer import Programs, ShardWriter, barrier_apart

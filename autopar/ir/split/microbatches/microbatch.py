@@ -47,7 +47,7 @@ class Microbatches:
         pieces: Variables of the step of which microbatch k reads the k-th part along the dim that runs over samples.
         results: The results of the loop.
         between: Equations on joint results of all forward passes, in order. Backward passes read their values among
-            `invariants`, so none may begin before (`rounds/stage_phases.py`).
+            `invariants`, so none may begin before (`rounds/joins.py`).
         after: Equations that need all microbatches, in order; they may read values made between.
     """
 

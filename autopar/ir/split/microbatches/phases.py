@@ -32,8 +32,9 @@ from autopar.ir.rewrite.views import copies_of_arguments
 from autopar.ir.split.blocks import blocks_between_cuts
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.microbatches.hoist import Hoist
+from autopar.ir.split.microbatches.local_statistics import SampleSums
 from autopar.ir.split.microbatches.refusal import refusal
-from autopar.ir.split.microbatches.waiting import SampleSums, SamplesWaitError
+from autopar.ir.split.microbatches.waiting import SamplesWaitError
 from autopar.ir.split.placement import (
     BY_EACH,
     OWN,
@@ -70,8 +71,8 @@ def find_phases(
         per_microbatch: Use local statistics where samples wait for a sum over the batch.
         apart: For stages: accumulate the terms of a gradient (of a tied weight) one by one, and add them after the loop; and
             copy in the loop what gradients read in host memory.
-        joins: Copies of joint results of all forward passes, which the backward passes read (`rounds/stage_phases.py`);
-            equations between these passes may wait for all samples. None: the loop has no such place.
+        joins: Copies of joint results of all forward passes, which the backward passes read (`rounds/joins.py`); equations
+            between these passes may wait for all samples. None: the loop has no such place.
         whole: Loops that have microbatches of their own, and read all samples (`rounds/turns.py`).
         drawn: Values that are samples, too (`drawn.py`), each with its dim that runs over them.
 

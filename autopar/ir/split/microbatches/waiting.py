@@ -4,23 +4,19 @@ In:     the equations of a step that would read such results, as the policy meet
 Out:    `SamplesWaitError`: the first of them, for the user; and the results, for a caller that can have them computed before
         (`rounds/`).
 Method: from such an equation back through those that would run after the loop, to what the loop makes: sums, or if it reads
-        only samples, these. An equation that waits for another waiting one is left out: it may need nothing else. The sums
-        that must become local together with such a value are found backwards through linear equations; the copy that `remat`
-        recomputes in the backward pass by value numbering.
+        only samples, these. An equation that waits for another waiting one is left out: it may need nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
-from autopar.grouping import grouped
-from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by, variables
-from autopar.ir.signature import ValueNumbers
-from autopar.ir.split.placement import SUM, Partial, Split
-from autopar.ir.split.solution import LoopSolution, Solution
+from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by
+from autopar.ir.split.microbatches.local_statistics import SampleSums
+from autopar.ir.split.placement import Partial, Split
+from autopar.ir.split.solution import LoopSolution
 
 
 class SamplesWaitError(Exception):
@@ -94,43 +90,3 @@ def _needed(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], late: Collection[Var])
     found = ancestors(first, lambda var: inputs_of(maker[var]) if var in late else ())
     # Its other operands are of its own microbatch.
     return [var for var in found if var not in late and (var in first or var not in read)]
-
-
-class SampleSums:
-    """The sums over samples of one program; value numbers are computed once."""
-
-    def __init__(self, jaxpr: Jaxpr):
-        self._jaxpr, self._made_by = jaxpr, makers(jaxpr.eqns)
-
-    def terms_of(self, solution: Solution, var: Var) -> list[Var]:
-        """The sums in which a value is linear, or the value itself; and all values equal to one of them.
-
-        `solution`: covers the equations up to the one that waits for the value.
-        `var`: a partial result, of a body or of the step itself.
-        """
-
-        def terms(value: Var) -> list[Var] | None:
-            """The partial sums in which it is linear; None: it is such a sum itself."""
-            eqn = self._made_by.get(value)
-            strategy = None if eqn is None else solution.strategy_of.get(eqn)
-            if eqn is None or strategy is None or strategy.factor is not None:
-                return None
-            pairs = zip(eqn.invars, strategy.operands, strict=True)
-            return variables(a for a, want in pairs if want == SUM and solution.of(a) == SUM)
-
-        found = ancestors([var], lambda value: terms(value) or ())
-        return self._with_twins([value for value in found if terms(value) is None])
-
-    def _with_twins(self, wanted: Sequence[Var]) -> list[Var]:
-        """The wanted values, then all values equal to one of them, in program order."""
-        numbers, alike = self._numbered
-        twins = [pair for name in dict.fromkeys(map(numbers.of, wanted)) for pair in alike.get(name, ())]
-        return [*wanted, *(var for _, var in sorted(twins, key=lambda pair: pair[0]) if var not in wanted)]
-
-    @cached_property
-    def _numbered(self) -> tuple[ValueNumbers, dict[Hashable, list[tuple[int, Var]]]]:
-        """Value numbers, and the values that have each number, with their positions."""
-        numbers = ValueNumbers()
-        for eqn in self._jaxpr.eqns:
-            numbers.visit(eqn)
-        return numbers, grouped((numbers.of(var), (place, var)) for place, var in enumerate(self._made_by))

@@ -23,7 +23,8 @@ from autopar.errors import BatchError, WorkerError, warn
 from autopar.mesh import ArrayType
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.runtime.digest import Digest, digest
-from autopar.runtime.ray.driver.actors import FailedError, end_all, positions, settle, start_all, wait_for, where
+from autopar.runtime.ray.driver.actors import end_all, start_all
+from autopar.runtime.ray.driver.calls import FailedError, positions, settle, wait_for, where
 from autopar.runtime.ray.driver.clocks import clock_offset
 from autopar.runtime.ray.driver.faults import Failure, worker_error, write_error
 from autopar.runtime.ray.job import Job

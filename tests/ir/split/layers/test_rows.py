@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.ir.build import flat_function
-from autopar.ir.split.layers.placements import part_of_padded, slice_of_part, touched_part
+from autopar.ir.split.layers.rows import part_of_padded, slice_of_part, touched_part
 from autopar.ir.split.placement import units_of_shard
 
 LENGTH, WIDTH = 7, 2
