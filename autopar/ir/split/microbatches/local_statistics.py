@@ -3,16 +3,18 @@
 In:     a program, the placements found so far (`phases.py`), and that value.
 Out:    the sums over samples on which it depends linearly, and every copy of them.
 Method: backwards through linear equations; the copy that `remat` recomputes in the backward pass is found by value numbering.
+        In a backward pass, the gradient of a local statistic is told from that of a joint loss by its shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from autopar._jax import Jaxpr, Var
 from autopar.grouping import grouped
 from autopar.ir.dataflow import ancestors, makers, variables
+from autopar.ir.gradient import made_by_backward
 from autopar.ir.signature import ValueNumbers
 from autopar.ir.split.placement import SUM
 from autopar.ir.split.solution import Solution
@@ -43,6 +45,24 @@ class SampleSums:
         found = ancestors([var], lambda value: terms(value) or ())
         return self._with_twins([value for value in found if terms(value) is None])
 
+    def of_local(self, sums: Sequence[Var], own: Sequence[Var], pairs: Collection[int]) -> tuple[list[Var], list[Var]]:
+        """Of sums that a backward pass waits for, those that may be local; and those of them that may be of pairs, too.
+
+        The gradient of a local statistic has its shape. Any other sum of a backward pass is of the gradient of a joint value,
+        such as a loss over pairs of samples: it has a row for each, or a number.
+
+        Args:
+            own: The sums that are local so far.
+            pairs: How many samples the forward pass reads at once: their numbers, in values of different sizes.
+        """
+        if own and not pairs:
+            return list(sums), []
+        shapes = {_without_ones(var) for var in own}
+        late = made_by_backward(self._jaxpr)
+        alike = [var for var in sums if var in late and _without_ones(var) in shapes]
+        unclear = [var for var in alike if any(size in pairs for size in var.aval.shape)]
+        return [var for var in sums if var in alike or var not in late], unclear
+
     def _with_twins(self, wanted: Sequence[Var]) -> list[Var]:
         """The wanted values, then all values equal to one of them, in program order."""
         numbers, alike = self._numbered
@@ -56,3 +76,7 @@ class SampleSums:
         for eqn in self._jaxpr.eqns:
             numbers.visit(eqn)
         return numbers, grouped((numbers.of(var), (place, var)) for place, var in enumerate(self._made_by))
+
+
+def _without_ones(var: Var) -> tuple[int, ...]:
+    return tuple(size for size in var.aval.shape if size != 1)

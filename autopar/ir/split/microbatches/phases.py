@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import jax.numpy as jnp
@@ -33,13 +33,13 @@ from autopar.ir.split.blocks import blocks_between_cuts
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.microbatches.hoist import Hoist
 from autopar.ir.split.microbatches.local_statistics import SampleSums
-from autopar.ir.split.microbatches.refusal import refusal
+from autopar.ir.split.microbatches.refusal import no_telling, refusal
+from autopar.ir.split.microbatches.sink import sink
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
 from autopar.ir.split.placement import (
     BY_EACH,
     OWN,
     REPLICATED,
-    SUM,
     Axis,
     Batch,
     Partial,
@@ -49,7 +49,7 @@ from autopar.ir.split.placement import (
 )
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
-from autopar.ir.work import Work, num_bytes
+from autopar.ir.work import Work
 from autopar.tuning import TUNING
 
 
@@ -62,6 +62,8 @@ def find_phases(
     joins: Collection[JaxprEqn] | None = None,
     whole: Collection[JaxprEqn] = (),
     drawn: Mapping[Var, int] = MappingProxyType({}),
+    own: Iterable[Var] = (),
+    pairs: Iterable[int] = (),
 ) -> LoopSolution:
     """Assign the equations of a program in `count` microbatches to phases.
 
@@ -75,6 +77,8 @@ def find_phases(
             between these passes may wait for all samples. None: the loop has no such place.
         whole: Loops that have microbatches of their own, and read all samples (`rounds/turns.py`).
         drawn: Values that are samples, too (`drawn.py`), each with its dim that runs over them.
+        own: Sums that have been found to be local statistics, in the program of which this one is a round.
+        pairs: How many samples of all microbatches the forward pass reads at once, which an earlier round has collected.
 
     Raises:
         SamplesWaitError: Samples wait for joint results; names them, so that the caller can have them computed before.
@@ -82,7 +86,9 @@ def find_phases(
     """
 
     def begin() -> _Phases:
-        return _Phases(jaxpr, count, per_microbatch, joins, whole, apart, drawn)
+        found = _Phases(jaxpr, count, per_microbatch, joins, whole, apart, drawn, pairs)
+        found.solution.read_as |= dict.fromkeys(own, OWN)
+        return found
 
     policy = begin()
     try:
@@ -92,7 +98,7 @@ def find_phases(
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.placement_of}
     _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
-    _sink(jaxpr, solution, apart)
+    sink(jaxpr, solution, apart)
     return solution
 
 
@@ -122,8 +128,9 @@ class _Phases:
         whole: Collection[JaxprEqn],
         apart: bool,
         drawn: Mapping[Var, int],
+        pairs: Iterable[int],
     ):
-        self.drawn = drawn
+        self.drawn, self.pairs = drawn, set(pairs)
         self.jaxpr, self.per_microbatch, self.joins, self.whole = jaxpr, per_microbatch, joins or (), whole
         self.of_backward = None if joins is None else made_by_backward(jaxpr)
         self.between: dict[Var, None] = {}
@@ -140,7 +147,6 @@ class _Phases:
         self.copies = copies_of_arguments(jaxpr) if apart else {}
         self.copied = {var for eqn in self.copies for var in eqn.outvars}
         self.blocks = 1  # that all cuts which samples wait for have whole ones of
-        self.num_samples: set[int] = set()  # of each kind
 
     def run(self, batch: Batch, blocks: int = 1) -> None:
         on_samples = descendants(self.jaxpr.eqns, given=[*(self.jaxpr.invars[k] for k in batch), *self.drawn])
@@ -151,7 +157,6 @@ class _Phases:
         for position, dim in sample_dims(batch).items():
             var = self.jaxpr.invars[position]
             self.solution.placement_of[var] = Split(dim, blocks)
-            self.num_samples.add(var.aval.shape[dim])
         matters = feeds_backward(self.jaxpr)
         at = 0
         while at < len(self.jaxpr.eqns):
@@ -171,6 +176,7 @@ class _Phases:
         if eqn in self.joins:
             solution.phase[eqn] = "between"
             self.between.update(dict.fromkeys(eqn.outvars))
+            self.note_pairs(inputs_of(eqn)[0], eqn)
             return at + 1
         late = [a for a in inputs_of(eqn) if a in self.late]
         if eqn in self.whole:
@@ -243,10 +249,11 @@ class _Phases:
         """Run the equation after the loop; or if samples wait for it, use local statistics, or note the refusal."""
         eqn, solution = self.jaxpr.eqns[at], self.solution
         has_samples = any(isinstance(solution.of(a), Split) for a in eqn.invars)
-        takes_own = self.may_take_own(cause.operand) and not self.is_of_joint_loss(cause.operand, eqn)
-        if matters and takes_own and (has_samples or not is_backward(eqn)):
+        if matters:
+            self.note_pairs(cause.operand, eqn)
+        sums = self.own_terms(cause.operand, eqn) if matters and (has_samples or not is_backward(eqn)) else []
+        if sums:
             # Every reader of such a sum uses the local one, so that the loss is the one whose gradient is taken.
-            sums = self.sums.terms_of(solution, cause.operand)
             solution.read_as |= dict.fromkeys(sums, OWN)
             first = [cause.eqn, *(reader for var in sums for reader in self.readers.get(var, ())[:1])]
             return min(self.position.get(reader, at) for reader in first)
@@ -269,17 +276,25 @@ class _Phases:
         """Whether a microbatch may use its own value for the joint one: it has one, and the user has asked for it."""
         return self.per_microbatch and self.has_own(var)
 
-    def is_of_joint_loss(self, var: Var, reader: JaxprEqn) -> bool:
-        """Whether the backward pass waits for a sum of its own that has a row for each sample, while the forward pass used no
-        statistics of a microbatch.
+    def own_terms(self, var: Var, reader: JaxprEqn) -> list[Var]:
+        """The sums over samples of which a microbatch may use its own for the joint value that `reader` waits for.
 
-        The loss is then that of all samples (over pairs of them, say), and parts of such a sum give no gradient of it.
+        Raises `MicrobatchError`: one may be of the gradient of a loss over pairs of samples, parts of which give no gradient.
         """
-        uses_own = self.solution.count == 1 or OWN in self.solution.read_as.values()
-        if uses_own or not is_backward(reader) or self.num_samples.isdisjoint(var.aval.shape):
-            return False
-        made_late = made_by_backward(self.jaxpr)
-        return all(term in made_late for term in self.sums.terms_of(self.solution, var))
+        sums = self.sums.terms_of(self.solution, var) if self.may_take_own(var) else []
+        if self.solution.count == 1 or not is_backward(reader):
+            return sums
+        own = [value for value, how in self.solution.read_as.items() if how is OWN]
+        found, unclear = self.sums.of_local(sums, own, self.pairs)
+        if unclear:
+            raise no_telling(self.solution.count, reader, unclear[0])
+        return found
+
+    def note_pairs(self, var: Var, eqn: JaxprEqn) -> None:
+        """Note that an equation of the forward pass reads a value whole: if it is one of samples, pairs of them may meet."""
+        placement = self.solution.of(var)
+        if isinstance(placement, Split) and not is_backward(eqn):
+            self.pairs.add(var.aval.shape[placement.dim])
 
     def take_own(self, cause: Cause) -> bool:
         """Use local statistics for the cause of a stuck equation in a body, if allowed; whether it was."""
@@ -293,8 +308,7 @@ class _Phases:
 
     def note_waiting(self, cause: Cause, eqn: JaxprEqn) -> None:
         """Note that samples wait; only the first error is told, and each takes a walk through the whole program."""
-        self.error = self.error or self.refusal(cause, eqn)
-        self.waiting[eqn] = None
+        self.error, self.waiting[eqn] = self.error or self.refusal(cause, eqn), None
 
     def is_handed_out(self, eqn: JaxprEqn) -> bool:
         """Whether an equation makes a result in host memory, where the rows of microbatches cannot be reordered or added up."""
@@ -310,8 +324,8 @@ class _Phases:
     def check_waiting(self, late_work: bool = False) -> None:
         """Raise if samples wait for joint results; with `late_work`, if too much work is left for all samples at once."""
         if self.error is not None:
-            uneven = self.solver.uneven
-            raise SamplesWaitError(self.jaxpr, self.solution, self.error, self.waiting, self.late, late_work, uneven)
+            known = self.solution, self.error, self.waiting, self.late
+            raise SamplesWaitError(self.jaxpr, *known, late_work, self.solver.uneven)
 
     # Work.
 
@@ -370,23 +384,3 @@ class _LoopDemand(Demand):
             self.read(eqn.invars, wants, uses)
             if eqn in self.solution.early:
                 self.read(eqn.invars, [REPLICATED] * len(eqn.invars), uses)
-
-
-def _sink(jaxpr: Jaxpr, solution: LoopSolution, apart: bool) -> None:
-    """Sink equations on sums alone behind the loop, unless their results are smaller than the sums.
-
-    `apart`: additions of sums are sunk in any case, though more accumulators are kept.
-    """
-    needed: dict[Var, bool] = {}
-    for eqn in reversed(jaxpr.eqns):
-        if solution.phase[eqn] == "loop" and not is_region(eqn) and not eqn.effects:
-            sums = [a for a in inputs_of(eqn) if solution.of(a) == SUM]
-            only_sums = sums and all(solution.of(a) in (SUM, REPLICATED) for a in eqn.invars)
-            is_join = apart and eqn.primitive.name in ("add", "add_any")
-            smaller = is_join or sum(map(num_bytes, dict.fromkeys(sums))) <= sum(map(num_bytes, eqn.outvars))
-            if only_sums and smaller and not any(needed.get(var) for var in eqn.outvars):
-                solution.phase[eqn] = "after"
-                for var in eqn.outvars:
-                    solution.placement_of.pop(var, None)
-        if solution.phase[eqn] == "loop":
-            needed.update(dict.fromkeys(inputs_of(eqn), True))

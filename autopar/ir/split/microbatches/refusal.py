@@ -99,6 +99,17 @@ def _needed(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause) -> str:
     return f"operand of shape {tuple(cause.operand.aval.shape)}"
 
 
+def no_telling(count: int, eqn: JaxprEqn, value: Var) -> MicrobatchError:
+    """The error for a sum of gradients, read by `eqn`, that may be of local statistics or of a loss over pairs of samples."""
+    return refused(
+        count,
+        eqn,
+        f"the loss is over pairs of all samples, each microbatch has its own batch statistics, and both are of shape "
+        f"{tuple(value.aval.shape)}: which gradient this sum is of cannot be told.",
+        ", or a batch whose size is not the number of statistics",
+    )
+
+
 def too_much_at_once(error: MicrobatchError, limit: float) -> MicrobatchError:
     """The error where the operation could run on all samples at once, but takes more than `limit` of the step's work."""
     return MicrobatchError(

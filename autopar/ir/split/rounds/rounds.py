@@ -31,7 +31,7 @@ from autopar.ir.split.microbatches.drawn import drawn_at_once
 from autopar.ir.split.microbatches.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.waiting import SamplesWaitError
-from autopar.ir.split.placement import Batch
+from autopar.ir.split.placement import OWN, Batch, Split
 from autopar.ir.split.rounds.forward_sums import with_forward_sums
 from autopar.ir.split.rounds.turns import split_turns
 from autopar.ir.split.solution import LoopSolution
@@ -39,7 +39,7 @@ from autopar.ir.split.sorted_rows.sorted_parts import sort_in_parts
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
 
-Decide: TypeAlias = Callable[[Jaxpr], LoopSolution]
+Decide: TypeAlias = Callable[..., LoopSolution]
 """`find_phases` of a program, with its other arguments bound."""
 
 
@@ -50,11 +50,15 @@ class _Round:
     Attributes:
         jaxpr: Its inputs are the step's, then values of earlier rounds; its results are the step's, or values for later rounds.
         gathered: Inputs that hold a value of every sample, collected by an earlier round.
+        own: Sums that each microbatch reads its own of, in all rounds alike.
+        pairs: How many samples each of `gathered` holds.
         solution: Its phases; None: not known yet.
     """
 
     jaxpr: Jaxpr
     gathered: tuple[Var, ...] = ()
+    own: tuple[Var, ...] = ()
+    pairs: frozenset[int] = frozenset()
     solution: LoopSolution | None = None
 
 
@@ -241,19 +245,22 @@ def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]
     rounds, at = [_Round(jaxpr)], 0
     first: SamplesWaitError | None = None
     while at < len(rounds):
-        current = rounds[at].jaxpr
+        this = rounds[at]
+        current = this.jaxpr
         try:
-            rounds[at] = replace(rounds[at], solution=decide(current))
+            rounds[at] = replace(this, solution=decide(current, own=this.own, pairs=this.pairs))
             at += 1
         except SamplesWaitError as waits:
             first = first or waits
             rows = waits.rows if by_rows else waits.samples
+            own = tuple(var for var, how in waits.solution.read_as.items() if how is OWN)
             cuts = [rows if by_rows else waits.sums + rows]
             if waits.sums and not by_rows:  # also at gradients of other layers, which the same pass makes
-                cuts.append((*cuts[0], *(var for var in waits.complete if var not in cuts[0])))
-            halves, gathered = _best_halves(current, cuts, decide), rounds[at].gathered
-            of_halves = (gathered, gathered + rows)
-            rounds[at : at + 1] = [_Round(half, own) for half, own in zip(halves, of_halves, strict=False)]
+                cuts.append((*cuts[0], *(var for var in waits.complete if var not in (*cuts[0], *own))))
+            halves = _best_halves(current, cuts, partial(decide, own=own))
+            sizes = (var.aval.shape[p.dim] for var in rows if isinstance(p := waits.solution.of(var), Split))
+            of_halves = ((this.gathered, own, this.pairs), (this.gathered + rows, own, this.pairs.union(sizes)))
+            rounds[at : at + 1] = [_Round(half, *rest) for half, rest in zip(halves, of_halves, strict=False)]
             if not halves or len(rounds) > TUNING.most_rounds or not _is_worth_it(jaxpr, rounds):
                 raise first.error from None
     if first is not None and not _is_worth_it(jaxpr, rounds):

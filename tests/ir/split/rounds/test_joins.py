@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -164,6 +165,30 @@ def test_pairs_of_samples_are_joined():
     pairs = [eqn for eqn in (*split.between, *split.after) if eqn.primitive.name == "dot_general"]
     assert any(eqn.outvars[0].aval.shape == (BATCH, BATCH) for eqn in pairs)
     assert not any(var.aval.shape == (BATCH, WIDTH) for eqn in split.loop.eqns for var in eqn.outvars)
+
+
+def centred_pairs_loss(params: Tree, batch: Tree, parts: int = 1) -> jax.Array:
+    """Each sample against all others, of an encoder with batch statistics, which each of `parts` has of its own."""
+
+    def encoded(h: jax.Array) -> jax.Array:
+        for layer in range(6):
+            h = jnp.tanh(h @ params["w1"])
+            h = h - h.mean(0) if layer < 2 else h
+        return h @ params["w2"]
+
+    z = jnp.concatenate([encoded(rows) for rows in jnp.split(batch["x"], parts)])
+    return optax.softmax_cross_entropy_with_integer_labels(z @ jnp.roll(z, 1, axis=1).T, jnp.arange(len(z))).mean()
+
+
+def test_pairs_behind_local_statistics_are_joined():
+    """The loss is that of all pairs; what a microbatch has of its own is the statistics, in its gradient, too."""
+    case = Case(sgd(centred_pairs_loss))
+    program, batch = trace_case(case)
+    jaxpr, split = split_at_joins(program.jaxpr, 2, batch, per_microbatch=True)
+    check_phases(jaxpr)(split)
+    found = in_two_halves(jaxpr, split, program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
+    reference = jax.jit(sgd(partial(centred_pairs_loss, parts=2)))(case.state(), case.batch())
+    assert_same(program.unflatten_outputs(found), reference)
 
 
 def test_forward_passes_that_wait_in_the_middle_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,17 +148,50 @@ def run(case, program, flat):
     return program.unflatten_outputs(step(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
 
 
+def matched_params() -> Tree:
+    random = np.random.default_rng(0)
+    return {name: jnp.asarray(random.normal(size=(8, 8)), jnp.float32) for name in "wv"}
+
+
+def matched_views(rows: int = 32) -> Tree:
+    random = np.random.default_rng(1)
+    return {name: jnp.asarray(random.normal(size=(rows, 8)), jnp.float32) for name in "xy"}
+
+
 def test_pairs_have_no_statistics():
     """Their loss is that of all samples; where each microbatch may use its own sums, its gradient is still that loss's."""
-    random = np.random.default_rng(0)
-    params, views = (
-        {name: jnp.asarray(random.normal(size=(rows, 8)), jnp.float32) for name in names}
-        for names, rows in (("wv", 8), ("xy", 32))
-    )
-    case = Case(sgd(matched_loss), lambda: params, batch=lambda: views)
+    case = Case(sgd(matched_loss), matched_params, batch=matched_views)
     program, batch = traced(case)
     flat = accumulate_in_rounds(program.jaxpr, 4, batch, per_microbatch=True)
     assert_same(run(case, program, flat), full_batch(case))
+
+
+def normalized_matched_loss(params: Tree, batch: Tree, parts: int = 1, width: int = 24) -> jax.Array:
+    """Of encoders with batch statistics, which each of `parts` of the batch has of its own."""
+
+    def encoded(rows: jax.Array) -> jax.Array:
+        h = jnp.tile(rows @ params["w"], 3)[:, :width]
+        return jnp.tanh((h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1)) @ jnp.tile(params["v"], (3, 1))[:width]
+
+    one, other = (jnp.concatenate([encoded(rows) for rows in jnp.split(batch[view], parts)]) for view in "xy")
+    return optax.softmax_cross_entropy_with_integer_labels(one @ other.T / 20, jnp.arange(len(one))).mean()
+
+
+def test_pairs_behind_local_statistics():
+    """The loss is that of all pairs; what a microbatch has of its own is the statistics, in its gradient, too."""
+    case = Case(sgd(normalized_matched_loss), matched_params, batch=matched_views)
+    program, batch = traced(case)
+    flat = accumulate_in_rounds(program.jaxpr, 4, batch, per_microbatch=True)
+    assert_same(
+        run(case, program, flat), jax.jit(sgd(partial(normalized_matched_loss, parts=4)))(case.state(), case.batch())
+    )
+
+
+def test_pairs_as_many_as_statistics_are_refused():
+    case = Case(sgd(partial(normalized_matched_loss, width=16)), matched_params, batch=lambda: matched_views(16))
+    program, batch = traced(case)
+    with pytest.raises(MicrobatchError, match="(?s)which gradient.*cannot be told.*not the number of statistics"):
+        accumulate_in_rounds(program.jaxpr, 4, batch, per_microbatch=True)
 
 
 def test_not_in_every_layer():
