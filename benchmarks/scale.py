@@ -3,8 +3,9 @@
     python benchmarks/scale.py [--cases gpt-1x8,llama-405b-256x8]
 
 Plans for described machines; no device is touched. Each case is planned in a process of its own. Prints CPU seconds from the
-step function to the plan, tracing by JAX included; those of each planning pass; the peak memory of the process beyond what
-importing JAX takes; and the decisions. `timetable` is not a plan, but a simulation: a pipeline of 64 stages and 512
+step function to the plan, tracing by JAX included; those of each planning pass; those of following the clock, in all passes
+together: simulating what hides behind what, and solving again with what that shows; the peak memory of the process beyond
+what importing JAX takes; and the decisions. `timetable` is not a plan, but a simulation: a pipeline of 64 stages and 512
 microbatches.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import resource
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,6 +39,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.inter_op import stage_plan
+from autopar.intra_op import read_off, shard
+from autopar.search import meshes
+from autopar.streams import assemble
 from autopar.streams.instructions import Instruction, Recv, Run, Send
 from autopar.streams.schedules import find_schedule
 from autopar.streams.simulate import simulate
@@ -64,7 +71,15 @@ CASES: dict[str, tuple[str, Callable[[], Any], float]] = {
 """Cluster ("": eight virtual devices of this processor), model, and the CPU seconds that it should take at most."""
 TIMETABLE = "timetable"
 STAGES, MICROBATCHES, MOST_SECONDS = 64, 512, 10
-COLUMNS = ("case", "CPU s", "at most", "meshes", "microbatches", "stages", "GiB", "step", "decided")
+COLUMNS = ("case", "CPU s", "at most", "meshes", "microbatches", "stages", "clock", "GiB", "step", "decided")
+CLOCK: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
+    (read_off, ("run_lanes",)),
+    (stage_plan, ("run_lanes",)),
+    (assemble, ("simulate_streams",)),
+    (shard, ("_follow_clock", "_explore", "_as_begun", "_around", "_in_less", "show")),
+    (meshes, ("settle",)),
+)
+"""The functions, where they are called, that simulate steps, and that solve again with the exposure that a step showed."""
 
 
 def main() -> None:
@@ -137,7 +152,30 @@ def simulate_timetable() -> list[str]:
     simulation = simulate(streams, lambda run: 1e-3, lambda mesh, send: 1e-4, [1] * len(number), lambda run: 0)
     seconds = time.process_time() - started
     what = f"{STAGES} stages, {MICROBATCHES} microbatches, 1f1b"
-    return [TIMETABLE, f"{seconds:.1f}", f"{MOST_SECONDS}", "", "", "", "", f"{simulation.seconds:.4g} s", what]
+    return [TIMETABLE, f"{seconds:.1f}", f"{MOST_SECONDS}", "", "", "", "", "", f"{simulation.seconds:.4g} s", what]
+
+
+class Stopwatch:
+    """CPU seconds in some functions; those that they call among them count once."""
+
+    def __init__(self) -> None:
+        self.seconds, self._is_running = 0.0, False
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **options: Any) -> Any:
+            if self._is_running:
+                return function(*args, **options)
+            self._is_running, started = True, time.process_time()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.process_time() - started
+                self._is_running = False
+
+        return timed
 
 
 def measure(name: str) -> list[str]:
@@ -147,6 +185,10 @@ def measure(name: str) -> list[str]:
     machine = autopar.Cluster.of(cluster) if cluster else autopar.Cluster.local()
     parallel = autopar.parallelize(step, cluster=machine, batch_argnums=(1,))
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    clock = Stopwatch()
+    for module, names in CLOCK:
+        for function in names:
+            setattr(module, function, clock.around(getattr(module, function)))
     started = time.process_time()
     plan = parallel.plan(state, batch)
     seconds = time.process_time() - started
@@ -157,6 +199,7 @@ def measure(name: str) -> list[str]:
         f"{seconds:.1f}",
         f"{most:g}",
         *(f"{passes.get(each, 0.0):.1f}" for each in ("meshes", "microbatches", "stages")),
+        f"{clock.seconds:.1f}",
         f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - imported) / 2**20:.2f}",
         f"{plan.cost.step_seconds:.4g} s",
         f"{stages}{plan.mesh}, {plan.num_microbatches} microbatches",
