@@ -67,8 +67,10 @@ class BatchDims:
 
     def lent_factors(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[str, ...]:
         """Factors of an equation without batch factors that lead lent dims of its operands and results."""
-        found: dict[str, None] = {}
-        for atom, term in zip((*eqn.outvars, *eqn.invars), (*rule.results, *rule.operands), strict=True):
+        atoms, found = (*eqn.outvars, *eqn.invars), dict[str, None]()
+        if not any([atom in self.lent for atom in atoms if isinstance(atom, Var)]):
+            return ()
+        for atom, term in zip(atoms, (*rule.results, *rule.operands), strict=True):
             lent = () if isinstance(atom, Literal) else sorted(self.lent.get(atom, ()))
             found.update(dict.fromkeys(term[d][0] for d in lent if term[d]))
         return tuple(found)

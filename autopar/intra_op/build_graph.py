@@ -50,6 +50,15 @@ class _Place:
     is_scan: bool = False
 
 
+class _Kind(NamedTuple):
+    """What all operations of one signature share; `number` is that of the signature."""
+
+    rule: ShardingRule
+    carried: tuple[int, ...]
+    choices: Choices
+    number: int
+
+
 class _Read(NamedTuple):
     """A value that a node reads, with the sharding wanted under each choice of the node."""
 
@@ -118,9 +127,11 @@ class _Builder:
         self.jaxpr, self.graph, self.anew, self.twice, self.like = graph.jaxpr, graph, anew, twice, like
         self.axis_sizes = graph.mesh.axis_sizes
         self.rules: dict[object, ShardingRule] = {}
+        self.kinds: dict[object, _Kind] = {}
         self.numbers: dict[object, int] = {}
         self.pending: list[list[_Read]] = []  # reads of each open body, innermost last; connected once all are known
         self.is_behind: list[bool] = []  # per open body, whether its backward pass has begun
+        graph.phases.update(like.phases if like is not None else {})
 
     def build(self, aliases: Mapping[int, int]) -> Graph:
         graph = self.graph
@@ -148,9 +159,10 @@ class _Builder:
         self.pending.append([])
         self.is_behind.append(False)
         for eqn in jaxpr.eqns:
-            backward = is_backward(eqn)
-            self.graph.phases[eqn] = "b" if backward else "u" if self.is_behind[-1] else "f"
-            self.is_behind[-1] |= backward
+            if self.like is None:
+                backward = is_backward(eqn)
+                self.graph.phases[eqn] = "b" if backward else "u" if self.is_behind[-1] else "f"
+                self.is_behind[-1] |= backward
             if is_region(eqn):
                 self.region(eqn, place)
                 # After a loop over microbatches, which contains both passes, comes the update.
@@ -171,7 +183,10 @@ class _Builder:
                 by_value.setdefault(read.atom, {}).setdefault(read.phase, []).append(read)
         for var, readers_of in by_value.items():
             made = self.graph.produced[var]
-            for phase, readers in sorted(readers_of.items(), key=lambda pair: PHASES.index(pair[0])):
+            for phase in PHASES if len(readers_of) > 1 else readers_of:
+                readers = readers_of.get(phase)
+                if readers is None:
+                    continue
                 source = self.kept(var, phase, made, place)
                 shared = Produced(readers[0].node.index, readers[0].wanted)
                 if len(readers) > 1:
@@ -229,7 +244,7 @@ class _Builder:
             shardings=shardings,
             weight=place.weight,
             var=None if isinstance(atom, Literal) else atom,
-            signature=self.number((kind, name.rstrip("0123456789"), shape, str(dtype))),
+            signature=self.number((kind, name.rstrip("0123456789"), shape, dtype)),
         )
 
     def number(self, signature: object) -> int:
@@ -251,11 +266,7 @@ class _Builder:
         return self.graph.tables.lists.setdefault(key, key)
 
     def operation(self, eqn: JaxprEqn, place: _Place) -> None:
-        rule, carried, signature = self.rule(eqn)
-        choices = self.graph.tables.choices
-        if signature not in choices:
-            choices[signature] = self.choices(rule, carried)
-        strategies, wanted, given = choices[signature]
+        rule, carried, (strategies, wanted, given), number = self.kind(eqn)
         node = self.node(
             kind="op",
             name=eqn.primitive.name,
@@ -264,7 +275,7 @@ class _Builder:
             eqn=eqn,
             rule=rule,
             carried=carried,
-            signature=self.number(signature),
+            signature=number,
         )
         self.graph.op_node[eqn] = node.index
         for slot, atom in enumerate(eqn.invars):
@@ -284,17 +295,29 @@ class _Builder:
             known[form] = strategies, wanted, given
         return known[form]
 
-    def rule(self, eqn: JaxprEqn) -> tuple[ShardingRule, tuple[int, ...], object]:
-        """The rule of an equation, the linear groups through which partial sums pass, and its signature."""
+    def kind(self, eqn: JaxprEqn) -> _Kind:
+        """The kind of an equation. Signatures are large: each is looked up once for all equations that share it."""
         if self.like is not None:
             known = self.like.nodes[self.like.op_node[eqn]]
-            return known.rule, known.carried, self.like.signatures[known.signature]
+            if known.signature not in self.kinds:
+                signature = self.like.signatures[known.signature]
+                self.kinds[known.signature] = self.new_kind(known.rule, known.carried, signature)
+            return self.kinds[known.signature]
         same_rule = equation_signature(eqn)
-        if same_rule not in self.rules:
-            self.rules[same_rule] = rule_for(eqn)
-        rule = self.rules[same_rule]
-        carried = self.carried(eqn, rule)
-        return rule, carried, (same_rule, carried, eqn in self.graph.own_ends)
+        rule = self.rules.get(same_rule)
+        if rule is None:
+            rule = self.rules[same_rule] = rule_for(eqn)
+        how = self.carried(eqn, rule), eqn in self.graph.own_ends
+        if (id(rule), *how) not in self.kinds:
+            self.kinds[(id(rule), *how)] = self.new_kind(rule, how[0], (same_rule, *how))
+        return self.kinds[(id(rule), *how)]
+
+    def new_kind(self, rule: ShardingRule, carried: tuple[int, ...], signature: object) -> _Kind:
+        """The kind of operations with a rule, linear groups through which partial sums pass, and a signature."""
+        known = self.graph.tables.choices
+        if signature not in known:
+            known[signature] = self.choices(rule, carried)
+        return _Kind(rule, carried, known[signature], self.number(signature))
 
     def carried(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[int, ...]:
         """Linear groups through which partial sums pass: those that preserve infinities; in backward contractions, all.

@@ -14,7 +14,7 @@ import heapq
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from autopar.intra_op.problem import Problem
 from autopar.tuning import TUNING
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Folded:
+class _Folded(NamedTuple):
     """A removed node as it was then: the costs of its choices, its tables with neighbours, and the choices left at each."""
 
     node: int
@@ -37,7 +36,7 @@ class _Folded:
         """The node's first cheapest choice, given its neighbours' `choices`."""
         total, beside = self.cost, zip(self.neighbours, self.neighbours_alive, self.tables, strict=True)
         for other, alive, table in reversed([*beside]):  # summed in the order of the reduction, for equal rounding
-            total = total + table[int(np.searchsorted(alive, choices[other]))]
+            total = total + table[alive.searchsorted(choices[other])]
         return int(self.node_alive[total.argmin()])
 
 
@@ -65,7 +64,7 @@ class Reduced:
     def narrow(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Choices of the core's nodes from those of all original nodes; a dropped choice becomes the next one left."""
         return tuple(
-            min(int(np.searchsorted(alive, choices[node])), len(alive) - 1)
+            min(int(alive.searchsorted(choices[node])), len(alive) - 1)
             for node, alive in zip(self.kept, self._alive, strict=True)
         )
 

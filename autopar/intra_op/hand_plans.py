@@ -78,19 +78,19 @@ def _split_samples(graph: Graph, allowed: Allowed, zero: int) -> None:
     known: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def masks(node: Node, factors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The strategies that split no other than these factors, and those that split at least one of them."""
+        """The strategies that split no other than these factors, and, if there are any, those that split one of them."""
         key = (id(node.strategies), factors)  # equal operations share their strategies
         if key not in known:
             split = np.array([_splits_only(s.choice, factors) for s in node.strategies])
-            known[key] = split, split & [any(c in factors for c in s.choice) for s in node.strategies]
+            some = split & [any(c in factors for c in s.choice) for s in node.strategies]
+            known[key] = split, some if some.any() else split
         return known[key]
 
     for node in graph.nodes:
         if node.kind == "op":
             factors = factors_of(node.eqn, node.rule, batch)
             if factors:
-                only, some = masks(node, factors)
-                allowed.only(node, some if some.any() else only, ("batch", factors))
+                allowed.only(node, masks(node, factors)[1], ("batch", factors))
             elif zero == 0:
                 lent = batch.lent_factors(node.eqn, node.rule)
                 allowed.only(node, masks(node, lent)[0], ("whole", lent))

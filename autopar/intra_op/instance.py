@@ -83,13 +83,23 @@ class Instance:
             return solved[1].bound
         return solve(problem, self.solver, self.limit, max(self.gap, TUNING.large_gap)).bound
 
-    def solve(self, problem: Problem, beat: float = np.inf, num_planes: int = TUNING.cutting_planes) -> Solution:
-        """Solve a problem of this program within the memory budget."""
-        search, one = self.budget_search, self._solve_one
-        if np.isfinite(search.budget):
-            how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._learnt
-            return solve_constrained(problem, search.broken_rows, *how, num_planes)
-        return one(problem, self.solver, self.limit, self.gap, beat)
+    def solve_freely(self, problem: Problem, beat: float = np.inf) -> Solution:
+        """Solve a problem of this program whatever memory it takes."""
+        return self._solve_one(problem, self.solver, self.limit, self.gap, beat)
+
+    def solve(
+        self,
+        problem: Problem,
+        beat: float = np.inf,
+        num_planes: int = TUNING.cutting_planes,
+        free: Solution | None = None,
+    ) -> Solution:
+        """Solve a problem of this program within the memory budget; `free`: its answer whatever memory it takes, if known."""
+        search, free = self.budget_search, free or self.solve_freely(problem, beat)
+        if not np.isfinite(search.budget):
+            return free
+        how = self.solver, self.limit, beat, self.gap, search.is_hopeless, self._solve_one, self._learnt
+        return solve_constrained(problem, search.broken_rows, *how, num_planes, free=free)
 
     def solve_within(self, budget: float, exposure: Exposure, beat: float) -> tuple[Problem, Solution]:
         """The problem under an exposure, and its solution within fewer bytes than there are."""

@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar._jax import JaxprEqn, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds
@@ -51,8 +52,7 @@ class Lanes:
     exposed: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
+class _Task(NamedTuple):
     """A task of one of the lanes.
 
     Attributes:

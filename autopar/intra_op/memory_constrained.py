@@ -47,6 +47,7 @@ def solve_constrained(
     solve_one: Solve = solve,
     learnt: Learnt | None = None,
     num_planes: int = TUNING.cutting_planes,
+    free: Solution | None = None,
 ) -> Solution:
     """Least assignment that violates no row, generating rows with `broken_rows` as needed.
 
@@ -61,12 +62,13 @@ def solve_constrained(
         solve_one: Solves problems without rows.
         learnt: What earlier problems taught; updated.
         num_planes: How often a small problem is solved with rows as cutting planes, before bytes get a price.
+        free: The least assignment without rows; None: it is solved for.
 
     Returns:
         The assignment; status `"infeasible"` if none was found.
     """
     limit = time_limit(seconds)
-    base = solve_one(problem, solver, limit, gap, known)
+    base = free or solve_one(problem, solver, limit, gap, known)
     if base.status in ("infeasible", "pruned"):
         return base
     rows = broken_rows(base.choices)

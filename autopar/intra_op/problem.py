@@ -95,8 +95,8 @@ class Problem:
 
     def cost(self, choices: Sequence[int]) -> float:
         """Total cost of one assignment."""
-        nodes = sum(float(c[k]) for c, k in zip(self.costs, choices, strict=True))
-        return nodes + sum(float(m[choices[u], choices[v]]) for (u, v), m in self.edges.items())
+        nodes = sum([cost.item(k) for cost, k in zip(self.costs, choices, strict=True)])
+        return nodes + sum([table.item(choices[u], choices[v]) for (u, v), table in self.edges.items()])
 
     def fits(self, choices: Sequence[int]) -> bool:
         """Whether one assignment meets every memory row."""

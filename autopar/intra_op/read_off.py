@@ -43,7 +43,7 @@ class Sharded:
         solution: Its solution, per class.
         allowed: The choices that were allowed.
         body: The sharded program.
-        liveness: Its memory on one device.
+        known_liveness: Its memory on one device; None: not asked for yet.
         collectives: All collectives of one step.
         compute_seconds: Seconds of its kernels.
         communication_seconds: Seconds of its collectives.
@@ -59,7 +59,7 @@ class Sharded:
     solution: Solution
     allowed: Allowed
     body: Body
-    liveness: Liveness
+    known_liveness: Liveness | None
     collectives: tuple[Collective, ...]
     compute_seconds: float
     communication_seconds: float
@@ -76,6 +76,13 @@ class Sharded:
     def step_seconds(self) -> float:
         """Predicted seconds of one step: kernels and exposed collectives."""
         return self.compute_seconds + sum(self.exposed_seconds)
+
+    @property
+    def liveness(self) -> Liveness:
+        """Its memory on one device; cached in the graph."""
+        if self.known_liveness is not None:
+            return self.known_liveness
+        return _liveness_in(self.graph, self.body, self.donated)
 
     @property
     def peak_bytes(self) -> int:
@@ -176,6 +183,13 @@ def gaps_in(graph: Graph, body: Body, donated: Sequence[bool], liveness: Livenes
     )
 
 
+def _liveness_in(graph: Graph, body: Body, donated: Sequence[bool]) -> Liveness:
+    return graph.cached(
+        ("liveness", body, tuple(donated)),
+        lambda: measure_liveness(body, graph.mesh, held_values(graph), donated),
+    )
+
+
 def read_off(
     graph: Graph,
     choices: Sequence[int],
@@ -193,8 +207,10 @@ def read_off(
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
     lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device)
-    liveness = liveness or measure_liveness(body, graph.mesh, held_values(graph), donated)
-    own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
+    own_bytes = 0
+    if device.achieved.waits_for_memory:
+        liveness = liveness or _liveness_in(graph, body, donated)
+        own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
     besides = device.achieved.program_seconds(own_bytes, len(body.inputs) + len(body.outputs))
     return Sharded(
         graph,

@@ -186,8 +186,9 @@ def narrowed_problem(problem: Problem, graph: Graph, class_of: Sequence[int], re
     further = Allowed()
     restrict(graph, further)
     costs = list(problem.costs)
-    for index, mask in further.masks.items():
-        costs[class_of[index]] = np.where(mask, costs[class_of[index]], np.inf)
+    masks = {(class_of[index], id(mask)): mask for index, mask in further.masks.items()}  # most are shared
+    for (number, _), mask in masks.items():
+        costs[number] = np.where(mask, costs[number], np.inf)
     if any(not np.isfinite(cost).any() for cost in costs):
         return None
     return Problem(costs, problem.edges)

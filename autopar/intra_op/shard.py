@@ -313,13 +313,19 @@ def _with_known(
     beat = np.inf
     if best is not None and (is_short or may_win):
         beat = (1 + TUNING.known_far + misled) * best.step_seconds
+    least = np.inf if best is None else best.step_seconds * (1 - 1e-9)
     with instance.limit.thorough(not is_short):  # as if the user asked for this plan by name
-        solution = instance.solve(narrowed, beat)
+        free = instance.solve_freely(narrowed, beat)
+        if free.choices and free.status != "pruned" and free.choices not in tried:
+            if instance.read_off(narrowed, free, exposure).step_seconds >= least:
+                tried.append(free.choices)
+                return best  # within memory it takes longer
+        solution = instance.solve(narrowed, beat, free=free)
     if not solution.choices or solution.status == "pruned" or solution.choices in tried:
         return best
     tried.append(solution.choices)
     candidate = instance.read_off(narrowed, solution, exposure)
-    if best is not None and candidate.step_seconds >= best.step_seconds * (1 - 1e-9):
+    if candidate.step_seconds >= least:
         return best
     bound = instance.bound_under(exposure, wider)
     return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))

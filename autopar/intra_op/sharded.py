@@ -49,8 +49,9 @@ class _Noted:
     needs: tuple[Copy, ...] = field(init=False, repr=False)
 
     def _note(self, reads: tuple[Copy, ...], makes: tuple[Copy, ...], awaited: tuple[Copy, ...] = ()) -> None:
-        for name, copies in (("reads", reads), ("makes", makes), ("needs", reads + awaited)):
-            object.__setattr__(self, name, copies)
+        object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "makes", makes)
+        object.__setattr__(self, "needs", reads + awaited)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

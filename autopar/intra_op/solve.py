@@ -55,15 +55,17 @@ def solve(
     """
     reduced = _within_rows(problem)
     limit, constant = time_limit(seconds), reduced.constant
+    begun = reduced.narrow(start) if start and not reduced.problem.rows else ()
     if reduced.problem.rows:
         core = _solve_with_rows(reduced.problem, solver, limit, gap, constant)
     else:
-        begun = reduced.narrow(start) if start else ()
         core = _solve_core(reduced.problem, solver, limit, gap, known - constant, constant, begun)
     if core.status == "infeasible":
         return core
-    choices = reduced.expand(core.choices)
-    objective = problem.cost(choices)
+    choices, objective = tuple(start), problem.cost(start) if start and core.choices == begun else np.inf
+    if not objective <= (core.objective + constant) * (1 + 1e-9):  # else no eliminated node has a better choice
+        choices = reduced.expand(core.choices)
+        objective = problem.cost(choices)
     if objective == float("inf") and core.status != "pruned":
         return Solution((), objective, objective, "infeasible", core.solver)
     whole = Solution(choices, objective, core.bound + constant, core.status, core.solver)
@@ -157,7 +159,8 @@ class _Core:
         # Depends on size and not on time, so that the same problem always has the same answer.
         stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > TUNING.huge_core)]
         for stage, rounds in enumerate(stages, 1):
-            ascent.run(rounds // 2 if self.is_rough else rounds, gap=self.gap, enough=self.known * (1 - PROVED))
+            rounds = rounds // 2 if self.is_rough else rounds
+            ascent.run(rounds, gap=self.gap, enough=self.known * (1 - PROVED), content=True)
             if ascent.lower + self.constant >= (self.known + self.constant) * (1 - self.gap):
                 return Solution(ascent.best, ascent.upper, ascent.lower, "pruned", self.how)
             room, self.whole = ascent.upper - ascent.lower, abs(ascent.upper + self.constant)

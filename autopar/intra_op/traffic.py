@@ -12,7 +12,7 @@ Method: compilers fuse connected elementwise operations and reductions of one le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar._jax import Atom, JaxprEqn, Literal, Var, copies_to_or_from_host, on_host
 from autopar.intra_op.graph import Graph, Node
@@ -33,8 +33,7 @@ SORT_PASSES = 4.0
 """Passes over memory of a radix sort of 32 bits in digits of 8; Merrill & Grimshaw, 2011."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The memory traffic of one operation.
 
     Attributes:
@@ -253,7 +252,8 @@ class _Finder:
             if any(counts) and kernel not in launched:
                 launched.add(kernel)
                 launches = 1.0
-            on_samples = not self.knows_samples or any(map(self.batch.dims, (*eqn.invars, *eqn.outvars)))
+            values = [a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)]
+            on_samples = not self.knows_samples or any([var in self.batch.of for var in values])
             turned = tuple(k for k, atom in enumerate(eqn.invars) if counts[k] and self.is_read_turned(node, atom))
             traffic = Traffic(tuple(counts), tuple(touched), launches, on_samples, turned)
             found[node.index] = same.setdefault(traffic, traffic)

@@ -49,27 +49,33 @@ class Ascent:
         self.best: tuple[int, ...] = ()
         self._excess: tuple[np.ndarray, ...] | None = None
 
-    def run(self, rounds: int, gap: float = 1e-6, enough: float = np.inf) -> Self:
-        """Pass messages forward and back; returns the ascent itself.
+    def run(self, rounds: int, gap: float = 1e-6, enough: float = np.inf, content: bool = False) -> Self:
+        """Pass messages forward and back, and read assignments from them; returns the ascent itself.
 
         Args:
             rounds: Number of rounds, at most.
             gap: Stop at this relative gap.
             enough: Stop when the lower bound is at least this.
+            content: Read no assignment where the incumbent is within the gap.
         """
         before, self._excess = self.lower, None
         look = TUNING.message_look if self._pairs <= TUNING.huge_core else TUNING.message_look // 2
         for number in range(1, rounds + 1):
             self._round()
-            if self.lower >= min(enough, self.upper - gap * abs(self.upper) if self.best else enough):
+            if self.lower >= min(enough, self._wanted(gap)):
                 break
             if number % look == 0:
                 missing = min(self.upper, 1.1 * abs(self.lower)) - self.lower
                 if self.lower - before <= TUNING.message_stalled * min(missing, 0.01 * abs(self.lower)):
                     break
                 before = self.lower
-        self._read()
+        if not (content and self.lower >= self._wanted(gap)):
+            self._read()
         return self
+
+    def _wanted(self, gap: float) -> float:
+        """The lower bound at which the incumbent is within a relative gap."""
+        return self.upper - gap * abs(self.upper) if self.best else np.inf
 
     def seconds(self, rounds: int) -> float:
         """Estimated seconds of so many rounds, from the number and size of the tables."""

@@ -294,6 +294,8 @@ def equations_within(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, i
 
 def in_bodies(eqn: JaxprEqn, rewritten: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     """The equation with `rewritten` applied to its bodies, over as many inputs and results; the same object if none changes."""
+    if not is_region(eqn):
+        return eqn
     bodies = bodies_of(eqn)
     made = [rewritten(body) for body in bodies]
     same = all(a is b for a, b in zip(made, bodies, strict=True))

@@ -102,6 +102,11 @@ class Achieved:
             least, most = None if name in positive else 0, 1.0 if name in shares else math.inf
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)
 
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether a program's time depends on the bytes that it allocates."""
+        return self.fresh_bytes_per_second < math.inf
+
     def program_seconds(self, num_bytes: float, num_arrays: int = 0) -> float:
         """Seconds of a program besides kernels and collectives: to start, and to allocate `num_bytes` beyond its operands.
 

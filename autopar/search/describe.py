@@ -9,7 +9,7 @@ Method: shardings are those of the values' buffers, costs those of the simulated
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from autopar._jax import Var
 from autopar.intra_op.held import held_values
@@ -135,17 +135,16 @@ def _values(planned: StepPlan) -> Iterator[Value]:
             if task.task.kind == "step":
                 returned = {atom for atom, _ in task.body.outputs if isinstance(atom, Var)}
                 held = held_values(stage.sharded.graph).keys() - returned
-                for name, var, sharding in _activations(task.body):
-                    if var in held:
-                        shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)
-                        yield Value(name, "activation", shape, dtype, sharding, number)
+                for name, var, sharding in _activations(task.body, held):
+                    shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)
+                    yield Value(name, "activation", shape, dtype, sharding, number)
 
 
-def _activations(body: Body) -> Iterator[tuple[str, Var, Sharding]]:
+def _activations(body: Body, held: Container[Var]) -> Iterator[tuple[str, Var, Sharding]]:
     for i, _ in instructions_within(body):
         if isinstance(i, Compute) and (not i.rule.whole or i.rule.summed):
             for var, sharding in i.makes:
-                if len(var.aval.shape) > 1:
+                if len(var.aval.shape) > 1 and var in held:
                     yield describe_phase(i.eqn), var, sharding
 
 

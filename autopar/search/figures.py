@@ -9,7 +9,7 @@ Method: MFU counts the products that the step needs, HFU those that devices run:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,11 @@ import numpy as np
 from autopar._jax import Aval, JaxprEqn, resized
 from autopar.cost.collectives import sent_bytes
 from autopar.intra_op.kernels import is_contraction
-from autopar.intra_op.sharded import Collective, computed
+from autopar.intra_op.sharded import Body, Collective, Compute, instructions_within
 from autopar.ir.gradient import is_recomputed
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region, trip_count
-from autopar.ir.rules import rule_for
+from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.decision import Figures
@@ -46,7 +46,7 @@ def figures_of(
     tasks = [task for stage in planned.stages for task in stage.tasks]
     return Figures(
         least_seconds(step, cluster),
-        sum(planned.times(task) * _peak_seconds(computed(task.body), cluster) for task in tasks),
+        sum(planned.times(task) * _seconds_computed(task.body, cluster) for task in tasks),
         amount,
         unit,
         _link_bytes(cluster, planned, collectives, crossings),
@@ -72,21 +72,28 @@ def amount_of(batch: Any) -> tuple[int, str]:
 
 def least_seconds(program: Program, cluster: Cluster) -> float:
     """Seconds of a step's products on all devices at the peak for their dtypes, without recomputation."""
-    return _peak_seconds(_needed(program.jaxpr.eqns), cluster)
-
-
-def _peak_seconds(work: Iterable[tuple[JaxprEqn, int]], cluster: Cluster) -> float:
-    """Seconds of (equation, executions) on all devices of the cluster at their peak."""
-    counts: dict[object, tuple[JaxprEqn, int]] = {}
-    for eqn, times in work:
+    counts: dict[object, int] = {}
+    first: dict[object, JaxprEqn] = {}
+    for eqn, times in _needed(program.jaxpr.eqns):
         same = equation_signature(eqn)
-        first, before = counts.get(same, (eqn, 0))
-        counts[same] = first, before + times
-    return sum(times * _seconds_at_peak(eqn, cluster) for eqn, times in counts.values())
+        first.setdefault(same, eqn)
+        counts[same] = counts.get(same, 0) + times
+    return sum(times * _seconds_at_peak(first[same], rule_for(first[same]), cluster) for same, times in counts.items())
 
 
-def _seconds_at_peak(eqn: JaxprEqn, cluster: Cluster) -> float:
-    rule = rule_for(eqn)
+def _seconds_computed(body: Body, cluster: Cluster) -> float:
+    """Seconds of all products of a program, recomputed ones too, on all devices of the cluster at their peak."""
+    counts: dict[int, int] = {}
+    first: dict[int, Compute] = {}
+    for instruction, times in instructions_within(body):
+        if isinstance(instruction, Compute):
+            same = id(instruction.rule)  # equal operations share their rule
+            first.setdefault(same, instruction)
+            counts[same] = counts.get(same, 0) + times
+    return sum(times * _seconds_at_peak(first[same].eqn, first[same].rule, cluster) for same, times in counts.items())
+
+
+def _seconds_at_peak(eqn: JaxprEqn, rule: ShardingRule, cluster: Cluster) -> float:
     if not is_contraction(rule):
         return 0.0
     dtypes = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]

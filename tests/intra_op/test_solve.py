@@ -151,6 +151,21 @@ def test_equal_layers_are_eliminated_as_if_they_were_different(monkeypatch):
             assert shared.alive_of(shared.kept[k]).dtype.kind == "i"
 
 
+def test_an_answer_that_stays_is_not_expanded_again(monkeypatch):
+    """Untying mostly proves that the tied answer is best: its nodes, thousands, need no choices anew."""
+    problem = frustrated(5)
+    problem.costs.append(np.zeros(3))
+    problem.add_edge(0, len(problem.costs) - 1, np.arange(12.0).reshape(4, 3))  # is eliminated
+    best, expanded = solve(problem), []
+    real = elimination.Reduced.expand
+    monkeypatch.setattr(elimination.Reduced, "expand", lambda *args: expanded.append(args) or real(*args))
+    again = solve(problem, gap=1e-2, start=best.choices)
+    assert again.choices == best.choices and again.objective == pytest.approx(best.objective)
+    assert len(expanded) == 0
+    worse = solve(problem, gap=1e-2, start=(*best.choices[:-1], 2))
+    assert worse.choices == best.choices, "an eliminated node has a better choice"
+
+
 def test_a_price_is_paid_for_every_byte():
     problem = draw(3, rows=True)
     for row in problem.rows:

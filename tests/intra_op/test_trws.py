@@ -152,3 +152,16 @@ def test_the_bound_of_a_long_ladder_rises_in_few_rounds():
     assert max(alone._forward() or alone._backward() for _ in range(100)) < 0.9999 * least
     bounds = Ascent(ladder).run(40)
     assert bounds.lower == pytest.approx(least) == bounds.upper
+
+
+def test_no_assignment_is_read_where_the_incumbent_is_near_enough(monkeypatch):
+    """Reading one takes longer than the first round on a step of many layers."""
+    problem = eliminate(draw(3, nodes=(7, 8), choices=(4, 5), forbidden=0.0)).problem
+    best, reads = Ascent(problem).run(100).best, []
+    for content in (True, False):
+        ascent = Ascent(problem)
+        ascent.offer(best)
+        monkeypatch.setattr(ascent, "_read", lambda: reads.append(content))
+        ascent.run(100, gap=0.5, content=content)
+        assert ascent.upper - ascent.lower <= 0.5 * ascent.upper
+    assert reads == [False]
