@@ -161,7 +161,7 @@ def test_no_assignment_is_read_where_the_incumbent_is_near_enough(monkeypatch):
     for content in (True, False):
         ascent = Ascent(problem)
         ascent.offer(best)
-        monkeypatch.setattr(ascent, "_read", lambda: reads.append(content))
+        monkeypatch.setattr(ascent, "_read", lambda content=content: reads.append(content))
         ascent.run(100, gap=0.5, content=content)
         assert ascent.upper - ascent.lower <= 0.5 * ascent.upper
     assert reads == [False]
