@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, on_host
 from autopar.intra_op.batch import between_samples, follow_batch
@@ -221,8 +221,7 @@ class _Builder:
 
     # Nodes
 
-    def node(self, **fields: Any) -> Node:
-        node = Node(index=len(self.graph.nodes), **fields)
+    def add(self, node: Node) -> Node:
         self.graph.nodes.append(node)
         return node
 
@@ -238,13 +237,16 @@ class _Builder:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
         partial = partial and may_be_partial(dtype)
         shardings = only or self.all_shardings(shape, partial)
-        return self.node(
-            kind=kind,
-            name=name,
-            shardings=shardings,
-            weight=place.weight,
-            var=None if isinstance(atom, Literal) else atom,
-            signature=self.number((kind, name.rstrip("0123456789"), shape, dtype)),
+        return self.add(
+            Node(
+                len(self.graph.nodes),
+                kind,
+                name,
+                shardings=shardings,
+                weight=place.weight,
+                var=None if isinstance(atom, Literal) else atom,
+                signature=self.number((kind, name.rstrip("0123456789"), shape, dtype)),
+            )
         )
 
     def number(self, signature: object) -> int:
@@ -267,15 +269,18 @@ class _Builder:
 
     def operation(self, eqn: JaxprEqn, place: _Place) -> None:
         rule, carried, (strategies, wanted, given), number = self.kind(eqn)
-        node = self.node(
-            kind="op",
-            name=eqn.primitive.name,
-            strategies=strategies,
-            weight=place.weight * (2 if eqn in self.twice else 1),
-            eqn=eqn,
-            rule=rule,
-            carried=carried,
-            signature=number,
+        node = self.add(
+            Node(
+                len(self.graph.nodes),
+                "op",
+                eqn.primitive.name,
+                strategies,
+                weight=place.weight * (2 if eqn in self.twice else 1),
+                eqn=eqn,
+                rule=rule,
+                carried=carried,
+                signature=number,
+            )
         )
         self.graph.op_node[eqn] = node.index
         for slot, atom in enumerate(eqn.invars):

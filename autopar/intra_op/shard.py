@@ -19,7 +19,7 @@ from autopar.intra_op.graph import Graph
 from autopar.intra_op.instance import Instance
 from autopar.intra_op.liveness import ONE_PROGRAM, Waiting
 from autopar.intra_op.memory_constrained import is_far_over
-from autopar.intra_op.problem import PROVED, Problem, num_pairs
+from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Restrict, narrowed_problem
 from autopar.intra_op.setting import SHARD, Setting, check_setting
@@ -306,7 +306,12 @@ def _with_known(
     """
     narrowed = narrowed_problem(wider, instance.graph, instance.class_of, known)
     may_win = misled > 0 and not instance.limit.is_over
-    if narrowed is None or not (best is None or may_win or _may_win(narrowed, best, instance.solver, instance.limit)):
+    if narrowed is None:
+        return best
+    is_open, free = True, None
+    if best is not None and not may_win:
+        is_open, free = _may_win(narrowed, best, instance.solver, instance.limit)
+    if not is_open:
         return best
     # Within memory each takes several solves, whose bounds show on the way that it is not worth the rest.
     is_short = best is not None and bool(best.problem.rows) and not best.is_off_price
@@ -315,7 +320,7 @@ def _with_known(
         beat = (1 + TUNING.known_far + misled) * best.step_seconds
     least = np.inf if best is None else best.step_seconds * (1 - 1e-9)
     with instance.limit.thorough(not is_short):  # as if the user asked for this plan by name
-        free = instance.solve_freely(narrowed, beat)
+        free = free or instance.solve_freely(narrowed, beat)
         if free.choices and free.status != "pruned" and free.choices not in tried:
             if instance.read_off(narrowed, free, exposure).step_seconds >= least:
                 tried.append(free.choices)
@@ -331,14 +336,16 @@ def _with_known(
     return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))
 
 
-def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> bool:
-    """Whether an answer of a problem may be faster than the best, by its price, and there is time to see."""
+def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> tuple[bool, Solution | None]:
+    """Whether an answer of a problem may be faster than the best, by its price, and there is time to see; and the least
+    answer, if it was found out."""
     if limit.is_over or best.is_off_price:
-        return not limit.is_over
+        return not limit.is_over, None
     if num_pairs(problem) <= TUNING.small_core and len(best.graph.nodes) <= TUNING.untied_each:
-        return True  # solving takes no longer than finding out
+        return True, None  # solving takes no longer than finding out
     if np.isfinite(problem.cost(best.solution.choices)):
-        return False  # the best answer meets these restrictions already
+        return False, None  # the best answer meets these restrictions already
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
-    return bool(answer.choices) and answer.status != "pruned" and answer.objective <= least
+    wins = bool(answer.choices) and answer.status != "pruned" and answer.objective <= least
+    return wins, answer if wins and answer.status == "optimal" else None
