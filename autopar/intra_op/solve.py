@@ -41,6 +41,7 @@ def solve(
     gap: float = PROVED,
     known: float = np.inf,
     start: Sequence[int] = (),
+    content: bool = False,
 ) -> Solution:
     """Least assignment of `problem` within its memory rows.
 
@@ -52,6 +53,7 @@ def solve(
         known: Cost of an incumbent from elsewhere (another mesh): once it is proved that no assignment is better, to the
             gap, the search ends with the status `"pruned"`.
         start: A known assignment; ignored for problems with rows.
+        content: Whether `start` may stay where it is within the gap, though messages might show a better one.
     """
     reduced = _within_rows(problem)
     limit, constant = time_limit(seconds), reduced.constant
@@ -59,7 +61,7 @@ def solve(
     if reduced.problem.rows:
         core = _solve_with_rows(reduced.problem, solver, limit, gap, constant)
     else:
-        core = _solve_core(reduced.problem, solver, limit, gap, known - constant, constant, begun)
+        core = _solve_core(reduced.problem, solver, limit, gap, known - constant, constant, begun, content)
     if core.status == "infeasible":
         return core
     choices, objective = tuple(start), problem.cost(start) if start and core.choices == begun else np.inf
@@ -96,7 +98,14 @@ def _within_rows(problem: Problem) -> Reduced:
 
 
 def _solve_core(
-    core: Problem, solver: str, limit: TimeLimit, gap: float, known: float, constant: float, start: Sequence[int] = ()
+    core: Problem,
+    solver: str,
+    limit: TimeLimit,
+    gap: float,
+    known: float,
+    constant: float,
+    start: Sequence[int] = (),
+    content: bool = False,
 ) -> Solution:
     """The least assignment of a core without rows, from `start`; gaps are relative to the whole cost, with `constant`."""
     if not core.edges:
@@ -108,7 +117,7 @@ def _solve_core(
     if tiny is not None and tiny.choices:
         is_beaten = tiny.objective + constant >= (known + constant) * (1 - gap)
         return dataclasses.replace(tiny, status="pruned") if is_beaten else tiny
-    return _Core(core, solver, limit, gap, known, constant, start).solve()
+    return _Core(core, solver, limit, gap, known, constant, start, content).solve()
 
 
 class _Core:
@@ -118,6 +127,7 @@ class _Core:
         gap: The relative gap at which the search stops: as requested, or `large_gap` for a large core.
         whole: The cost of the incumbent, with the constant, which gaps are relative to; 0 before there is one.
         is_rough: Whether message passing alone suffices.
+        content: Whether an incumbent within the gap is enough, so that no other is read from the messages.
         proved: Lower bound that the ILP has proved.
         solved_pairs: Pairs that the ILP has solved so far.
         solved: Masks of the choices among which the ILP has found no better assignment than the incumbent.
@@ -132,12 +142,13 @@ class _Core:
         known: float,
         constant: float,
         start: Sequence[int],
+        content: bool,
     ):
         self.core, self.solver, self.limit, self.known, self.constant = core, solver, limit, known, constant
         self.pairs = num_pairs(core)
         self.gap, self.whole = gap if self.pairs <= TUNING.large_core else max(gap, TUNING.large_gap), 0.0
         self.is_rough = self.gap >= TUNING.rough_gap
-        self.ascent = Ascent(core)
+        self.ascent, self.content = Ascent(core), content
         if start:
             self.ascent.offer(start)
         self.how, self.proved, self.solved_pairs = "message passing", -np.inf, 0
@@ -160,7 +171,7 @@ class _Core:
         stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > TUNING.huge_core)]
         for stage, rounds in enumerate(stages, 1):
             rounds = rounds // 2 if self.is_rough else rounds
-            ascent.run(rounds, gap=self.gap, enough=self.known * (1 - PROVED), content=True)
+            ascent.run(rounds, gap=self.gap, enough=self.known * (1 - PROVED), content=self.content)
             if ascent.lower + self.constant >= (self.known + self.constant) * (1 - self.gap):
                 return Solution(ascent.best, ascent.upper, ascent.lower, "pruned", self.how)
             room, self.whole = ascent.upper - ascent.lower, abs(ascent.upper + self.constant)

@@ -48,7 +48,7 @@ def untie(
     if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > TUNING.untied_pairs:
         return sharded
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
-    answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices)
+    answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices, content=True)
     before = problem.cost(sharded.choices)
     kept = dataclasses.replace(sharded, class_of=tuple(alone)).repriced(problem, answer.bound, sharded.exposure)
     if not answer.choices or answer.objective >= before * (1 - 1e-6):
