@@ -101,7 +101,7 @@ class Tuning:
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""
     named_seconds: float = 13.0
-    """Seconds: the same on several hosts where memory is ample; then it is done whatever it may win."""
+    """Seconds: the same on several hosts where memory is ample, whatever it may win, with all others priced below the best."""
     settled_seconds: float = 7.0
     """Seconds. Such an answer is refined over all axes (`settle` in `intra_op/shard.py`), once and as often as fits."""
     settled_quickly: float = 1.5

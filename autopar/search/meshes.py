@@ -156,7 +156,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     best mesh if its price misjudges it; on that and those nearly as fast also where it takes next to no time, or together a
     part of the time that all meshes took, or any gain repays any time, and prices depend on what hides behind kernels. On
     several hosts the best mesh is planned as thoroughly as if the user named it, unless memory binds, where prices of bytes
-    make it many times as long.
+    make it many times as long; then those nearly as fast that are priced below it.
     """
     best, hosts = searched.best, request.cluster.hosts
     known = request.narrowed.seconds if request.narrowed else math.inf
@@ -170,17 +170,22 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     all_seconds = sum(map(planning_seconds, whole))
     left = min(TUNING.finalists_part * all_seconds, TUNING.finalists_seconds)
     left = math.inf if request.options.repaying_steps == math.inf else left
+    left_named = TUNING.named_seconds
     for sharded in sorted(searched.results, key=_rank):
         takes, worth = planning_seconds(sharded.problem), TUNING.unaided_part * best.step_seconds
         is_asked = sharded is best and misjudged > TUNING.misjudged and not _is_priced_as(best, searched.unaided)
         is_near = sharded.step_seconds <= near
         is_quick = is_near and takes <= TUNING.untied_seconds
         repaid = takes <= TUNING.unaided_seconds and request.options.repays(worth, takes)
-        thorough = is_asked and hosts > 1 and not is_short and takes <= TUNING.named_seconds
+        # The best may have become faster than what others are priced at.
+        is_cheaper = sharded.solution.objective < (1 - TUNING.misjudged) * searched.best.step_seconds
+        is_doubted = is_asked or (sharded is not best and is_near and is_cheaper)
+        thorough = is_doubted and hosts > 1 and not is_short and takes <= left_named
         chosen = (is_asked or is_quick) and repaid or thorough or (is_near and takes <= left)
         if sharded is searched.unaided or not chosen:
             continue
         left -= takes
+        left_named -= takes
         report(f"planning {request.program.name} on mesh {sharded.mesh} alone", None, best.step_seconds, best.gap)
         asked, alone = dataclasses.replace(request, thorough=thorough), Searched([], [])
         search_meshes(asked, [sharded.mesh], silent, alone, like=sharded.graph)

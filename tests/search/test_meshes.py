@@ -137,3 +137,25 @@ def test_the_best_mesh_is_not_planned_again_where_the_same_exposure_was_seen_to_
     request = Request(SimpleNamespace(name="step"), None, Cluster.of("4x4 tpu v5e"), Auto(steps=1))
     meshes.search_unaided(request, Searched([first, best], [], unaided=first), silent)
     assert asked == ([] if is_alike else [best.mesh])
+
+
+@pytest.mark.parametrize("price, asked_for", [(9.0, [(8, 2, 4), (2, 4, 8)]), (9.3, [(8, 2, 4)])])
+def test_on_several_hosts_what_is_priced_below_the_best_is_planned_as_if_named_too(monkeypatch, price, asked_for):
+    """Its clock is near the best; a price far below it says that a search with what it shows itself may end lower."""
+    cluster, asked = Cluster.of("8x8 h100"), []
+
+    def of(seconds, shape, price):
+        problem = SimpleNamespace(costs=[0] * 6000, edges={}, rows=[])
+        known = {"problem": problem, "gap": 0.0, "solution": SimpleNamespace(objective=price)}
+        return SimpleNamespace(**vars(plan(seconds, *shape)) | known)
+
+    def search(request, chosen, report, alone, like):
+        asked.extend(mesh.shape for mesh in chosen)
+        assert request.thorough
+
+    monkeypatch.setattr(meshes, "search_meshes", search)
+    first = of(9.5, (8, 8), 9.5)
+    results = [first, of(9.2, (8, 2, 4), 8.9), of(9.25, (2, 4, 8), price)]
+    request = Request(SimpleNamespace(name="step"), None, cluster, Auto(steps=1))
+    meshes.search_unaided(request, Searched(results, [], unaided=first), silent)
+    assert asked == asked_for
