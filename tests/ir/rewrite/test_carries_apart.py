@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar._jax import eval_jaxpr
+from autopar._jax import eval_jaxpr, scan_counts
 from autopar.ir.check import check_program
 from autopar.ir.rewrite.carries_apart import take_carries_apart
 from tests.ir.traced import traced
@@ -79,7 +79,7 @@ def test_a_mask_is_added_up_in_a_loop_of_its_own(step, carries):
     made = take_carries_apart(flat, [2, 3])
     check_program(made)
     assert len(scans(made)) == len(scans(flat)) + 1
-    assert [eqn.params["num_carry"] for eqn in scans(made)][:2] == carries
+    assert [scan_counts(eqn.params)[1] for eqn in scans(made)][:2] == carries
     run = jax.jit(lambda jaxpr, *leaves: eval_jaxpr(jaxpr, (), *leaves), static_argnums=0)
     for got, want in zip(run(made, *jax.tree.leaves(args)), run(flat, *jax.tree.leaves(args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
