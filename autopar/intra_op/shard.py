@@ -305,14 +305,28 @@ def _with_known(
         misled: Part by which it may be faster than its price.
     """
     narrowed = narrowed_problem(wider, instance.graph, instance.class_of, known)
-    may_win = misled > 0 and not instance.limit.is_over
-    if narrowed is None:
+    found = None if narrowed is None else _faster_within(instance, best, narrowed, exposure, tried, misled)
+    if found is None:
         return best
+    bound = instance.bound_under(exposure, wider)
+    return dataclasses.replace(found, problem=wider, solution=found.solution.bounded(bound))
+
+
+def _faster_within(
+    instance: Instance,
+    best: Sharded | None,
+    narrowed: Problem,
+    exposure: Exposure | None,
+    tried: list[tuple[int, ...]],
+    misled: float,
+) -> Sharded | None:
+    """The best answer of a well-known plan's problem, if it is faster than the best of all on the clock; else None."""
+    may_win = misled > 0 and not instance.limit.is_over
     is_open, free = True, None
     if best is not None and not may_win:
         is_open, free = _may_win(narrowed, best, instance.solver, instance.limit)
     if not is_open:
-        return best
+        return None
     # Within memory each takes several solves, whose bounds show on the way that it is not worth the rest.
     is_short = best is not None and bool(best.problem.rows) and not best.is_off_price
     beat = np.inf
@@ -324,16 +338,13 @@ def _with_known(
         if free.choices and free.status != "pruned" and free.choices not in tried:
             if instance.read_off(narrowed, free, exposure).step_seconds >= least:
                 tried.append(free.choices)
-                return best  # within memory it takes longer
+                return None  # its answers within memory are priced no lower, and are taken to be as slow
         solution = instance.solve(narrowed, beat, free=free)
     if not solution.choices or solution.status == "pruned" or solution.choices in tried:
-        return best
+        return None
     tried.append(solution.choices)
     candidate = instance.read_off(narrowed, solution, exposure)
-    if candidate.step_seconds >= least:
-        return best
-    bound = instance.bound_under(exposure, wider)
-    return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))
+    return candidate if candidate.step_seconds < least else None
 
 
 def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> tuple[bool, Solution | None]:

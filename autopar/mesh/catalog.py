@@ -60,18 +60,22 @@ class Model:
         devices_per_host: Devices in a usual host.
         intra: Link between devices of a host, with the rate that is reached.
         inter: Link between hosts, per device, with the rate that is reached.
+        inter_peak: Datasheet's bytes per second between hosts, of one device in one direction.
         source: Where the figures are from.
         torus: (axes of the torus that its links form, multiple of the length at which an axis closes); None: no torus.
         capability: Compute capability of an NVIDIA GPU; None for other devices.
+        per_chip: How many JAX devices one sold unit is: a TPU chip, a module of two dies.
     """
 
     device: Device
     devices_per_host: int
     intra: Link
     inter: Link
+    inter_peak: float
     source: str
     torus: tuple[int, int] | None = None
     capability: tuple[int, int] | None = None
+    per_chip: int = 1
 
     def links_of(self, num_devices: int) -> tuple[Link, Link]:
         """Links within a host and between hosts, in a machine of `num_devices`."""
@@ -98,6 +102,7 @@ def _gpu(
     watts: float | None = None,
     host_gb_per_second: float = 64.0,
     host_gigabytes: float = 256.0,
+    per_chip: int = 1,
 ) -> Model:
     rates = {k: v * 1e12 for k, v in tflops.items()}
     host = host_gb_per_second * 1e9 * _HOST, host_gigabytes * 1e9
@@ -108,8 +113,10 @@ def _gpu(
         per_host,
         Link(hops[0], intra * _NVLINK, switch_gb_per_second * 1e9, True, groups),
         Link(hops[1], inter * _NETWORK, 0.0, True),
+        inter,
         source,
         capability=capability,
+        per_chip=per_chip,
     )
 
 
@@ -158,6 +165,7 @@ def _tpu(
     source: str,
     torus: tuple[int, int],
     host_gigabytes: float,
+    per_chip: int = 1,
     fused: float = 0.5,
     product: float = 0.85,
 ) -> Model:
@@ -169,7 +177,7 @@ def _tpu(
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9
     link = Link(1e-6, rate * 0.9)
-    return Model(device, per_host, link, link, source, torus)
+    return Model(device, per_host, link, link, rate, source, torus, None, per_chip)
 
 
 def _reached(best: float, cores: int, fused: float = 0.6, balance: float = 137.0, narrow: float = _NARROW) -> Achieved:
@@ -301,11 +309,11 @@ MODELS: dict[str, Model] = {
     "mi250x": _gpu("MI250X", {"bfloat16": 191.5, "float16": 191.5, "float32": 47.9, "float64": 47.9, "int8": 191.5},
         64, 1638, 50, 12.5, _reached(0.767, 110, 0.3, _OLD_TILES),
         "AMD Instinct MI250X datasheet, one of its two dies, which JAX calls a device; 4 x 200 Gb/s for eight", watts=280,
-        host_gb_per_second=36, host_gigabytes=64),
+        host_gb_per_second=36, host_gigabytes=64, per_chip=2),
     "mi250": _gpu("MI250", {"bfloat16": 181, "float16": 181, "float32": 45.3, "float64": 45.3, "int8": 181},
         64, 1638, 50, 12.5, _reached(0.767, 104, 0.3, _OLD_TILES),
         "AMD Instinct MI250 datasheet, one of its two dies, which JAX calls a device; 4 x 200 Gb/s for eight", watts=280,
-        host_gb_per_second=_PCIE4, host_gigabytes=64),
+        host_gb_per_second=_PCIE4, host_gigabytes=64, per_chip=2),
     "mi210": _card("MI210", {"bfloat16": 181, "float16": 181, "float32": 45.3, "float64": 45.3, "int8": 181}, 64, 1638,
         _reached(0.767, 104, 0.3, _OLD_TILES), "AMD Instinct MI210 datasheet", None, 300),
     "mi300x": _gpu("MI300X", _rates(2615, 1307, 654, 163.4, 81.7), 192, 5300, 448, 50, _reached(0.514, 304, 0.3),
@@ -320,7 +328,7 @@ MODELS: dict[str, Model] = {
         "AWS Neuron documentation, Trainium2 (a chip); 1.28 TB/s of NeuronLink, 3.2 Tb/s for sixteen", per_host=16, watts=500),
     # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source
     "tpu-v3": _tpu("TPU v3", {"bfloat16": 61.5}, 16, 450, 8, 82,
-        "Google Cloud TPU v3 documentation, half a chip; 4 links of 82 GB/s on 2 axes", (2, 32), 340),
+        "Google Cloud TPU v3 documentation, half a chip; 4 links of 82 GB/s on 2 axes", (2, 32), 340, 2),
     "tpu-v4": _tpu("TPU v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 4, 100,
         "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES, 407),
     "tpu-v5e": _tpu("TPU v5e", {"bfloat16": 197, "int8": 394}, 16, 819, 8, 100,
@@ -328,10 +336,10 @@ MODELS: dict[str, Model] = {
     "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
         "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES, 448),
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes; arrays of 256 x 256", _SQUARES, 1440, _HALF_FILLED,
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes; arrays of 256 x 256", _SQUARES, 1440, 1, _HALF_FILLED,
         _TRILLIUM),
     "tpu-v7x": _tpu("TPU7x", {"bfloat16": 1153.5, "float8": 2307, "int8": 2307}, 96, 3690, 8, 100,
         "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions; arrays of 256 x 256", _CUBES,
-        960, _HALF_FILLED),
+        960, 2, _HALF_FILLED),
 }
 # fmt: on

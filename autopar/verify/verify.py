@@ -1,34 +1,27 @@
-"""Verifies a plan with the compiler: bytes of memory and of collectives, predicted and as compiled; plans until a plan fits.
+"""Verifies a plan with the compiler: bytes of memory and of collectives, predicted and as compiled.
 
-In:     a plan in memory, the name of a device; or a planner of the step under a method, and the method.
-Out:    `Verification`; or the first plan whose programs fit the user's budget by XLA's buffers.
+In:     a plan in memory, the name of a device.
+Out:    `Verification`.
 Method: memory is that of XLA's programs; a pipeline's streams are simulated with XLA's working memory of each run in place
-        of the predicted one. `findings.py` defines what must agree. A plan that is too large takes `surplus` bytes more than
-        predicted. The next one is planned for the budget less these, which the last plan's prediction exceeds, so that no
-        plan is repeated. The plan shows the user's budget.
+        of the predicted one. `findings.py` defines what must agree.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from autopar.errors import AutoparError, InfeasibleError, NoPlanFoundError
+from autopar.errors import AutoparError
 from autopar.inter_op.stage_plan import TaskPlan
 from autopar.mesh.find_device import find_device
 from autopar.plan.decision import Decision
-from autopar.plan.words import bytes_text
-from autopar.report.plan import Plan
 from autopar.runtime.compile import Compiled, compile_step
-from autopar.search.methods import Method, method_text
 from autopar.streams.clock import simulate_streams
 from autopar.streams.instructions import Run
-from autopar.tuning import TUNING
 from autopar.verify.findings import Checked, Verification
 from autopar.verify.hlo import read_module
 from autopar.verify.host_copies import executed_copies, planned_copies
@@ -137,48 +130,3 @@ def _text(name: str, program: jax.stages.Compiled, target: Target) -> str:
             do="install the compiler in the version that this JAX asks for (for TPUs: "
             f"pip install 'jax[tpu]=={jax.__version__}'), or verify for another device of the same kind.",
         ) from error
-
-
-def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:
-    """Plan until the plan fits by the compiler for the cluster's devices.
-
-    Args:
-        make: Plans the step under a method; the plan is in memory.
-        method: The user's method.
-
-    Raises:
-        NoPlanFoundError: No plan was found that fits by the compiler's count.
-        AutoparError: The compiler for the devices is not installed.
-    """
-    plan = make(method)
-    budget, least = plan.budget_bytes, math.inf
-    if not math.isfinite(budget):
-        return plan
-    for _ in range(TUNING.fitting_turns):
-        found = verify_plan(plan)
-        peak, surplus = max(found.compiled_bytes), _surplus_bytes(found, budget)
-        if surplus is None:
-            return dataclasses.replace(plan, method=method_text(method), budget_bytes=budget)
-        least = min(least, peak)
-        try:
-            plan = make(dataclasses.replace(method, memory_budget_bytes=max(1, math.floor(budget - surplus))))
-        except InfeasibleError as error:
-            raise _refusal(found, budget, least, f"and {error.wrong.removesuffix('.')}") from error
-    raise _refusal(found, budget, least, f"and none of {TUNING.fitting_turns} plans fits")
-
-
-def _surplus_bytes(found: Verification, budget: float) -> float | None:
-    """Bytes by which the compiler exceeds the prediction, the most over all meshes over budget; None: all fit."""
-    sides = zip(found.predicted_bytes, found.compiled_bytes, strict=True)
-    return max((compiled - predicted for predicted, compiled in sides if compiled > budget), default=None)
-
-
-def _refusal(found: Verification, budget: float, least: float, why: str) -> NoPlanFoundError:
-    return NoPlanFoundError(
-        "no plan was found that fits by the compiler's count.",
-        given=f'memory="compiler" and {bytes_text(budget)} on each device',
-        wrong=f"by XLA's count for {found.target} the smallest takes {bytes_text(least)}, {why}.",
-        do=f"allow memory_budget_bytes={math.ceil(least)}, or use more devices, microbatches or recomputation.",
-        budget_bytes=int(budget),
-        needed_bytes=math.ceil(least),
-    )

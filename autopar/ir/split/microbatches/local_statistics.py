@@ -55,7 +55,7 @@ class SampleSums:
             own: The sums that are local so far.
             pairs: How many samples the forward pass reads at once: their numbers, in values of different sizes.
         """
-        if own and not pairs:
+        if not pairs:
             return list(sums), []
         shapes = {_without_ones(var) for var in own}
         late = made_by_backward(self._jaxpr)

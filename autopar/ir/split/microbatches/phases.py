@@ -308,7 +308,8 @@ class _Phases:
 
     def note_waiting(self, cause: Cause, eqn: JaxprEqn) -> None:
         """Note that samples wait; only the first error is told, and each takes a walk through the whole program."""
-        self.error, self.waiting[eqn] = self.error or self.refusal(cause, eqn), None
+        self.error = self.error or self.refusal(cause, eqn)
+        self.waiting[eqn] = None
 
     def is_handed_out(self, eqn: JaxprEqn) -> bool:
         """Whether an equation makes a result in host memory, where the rows of microbatches cannot be reordered or added up."""
@@ -324,8 +325,8 @@ class _Phases:
     def check_waiting(self, late_work: bool = False) -> None:
         """Raise if samples wait for joint results; with `late_work`, if too much work is left for all samples at once."""
         if self.error is not None:
-            known = self.solution, self.error, self.waiting, self.late
-            raise SamplesWaitError(self.jaxpr, *known, late_work, self.solver.uneven)
+            uneven = self.solver.uneven
+            raise SamplesWaitError(self.jaxpr, self.solution, self.error, self.waiting, self.late, late_work, uneven)
 
     # Work.
 
