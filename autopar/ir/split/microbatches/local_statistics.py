@@ -48,8 +48,8 @@ class SampleSums:
     def of_local(self, sums: Sequence[Var], own: Sequence[Var], pairs: Collection[int]) -> tuple[list[Var], list[Var]]:
         """Of sums that a backward pass waits for, those that may be local; and those of them that may be of pairs, too.
 
-        The gradient of a local statistic has its shape. Any other sum of a backward pass is of the gradient of a joint value,
-        such as a loss over pairs of samples: it has a row for each, or a number.
+        The gradient of a local statistic has its shape. Any other sum that only a backward pass waits for belongs to a loss
+        over pairs of samples, which is joint: it is of its gradient and has a row for each sample, or how many pairs count.
 
         Args:
             own: The sums that are local so far.
@@ -61,7 +61,7 @@ class SampleSums:
         late = made_by_backward(self._jaxpr)
         alike = [var for var in sums if var in late and _without_ones(var) in shapes]
         unclear = [var for var in alike if any(size in pairs for size in var.aval.shape)]
-        return [var for var in sums if var in alike or var not in late], unclear
+        return [var for var in sums if var in alike or var in own], unclear
 
     def _with_twins(self, wanted: Sequence[Var]) -> list[Var]:
         """The wanted values, then all values equal to one of them, in program order."""

@@ -148,19 +148,36 @@ def run(case, program, flat):
     return program.unflatten_outputs(step(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
 
 
-def matched_params() -> Tree:
+def matched_params(width: int = 8) -> Tree:
     random = np.random.default_rng(0)
-    return {name: jnp.asarray(random.normal(size=(8, 8)), jnp.float32) for name in "wv"}
+    return {name: jnp.asarray(random.normal(size=(width, width)), jnp.float32) for name in "wv"}
 
 
-def matched_views(rows: int = 32) -> Tree:
+def matched_views(rows: int = 32, width: int = 8) -> Tree:
     random = np.random.default_rng(1)
-    return {name: jnp.asarray(random.normal(size=(rows, 8)), jnp.float32) for name in "xy"}
+    return {name: jnp.asarray(random.normal(size=(rows, width)), jnp.float32) for name in "xy"}
 
 
 def test_pairs_have_no_statistics():
     """Their loss is that of all samples; where each microbatch may use its own sums, its gradient is still that loss's."""
     case = Case(sgd(matched_loss), matched_params, batch=matched_views)
+    program, batch = traced(case)
+    flat = accumulate_in_rounds(program.jaxpr, 4, batch, per_microbatch=True)
+    assert_same(run(case, program, flat), full_batch(case))
+
+
+def counted_pairs_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Of pairs of one class, of which the backward pass reads how many there are."""
+    z = batch["x"]
+    for name in "wvwv":
+        z = jnp.tanh(z @ params[name] / 4)
+    is_first = batch["y"][:, 0] > 0.5
+    same = is_first[:, None] == is_first
+    return -jnp.where(same, jax.nn.log_softmax(z @ z.T, 1), 0).sum() / same.sum()
+
+
+def test_counted_pairs_have_no_statistics():
+    case = Case(sgd(counted_pairs_loss), partial(matched_params, 32), batch=partial(matched_views, 32, 32))
     program, batch = traced(case)
     flat = accumulate_in_rounds(program.jaxpr, 4, batch, per_microbatch=True)
     assert_same(run(case, program, flat), full_batch(case))
