@@ -110,7 +110,12 @@ class _Layout:
 
     def position(self, sharding: Sharding, dims: tuple[int, ...]) -> int:
         """Position of a sharding of a tensor whose splittable dims are `dims`."""
-        return self.index[Sharding(tuple(sharding.dims[d] for d in dims), sharding.partial)]
+        return self.index[_of_dims(sharding, dims)]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _of_dims(sharding: Sharding, dims: tuple[int, ...]) -> Sharding:
+    return Sharding(tuple([sharding.dims[d] for d in dims]), sharding.partial)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -283,16 +283,18 @@ class _Builder:
             )
         )
         self.graph.op_node[eqn] = node.index
+        reads, phase, is_twice = self.pending[-1], self.graph.phases[eqn], eqn in self.twice
         for slot, atom in enumerate(eqn.invars):
-            self.read(atom, node, slot, wanted[slot], eqn)
-            if eqn in self.twice:
-                self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
+            if not isinstance(atom, Literal):
+                reads.append(_Read(atom, node, slot, wanted[slot], phase))
+                if is_twice:
+                    reads.append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
 
     def choices(self, rule: ShardingRule, carried: tuple[int, ...]) -> Choices:
         """The strategies of a rule, and what they want and give: the same for operations of one form."""
-        known, form = self.graph.tables.forms, (rule.form(), carried)
+        known, form = self.graph.tables.forms, (rule.form(self.graph.mesh.num_devices), carried)
         if form not in known:
             strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
             wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]

@@ -22,7 +22,7 @@ from autopar.cost.steps import reduced_itemsize
 from autopar.grouping import grouped
 from autopar.intra_op.exposure import Exposure, Kind, is_sent_with_others, kind_of
 from autopar.intra_op.fuse import sent_together, small_bytes
-from autopar.intra_op.graph import Edge, Graph, Node, Shardings
+from autopar.intra_op.graph import Edge, Graph, Node, Phase, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of, kernels_of
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.sharded import exchanged_bytes
@@ -51,6 +51,9 @@ def build_problem(
     return Prices(graph, device, class_of, allowed).problem(exposure)
 
 
+_Weights = tuple[tuple[Kind, float], ...]
+"""How often conversions of each kind are made in a step."""
+
 _BEFORE_A_TRANSPOSE = 1 + 1e-6
 """Factor on conversions before a transpose: XLA's CPU collectives along a dim other than the first copy in that order, and
 a gradient's dims are reversed before it is transposed like its parameter. Ties go to the conversion after the transpose."""
@@ -75,7 +78,7 @@ class Prices:
                 total = np.where(mask, total, np.inf)
             self.costs.append(total)
         self.small = small_bytes(graph.mesh)
-        self.edges: dict[tuple[int, int], list[tuple[np.ndarray, dict[Kind, float]]]] = {}
+        self.edges: dict[tuple[int, int], list[tuple[np.ndarray, _Weights]]] = {}
         numbers, kinds = graph.cached("conversions", lambda: _conversions(graph, self.small))
         weights: dict[tuple[int, int, int], dict[Kind, float]] = {}
         first: dict[tuple[int, int, int], Edge] = {}
@@ -88,16 +91,17 @@ class Prices:
         self.copies_inner_dims = all(link.shared_memory for link in graph.mesh.links)
         self.matrices = graph.tables.conversions
         seconds: dict[tuple[bool, int], np.ndarray | None] = {}  # shared by equal conversions; None: all zero
+        ways: dict[_Weights, _Weights] = {}  # few are distinct
         for key, weight_of in weights.items():
-            same = self.is_behind_transpose(first[key]), key[2]
+            same = self.copies_inner_dims and self.is_behind_transpose(first[key]), key[2]
             if same not in seconds:
                 made = self.matrix(first[key])
                 seconds[same] = made if made.any() else None
             matrix = seconds[same]
             if matrix is not None:
-                self.edges.setdefault(key[:2], []).append((matrix, weight_of))
-        priced = (weight_of for found in self.edges.values() for _, weight_of in found)
-        self.kinds = tuple(dict.fromkeys(kind for weight_of in priced for kind in weight_of))
+                way = tuple(weight_of.items())
+                self.edges.setdefault(key[:2], []).append((matrix, ways.setdefault(way, way)))
+        self.kinds = tuple(dict.fromkeys(kind for way in ways for kind, _ in way))
 
     def matrix(self, edge: Edge) -> np.ndarray:
         """Seconds of the conversion on an edge, `[source's choice, target's choice]`."""
@@ -127,12 +131,16 @@ class Prices:
         problem = Problem(list(self.costs))
         parts = dict(zip(self.kinds, self.parts(exposure), strict=True))
         weighed: dict[tuple[int, float], np.ndarray] = {}  # equal tables are one object, which elimination exploits
+        tables: dict[tuple[int, int], np.ndarray] = {}
         for (u, v), found in self.edges.items():
-            for matrix, weight_of in found:
-                weight = sum(n * parts[kind] for kind, n in weight_of.items())
-                table = weighed.get((id(matrix), weight))
+            for matrix, way in found:
+                table = tables.get((id(matrix), id(way)))
                 if table is None:
-                    table = weighed[id(matrix), weight] = matrix * weight
+                    weight = sum([n * parts[kind] for kind, n in way])
+                    table = weighed.get((id(matrix), weight))
+                    if table is None:
+                        table = weighed[id(matrix), weight] = matrix * weight
+                    tables[id(matrix), id(way)] = table
                 problem.add_edge(u, v, table)
         return problem
 
@@ -177,14 +185,18 @@ def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:
 def _conversions(graph: Graph, small: float) -> tuple[list[int], list[Kind]]:
     """Per edge, a number that is equal for edges with equal seconds, and its kind."""
     numbers: dict[tuple[Any, ...], int] = {}
-    kinds: dict[Kind, Kind] = {}
+    kinds: dict[tuple[int, Phase, float], Kind] = {}
     number_of, kind_at = list[int](), list[Kind]()
     for edge in graph.edges:
         aval = edge.var.aval
         how = id(edge.given), id(edge.wanted), on_host(aval), edge.is_sample, edge.moves
-        number_of.append(numbers.setdefault((aval.shape, aval.dtype.itemsize, *how), len(numbers)))
-        kind = kind_of(edge, small)
-        kind_at.append(kinds.setdefault(kind, kind))
+        number = numbers.setdefault((aval.shape, aval.dtype.itemsize, *how), len(numbers))
+        number_of.append(number)
+        same = number, edge.phase, edge.weight
+        kind = kinds.get(same)
+        if kind is None:
+            kind = kinds[same] = kind_of(edge, small)
+        kind_at.append(kind)
     return number_of, kind_at
 
 

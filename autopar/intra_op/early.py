@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from autopar._jax import JaxprEqn, Literal
 from autopar.cost.steps import AllReduce, ReduceScatter, Slice
 from autopar.intra_op.graph import Phase
-from autopar.intra_op.host_order import copies_host
+from autopar.intra_op.host_order import copies_any_host
 from autopar.intra_op.sharded import (
     Body,
     Compute,
@@ -37,22 +37,26 @@ Phases = Mapping[JaxprEqn, Phase]
 def send_early(body: Body, phases: Phases) -> Body:
     """Place the sums of a program early, in loops and branches, too."""
     inside = [with_bodies(i, lambda inner: send_early(inner, phases)) for i in body.instructions]
-    if any(map(copies_host, inside)) or _waits(inside, phases):
+    if not any(map(_is_sum, inside)) or copies_any_host(inside) or _waits(inside, phases):
         return dataclasses.replace(body, instructions=tuple(inside))
-    readers = Counter(copy for i in inside for copy in i.needs)
-    readers.update(copy for copy in body.outputs if not isinstance(copy[0], Literal))
-    makers = Counter(copy for i in inside for copy in i.makes)
+    readers = Counter([copy for i in inside for copy in i.needs])
+    readers.update([copy for copy in body.outputs if not isinstance(copy[0], Literal)])
+    makers = Counter([copy for i in inside for copy in i.makes])
     behind: list[int] = []  # per instruction, the one that it stands right after, or itself
     made_at: dict[Copy, int] = {}
     for at, instruction in enumerate(inside):
-        made = _summed_at(instruction, inside, made_at)
+        made = _summed_at(instruction, inside, made_at) if isinstance(instruction, Move) else -1
         alone = made >= 0 and readers[instruction.reads[0]] == 1
         once = alone and all(makers[copy] == 1 for copy in (*instruction.reads, *instruction.makes))
         behind.append(behind[made] if once else at)
         for copy in instruction.makes:
             made_at[copy] = at
-    order = sorted(range(len(inside)), key=lambda at: (behind[at], at))
+    order = sorted(range(len(inside)), key=behind.__getitem__)
     return dataclasses.replace(body, instructions=tuple(inside[at] for at in order))
+
+
+def _is_sum(instruction: Instruction) -> bool:
+    return isinstance(instruction, Move) and isinstance(instruction.step, AllReduce | ReduceScatter)
 
 
 def _summed_at(instruction: Instruction, before: Sequence[Instruction], made_at: Mapping[Copy, int]) -> int:

@@ -163,21 +163,19 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
     readers: dict[Copy, list[int]] = {}
     needs: list[list[int]] = []
     for position, instruction in enumerate(instructions):
-        made = instruction.makes
-        read = [copy for copy in instruction.needs if copy in maker]
-        before = [maker[copy] for copy in read]
-        for copy in made:
-            if copy in readers:
-                before += readers.pop(copy)
+        before: list[int] = []
+        for copy in instruction.needs:
+            made_at = maker.get(copy)
+            if made_at is not None:
+                before.append(made_at)
+                readers[copy].append(position)
+        for copy in instruction.makes:
+            earlier = readers.get(copy)
+            if earlier:  # redefined
+                before += [reader for reader in earlier if reader != position]
+            maker[copy], readers[copy] = position, [reader for reader in earlier or () if reader == position]
         # The common case, fast: one or two operands.
         needs.append(before if len(before) < 2 else list(dict.fromkeys(before)))
-        for copy in read:
-            if copy in readers:
-                readers[copy].append(position)
-            else:
-                readers[copy] = [position]
-        for copy in made:
-            maker[copy] = position
     return needs
 
 

@@ -11,7 +11,7 @@ Method: a scheduler that hides latency would begin copies from the host with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from autopar._jax import Var, copies_to_or_from_host, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region
@@ -25,7 +25,7 @@ def host_waits(body: Body, num_bytes: Callable[[Copy], int], is_program: bool) -
 
     `num_bytes`: bytes of a copy on one device. `is_program`: the body is that of no loop or branch.
     """
-    if not any(map(copies_host, body.instructions)):
+    if not copies_any_host(body.instructions):
         return {}
     found = dict(arrivals(body, is_program))
     for position, awaited in _kernels_before(body, num_bytes, is_program):
@@ -38,15 +38,23 @@ def copies_host(instruction: Instruction) -> bool:
     return isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn)
 
 
+def copies_any_host(instructions: Iterable[Instruction]) -> bool:
+    """Whether any of the instructions copies between the memories of device and host."""
+    puts = [i for i in instructions if isinstance(i, Compute) and i.eqn.primitive.name == "device_put"]
+    return any(map(copies_host, puts))
+
+
 def fetched_late(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """The instructions, with each copy from the host where the array before is last read, or a loop ends, before its reader.
 
     Its reader may have been moved back, to wait for a collective.
     """
+    if not copies_any_host(instructions):
+        return tuple(instructions)
     fetches = {i.makes[0]: k for k, i in enumerate(instructions) if copies_host(i) and not on_host(i.makes[0][0].aval)}
     begins, fetched = list(range(len(instructions))), set[Copy]()
     last = -1
-    for position, instruction in enumerate(instructions if fetches else ()):
+    for position, instruction in enumerate(instructions):
         read = [copy for copy in instruction.reads if copy in fetches]
         for copy in read:
             if copy not in fetched:
@@ -76,7 +84,7 @@ def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
     Values that are made between the same two kernels are awaited together, by the first of those made after the next kernel;
     the last ones by the kernel that is as far from them as they were from those before.
     """
-    if not any(map(copies_host, body.instructions)):
+    if not copies_any_host(body.instructions):
         return {}
     results, arrays, kernel = body.results, _arrays(body), -1
     made_at, before, kernels = dict[Copy, int](), list[int](), list[int]()

@@ -105,8 +105,10 @@ class _Build:
                 needs = maker.get(waited[0], ())
             else:
                 needs = tuple(dict.fromkeys([n for copy in waited for n in maker.get(copy, ())]))
-            task = self.region(instruction, needs, place) if isinstance(instruction, Region) else None
-            task = task or self.plain(instruction, needs, place)
+            if isinstance(instruction, Region):
+                task: _Task | None = self.region(instruction, needs, place)
+            else:
+                task = self.plain(instruction, needs, place)
             if task is not None:
                 self.tasks.append(task)
                 place += len(task.places)

@@ -105,7 +105,15 @@ class Sharded:
 
         Contractions count as fully shared even if this mesh cannot split them (64 rows on 6 devices): other meshes may.
         """
-        return sum(map(self._shared, of_classes(self.class_of, self.graph.nodes), self.problem.costs))
+        known: dict[tuple[int, int], float] = {}  # equal operations have one array of costs
+        total = 0.0
+        for node, costs in zip(of_classes(self.class_of, self.graph.nodes), self.problem.costs, strict=True):
+            same = node.signature, id(costs)
+            seconds = known.get(same)
+            if seconds is None:
+                seconds = known[same] = self._shared(node, costs)
+            total += seconds
+        return total
 
     def _shared(self, node: Node, costs: np.ndarray) -> float:
         seconds = float(costs.min())

@@ -12,12 +12,11 @@ Method: each axis independently takes one of the strategies for a single axis (`
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.rules.rule import Factor, ShardingRule, Term
+from autopar.ir.rules.rule import Factor, ShardingRule
 from autopar.ir.split.placement import REPLICATED, Partial, Placement, Reduction, Split
 from autopar.ir.split.strategy import AxisStrategy, exchanges, strategies
 from autopar.mesh import Sharding
@@ -67,78 +66,99 @@ def enumerate_strategies(
         named = [(s.factor or f"+{s.group}", s) for s in ways]
         named += [(f"{s.factor}>{s.beside}", s) for s in exchanges(rule, size)]
         on_axis.append([*(named if size > 1 else ()), (IDLE, idle)])
-    found: dict[tuple[object, ...], Strategy] = {}
-    axes = tuple(axis_sizes)
-    operands = [_shards(t, axes, [[s.operands[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.operands)]
-    results = [_shards(t, axes, [[s.results[k] for _, s in w] for w in on_axis]) for k, t in enumerate(rule.results)]
-    for numbers in itertools.product(*(range(len(ways)) for ways in on_axis)):
-        chosen = [ways[number] for ways, number in zip(on_axis, numbers, strict=True)]
-        strategy = _together(rule, axis_sizes, chosen, numbers, operands, results)
-        if strategy is not None:
-            key = (strategy.operands, strategy.results, strategy.reductions)
-            found.setdefault(key, strategy)
-    return list(found.values())
+    walk = _Walk(rule, axis_sizes, on_axis)
+    walk.add((), {}, [()] * (len(rule.operands) + len(rule.results)))
+    return list(walk.found.values())
 
 
-_Shards = Callable[[Sequence[int]], Sharding]
+_Ways = Sequence[tuple[str, AxisStrategy]]
+_PARTIAL, _WHOLE = -1, -2
+"""In place of the dim that an axis splits."""
 
 
-def _shards(term: Term, axes: Sequence[str], placements: Sequence[Sequence[Placement]]) -> _Shards:
-    """The sharding of a value as a function of the strategy on each axis, given by index; cached by its placements.
+class _Walk:
+    """Chooses a strategy on one axis after the other; choices that split a factor too often end at once.
 
-    `placements`: per axis, the value's placement under each strategy on it.
+    Attributes:
+        places: For each operand, then for each result, what each strategy on each axis does to it: the dim that is split,
+            `_PARTIAL` or `_WHOLE`.
+        found: The strategies, by all that distinguishes them.
     """
-    first = [[ways.index(placement) for placement in ways] for ways in placements]
 
-    @functools.cache
-    def sharding(numbers: tuple[int, ...]) -> Sharding:
-        at = zip(axes, placements, numbers, strict=True)
-        return _sharding(term, [(axis, ways[number]) for axis, ways, number in at])
+    def __init__(self, rule: ShardingRule, axis_sizes: Mapping[str, int], on_axis: Sequence[_Ways]):
+        self.rule, self.axes, self.sizes, self.on_axis = rule, tuple(axis_sizes), axis_sizes, on_axis
+        self.wide = tuple(axis for axis, size in axis_sizes.items() if size > 1)
+        self.ndims = [len(term) for term in (*rule.operands, *rule.results)]
+        every = [[(*s.operands, *s.results) for _, s in ways] for ways in on_axis]
+        self.places = [[tuple(map(_place, placements)) for placements in ways] for ways in every]
+        self.found: dict[tuple[object, ...], Strategy] = {}
 
-    return lambda numbers: sharding(tuple(map(list.__getitem__, first, numbers)))
+    def add(
+        self, names: tuple[str, ...], axes_of: Mapping[Factor, tuple[str, ...]], begun: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Add all strategies that begin with these choices on the first axes.
+
+        `axes_of`: the axes that split each factor so far. `begun`: what they do to each operand and result.
+        """
+        at = len(names)
+        if at == len(self.axes):
+            self.end(names, axes_of, begun)
+            return
+        for (name, strategy), places in zip(self.on_axis[at], self.places[at], strict=True):
+            split = self.split(axes_of, strategy, self.axes[at])
+            if split is not None:
+                after = [(*before, place) for before, place in zip(begun, places, strict=True)]
+                self.add((*names, name), split, after)
+
+    def split(
+        self, axes_of: Mapping[Factor, tuple[str, ...]], strategy: AxisStrategy, axis: str
+    ) -> Mapping[Factor, tuple[str, ...]] | None:
+        """The axes that split each factor with one more axis; None: one does not divide."""
+        if strategy.factor is None:
+            return axes_of
+        found = dict(axes_of)
+        for factor in (strategy.factor, strategy.beside) if strategy.beside is not None else (strategy.factor,):
+            axes = found[factor] = (*found.get(factor, ()), axis)
+            if len(axes) > 1 and self.rule.sizes[factor] % math.prod([self.sizes[each] for each in axes]):
+                return None
+        return found
+
+    def end(
+        self, names: tuple[str, ...], axes_of: Mapping[Factor, tuple[str, ...]], places: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Add the strategy of a choice on every axis, unless one with equal shardings is there."""
+        rule, count = self.rule, len(self.rule.operands)
+        shardings = tuple([_sharding(n, self.axes, at) for n, at in zip(self.ndims, places, strict=True)])
+        wanted, given = shardings[:count], shardings[count:]
+        reductions = tuple([(kind, axes_of[f]) for f, kind in rule.reduced.items() if f in axes_of])
+        if rule.host_call and self.wide:
+            reductions = (("sum", self.wide),)
+        exchange = () if rule.exchange is None else rule.exchange.axes(axes_of)
+        if exchange and rule.exchange is not None:
+            if exchange != axes_of[rule.exchange.group]:  # some axis splits groups without sending rows to them
+                return
+            along = zip(wanted, rule.exchange.along, strict=False)
+            wanted = tuple([s if factor is not None else Sharding(((),) * len(s.dims)) for s, factor in along])
+        key = wanted, given, reductions
+        if key not in self.found:
+            self.found[key] = Strategy(names, axes_of, wanted, given, reductions, exchange)
 
 
-def _together(
-    rule: ShardingRule,
-    axis_sizes: Mapping[str, int],
-    chosen: Sequence[tuple[str, AxisStrategy]],
-    numbers: Sequence[int],
-    operands: Sequence[_Shards],
-    results: Sequence[_Shards],
-) -> Strategy | None:
-    """Combine the strategies chosen for each axis, given also by index; None: a factor does not divide."""
-    axes_of: dict[Factor, tuple[str, ...]] = {}
-    for axis, (_, on_axis) in zip(axis_sizes, chosen, strict=True):
-        for factor in (on_axis.factor, on_axis.beside):
-            if factor is not None:
-                axes_of[factor] = (*axes_of.get(factor, ()), axis)
-    for factor, axes in axes_of.items():
-        if rule.sizes[factor] % math.prod(axis_sizes[axis] for axis in axes):
-            return None
-    reductions = tuple((kind, axes_of[f]) for f, kind in rule.reduced.items() if f in axes_of)
-    wide = tuple(axis for axis, size in axis_sizes.items() if size > 1)
-    if rule.host_call and wide:
-        reductions = (("sum", wide),)
-    wanted, given = tuple([of(numbers) for of in operands]), tuple([of(numbers) for of in results])
-    exchange = () if rule.exchange is None else rule.exchange.axes(axes_of)
-    if exchange and rule.exchange is not None:
-        if exchange != axes_of[rule.exchange.group]:  # some axis splits groups without sending rows to them
-            return None
-        along = zip(wanted, rule.exchange.along, strict=False)
-        wanted = tuple([s if factor is not None else Sharding(((),) * len(s.dims)) for s, factor in along])
-    return Strategy(tuple([name for name, _ in chosen]), axes_of, wanted, given, reductions, exchange)
+def _place(placement: Placement) -> int:
+    """What an axis does to a value: the dim that it splits, `_PARTIAL` or `_WHOLE`; partial maxima and minima are reduced."""
+    if isinstance(placement, Split):
+        return placement.dim
+    return _PARTIAL if isinstance(placement, Partial) and placement.kind == "sum" else _WHOLE
 
 
-def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:
-    """The sharding of a value from its placement on each axis; partial maxima and minima count as reduced."""
-    dims: list[tuple[str, ...]] = [()] * len(term)
-    partial: tuple[str, ...] = ()
-    for axis, placement in placements:
-        if isinstance(placement, Split):
-            dims[placement.dim] = (*dims[placement.dim], axis)
-        elif isinstance(placement, Partial) and placement.kind == "sum":
-            partial = (*partial, axis)
-    return Sharding(tuple(dims), partial)
+@functools.lru_cache(maxsize=1 << 16)
+def _sharding(ndim: int, axes: tuple[str, ...], places: tuple[int, ...]) -> Sharding:
+    """The sharding of a value of which each axis splits a dim, or is `_PARTIAL` or `_WHOLE`."""
+    dims: list[tuple[str, ...]] = [()] * ndim
+    for axis, dim in zip(axes, places, strict=True):
+        if dim >= 0:
+            dims[dim] = (*dims[dim], axis)
+    return Sharding(tuple(dims), tuple([axis for axis, place in zip(axes, places, strict=True) if place == _PARTIAL]))
 
 
 def split_fraction(strategy: Strategy, axis_sizes: Mapping[str, int]) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from autopar._jax import Literal, Var, on_host
 from autopar.cost.steps import AllGather
 from autopar.intra_op.held import read_from_memory
-from autopar.intra_op.host_order import arrivals, copies_host, fetched_first
+from autopar.intra_op.host_order import arrivals, copies_any_host, copies_host, fetched_first
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
@@ -134,7 +134,7 @@ class _Walk:
         self.sliced: dict[Copy, int] = {}
         self.leaving: dict[Copy, Sequence[int]] = {}
         self.gathered: set[Copy] = set()
-        self.copies_host = any(map(copies_host, body.instructions))
+        self.copies_host = copies_any_host(body.instructions)
 
     def behind(self, instruction: Instruction) -> Sequence[int]:
         """The versions that an instruction reads, or that what it reads is computed from."""

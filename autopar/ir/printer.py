@@ -94,7 +94,6 @@ _BODIES = frozenset(
      "body_nconsts"}
 )  # fmt: skip
 _SILENT = frozenset({"sharding", "out_sharding", "weak_type"})
-_ONLY_IF_SET = (None, False, (), "")
 
 
 def _params(eqn: JaxprEqn) -> str:
@@ -108,8 +107,8 @@ def _shown_params(primitive: str, params: Params) -> list[tuple[str, str]]:
     hidden = _SILENT | _BODIES if primitive in REGIONS else _SILENT
     shown = []
     for name, value in params.items():
-        unset = any(value is unset or (isinstance(value, tuple) and value == ()) for unset in _ONLY_IF_SET)
-        if name not in hidden and not unset:
+        is_empty = isinstance(value, tuple | str) and not value
+        if not (value is None or value is False or is_empty or name in hidden):
             shown.append((name, _value(value)))
     return shown
 

@@ -148,9 +148,13 @@ class ShardingRule:
                     leading[factor] = leading.get(factor, True) and position == 0
         return tuple(f for f in seen if leading[f] and f not in self.whole and self.sizes[f] > 1)
 
-    def form(self) -> Hashable:
-        """What the rule's strategies depend on: operations with equal forms have equal strategies."""
-        maps = (self.sizes, self.reduced, self.accumulators)
+    def form(self, num_devices: int) -> Hashable:
+        """What the rule's strategies on so many devices depend on: operations with equal forms have equal strategies.
+
+        Of a factor's length that is the part that the devices may divide.
+        """
+        parts = {factor: math.gcd(size, num_devices) for factor, size in self.sizes.items()}
+        maps = (parts, self.reduced, self.accumulators)
         others = self.summed, self.one_hot, self.whole, self.linear, self.exchange, self.host_call
         return self.operands, self.results, *(tuple(each.items()) for each in maps), *others
 
