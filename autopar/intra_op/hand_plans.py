@@ -145,6 +145,7 @@ def restrict_to_axes(
             if _weight_factors(node, graph.batch):
                 multiplied.update((a, None) for a in node.eqn.invars if isinstance(a, Var) and a in graph.batch.readers)
     parameters, weights = _parameters(graph), _made_of(graph, multiplied)
+    weights |= dict.fromkeys(_updated_with(graph, weights))
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
         split = zero == 3 or (zero > 0 and node.var not in parameters)
@@ -226,6 +227,26 @@ def _made_of(graph: Graph, read: Iterable[Var]) -> dict[Var, None]:
     found = dict.fromkeys(read)
     _collect(graph.jaxpr, graph.batch, found)
     return found
+
+
+def _updated_with(graph: Graph, weights: Iterable[Var]) -> list[Var]:
+    """Inputs, such as moments, that work without batch dims combines element by element with one that is among `weights`."""
+    leader: dict[Var, Var] = {}
+
+    def led(var: Var) -> Var:
+        while var in leader:
+            var = leader[var]
+        return var
+
+    for eqn in graph.jaxpr.eqns:
+        if not is_region(eqn) and not any(graph.batch.dims(a) for a in eqn.invars):
+            made = eqn.outvars[0]
+            for atom in eqn.invars:
+                if isinstance(atom, Var) and atom.aval.shape == made.aval.shape and led(atom) is not led(made):
+                    leader[led(atom)] = led(made)
+    inputs, known = graph.jaxpr.invars, set(weights)
+    leaders = {led(var) for var in inputs if var in known}
+    return [var for var in inputs if led(var) in leaders]
 
 
 def _collect(jaxpr: Jaxpr, batch: BatchDims, found: dict[Var, None]) -> None:

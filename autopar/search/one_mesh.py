@@ -18,7 +18,7 @@ from autopar.inter_op.cut import CARRIES, FREE, LEAN, SORTED, SWAPPED, Rewritten
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
-from autopar.intra_op.hand_plans import restrict_to_data_parallel
+from autopar.intra_op.hand_plans import restrict_to_axes, restrict_to_data_parallel
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_node
 from autopar.intra_op.shard import shard
@@ -35,7 +35,7 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics
 from autopar.plan.words import mesh_text
-from autopar.search.methods import DataParallel, Method
+from autopar.search.methods import DataParallel, Method, ThreeD
 from autopar.search.pins import find_pins
 from autopar.search.request import Request
 from autopar.tuning import TUNING
@@ -114,7 +114,8 @@ def shard_on(
         graph = like
     else:
         graph = build_graph(request.program.jaxpr, mesh, roles.aliases, roles.dims, like=like)
-    known = _known_plans(request, mesh) if compare and not isinstance(request.method, DataParallel) else ()
+    is_known = isinstance(request.method, DataParallel | ThreeD)
+    known = _known_plans(request, mesh) if compare and not is_known else ()
     budget, found = options.budget_bytes(device.memory_bytes), None
     for _ in range(TUNING.placing_turns):
         try:
@@ -171,9 +172,12 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
     program, roles, method = request.program, request.roles, request.method
     into, out_of = ([k for k, key in enumerate(of) if key] for of in (program.key_inputs, program.key_outputs))
     keep_keys_whole(graph, into, out_of, allowed)
-    if isinstance(method, DataParallel):
-        check_batch(request, mesh)
-        restrict_to_data_parallel(graph, allowed, roles.dims, _state_in_parts(request), method.zero)
+    match method:
+        case DataParallel(zero=zero):
+            check_batch(request, mesh)
+            restrict_to_data_parallel(graph, allowed, roles.dims, _state_in_parts(request), zero)
+        case ThreeD():
+            restrict_to_axes(graph, allowed, _state_in_parts(request), method.zero, method.sequence)
     for pins in find_pins(program.in_paths, request.options.constraints, program.out_paths):
         inputs = ((graph.inputs[at], pin, program.in_paths[at]) for at, pin in pins.inputs.items())
         outputs = ((graph.outputs[at], pin, program.out_paths[at]) for at, pin in pins.outputs.items())

@@ -8,17 +8,16 @@ Method: every logical mesh that the method allows is planned, and the fastest pl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 from autopar.debug import dump
 from autopar.errors import (
     AutoparError,
     BatchError,
-    DeviceCountError,
     InfeasibleError,
     NoPlanFoundError,
     NotBuiltYetError,
@@ -28,7 +27,7 @@ from autopar.intra_op.problem import planning_seconds
 from autopar.ir.passes import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text
+from autopar.mesh import Cluster, LogicalMesh, finer_meshes
 from autopar.plan.words import padding_text, seconds_text
 from autopar.report.plan import Plan
 from autopar.search.accumulation import best_meshes, memory_binds, repays_room, search_accumulation
@@ -37,6 +36,7 @@ from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
 from autopar.search.meshes import Searched, search_meshes, search_unaided, untie_best
+from autopar.search.method_meshes import candidate_meshes
 from autopar.search.methods import (
     Auto,
     DataParallel,
@@ -44,19 +44,18 @@ from autopar.search.methods import (
     Inference,
     Method,
     PipelineParallel,
-    ShardParallel,
     ThreeD,
 )
 from autopar.search.offload import Planned, check_hosts, within_memory
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.padding import lengths_that_do_not_divide, padded_program, worth_padding
 from autopar.search.parts import finds_what_it_made
-from autopar.search.pins import find_pins, meshes_of_constraints
+from autopar.search.pins import find_pins
 from autopar.search.progress import Anytime, Report, part_of, silent
 from autopar.search.request import Narrowed, Request
-from autopar.search.stage_planner import pipeline_of
+from autopar.search.stage_planner import meshes_of_one_program, pipeline_of
 from autopar.search.stage_search import Stages, search_pipelines
-from autopar.search.waits import alike_text
+from autopar.search.waits import shared_text
 from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 from autopar.tuning import TUNING
 
@@ -136,10 +135,27 @@ def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Narrow
     """Plan the step by its method; returns the plan, what else was tried, and what the search has shown."""
     match request.method:
         case PipelineParallel() | ThreeD() as method:
-            return pipeline_of(request, method, report), [], Narrowed()
+            return _stages(request, method, report)
         case Follow() as method:
             return pipeline_behind(request, method, report), [], Narrowed()
     return _search(request, report)
+
+
+def _stages(request: Request, method: PipelineParallel | ThreeD, report: Anytime) -> tuple[StepPlan, Tried, Narrowed]:
+    """Plan stages; one that takes its batch at once as one program, unless it fits only, or is faster, if it recomputes."""
+    whole = None
+    if meshes_of_one_program(request, method):
+        with contextlib.suppress(InfeasibleError):
+            whole = _search(request, report)
+    if whole is not None and not whole[0].stages[0].sharded.problem.rows:
+        return whole
+    beat = math.inf if whole is None else whole[0].seconds
+    with contextlib.suppress(InfeasibleError) if whole else contextlib.nullcontext():
+        planned = pipeline_of(dataclasses.replace(request, beat=min(beat, request.beat)), method, report)
+        if planned.seconds < beat:
+            return planned, [], Narrowed()
+    assert whole is not None, "one of both fits"
+    return whole
 
 
 def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Narrowed]:
@@ -264,8 +280,7 @@ class _Search:
         if not self.searched.results:
             raise self.searched.failure or _slower(self.request)
         best = untie_best(self.request.of(self.program), self.searched)
-        text = alike_text([best], self.request.cluster.device) if isinstance(self.request.method, DataParallel) else ""
-        if text:
+        if text := shared_text(self.request, self.request.method, [best], self.count):
             warn(f"{self.request.program.name}: {text}")
         others = [pair for pair in self.tried if pair[0] != self._named(str(best.mesh))]
         return assemble_step(self.program, self.request.roles, self.count, best), others
@@ -297,7 +312,7 @@ class _Search:
         """A report for passes that do not advance the overall progress."""
         return part_of(self.report, self.share, self.share)
 
-    def _a_pass(self, name: str) -> AbstractContextManager[None]:
+    def _a_pass(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self.report.one_pass(name, lambda: bool(self.searched.results or self.stages.best))
 
     def _search_meshes(
@@ -355,36 +370,3 @@ def _check_rows(program: Program, roles: Roles) -> None:
                 do="pass one sample or more; if this argument is not the batch, name those that are in batch_argnums.",
                 size=0,
             )
-
-
-def candidate_meshes(request: Request) -> list[LogicalMesh]:
-    """Logical meshes to try.
-
-    Raises `DeviceCountError`: the method's mesh has another number of devices than the cluster.
-    """
-    cluster = request.cluster
-    match request.method:
-        case ShardParallel(mesh_shape=LogicalMesh() as mesh):
-            chosen = [mesh]
-        case ShardParallel(mesh_shape=tuple() as shape):
-            chosen = [logical_mesh(cluster, shape)]
-        case DataParallel():
-            # One axis over hosts, one within: slow links carry only what fast ones have reduced.
-            both = cluster.hosts > 1 and cluster.devices_per_host > 1
-            chosen = [
-                logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))
-            ]
-        case ShardParallel() | Auto() | Inference():
-            chosen = meshes_of_constraints(request.program.jaxpr, cluster) or logical_meshes(cluster)
-    for mesh in chosen:
-        if mesh.num_devices != cluster.num_devices:
-            raise DeviceCountError(
-                "the mesh does not fit the cluster.",
-                given=f"{mesh} for {cluster.num_devices} devices",
-                wrong=f"it has {mesh.num_devices} places.",
-                do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...)."
-                + more_devices_text(cluster, mesh.num_devices),
-                wanted=mesh.num_devices,
-                available=cluster.num_devices,
-            )
-    return chosen

@@ -43,7 +43,7 @@ from autopar.search.progress import Report, silent
 from autopar.search.request import Request
 from autopar.search.solve_stages import Solved, Terms
 from autopar.search.uneven import uneven_text
-from autopar.search.waits import alike_text, undivided_text, waits_text
+from autopar.search.waits import shared_text, waits_text
 from autopar.streams.assemble import PipelinePlan, all_lowered
 from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
 from autopar.tuning import TUNING
@@ -153,9 +153,7 @@ def pipeline_under(
         _check_marks(cut, num_stages)
     planned = all_lowered(_best_in_memory(request, cut, again, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, own_sizes)
-    shared = undivided_text(request, planned.cut.split.count, data)
-    if data > 1 and not shared:
-        shared = alike_text([stage.sharded for stage in planned.stages], cluster.device, "data")
+    shared = shared_text(request, method, [stage.sharded for stage in planned.stages], planned.cut.split.count)
     for each in (whole, text, waits_text(planned), shared):
         if each:
             warn(f"{program.name}: {each}")
@@ -180,6 +178,20 @@ def _num_meshes(method: PipelineParallel | ThreeD, program: Program, chunks: int
             num_stages=0,
         )
     return found
+
+
+def meshes_of_one_program(request: Request, method: PipelineParallel | ThreeD) -> list[LogicalMesh]:
+    """The meshes to try for a step that is one stage and takes its batch at once, which one program can do.
+
+    []: it has more stages or microbatches, or the user states an order or what is recomputed.
+    """
+    is_stated = method.recompute != "auto" or not isinstance(method.schedule, str)
+    if is_stated or (method.num_microbatches or 1) > 1:
+        return []
+    chunks = 1 if method.schedule == AUTOMATIC else num_chunks(find_schedule(method.schedule))
+    if chunks * _num_meshes(method, request.program, chunks) > 1:
+        return []
+    return _meshes(method, request.cluster, *_submesh_sizes(method, 1, request.cluster))
 
 
 def _planner(

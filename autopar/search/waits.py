@@ -18,6 +18,7 @@ from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import computed, describe
 from autopar.ir.dataflow import ancestors, inputs_of, makers
 from autopar.mesh import Device
+from autopar.search.methods import DataParallel, Method, ThreeD
 from autopar.search.request import Request
 from autopar.streams.assemble import PipelinePlan, steps_in_order
 from autopar.tuning import TUNING
@@ -51,7 +52,21 @@ def waits_text(planned: PipelinePlan) -> str:
     return " ".join(found)
 
 
-def alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = None) -> str:
+def shared_text(request: Request, method: Method, stages: Sequence[Sharded], count: int) -> str:
+    """A warning that devices over which a method splits samples alone do much of the work alike; "": little of it.
+
+    `stages`: in `count` microbatches.
+    """
+    device = request.cluster.device
+    match method:
+        case DataParallel():
+            return _alike_text(stages, device)
+        case ThreeD(data=data) if data > 1:
+            return _undivided_text(request, count, data) or _alike_text(stages, device, "data")
+    return ""
+
+
+def _alike_text(stages: Sequence[Sharded], device: Device, axis: str | None = None) -> str:
     """A warning that devices which may only split samples do much of the work alike; "": little of it.
 
     `axis`: the axis of devices that split samples alone; None: all.
@@ -100,7 +115,7 @@ def _joined(cut: CutStep, eqn: JaxprEqn) -> JaxprEqn:
     return next((made[var] for var in needed if var in made), eqn)
 
 
-def undivided_text(request: Request, count: int, data: int) -> str:
+def _undivided_text(request: Request, count: int, data: int) -> str:
     """A warning that samples of a microbatch do not divide over the data axis; "": they do."""
     undivided = request.undivided(count, data)
     if undivided is None:

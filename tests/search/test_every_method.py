@@ -100,6 +100,24 @@ def test_a_step_on_one_mesh_keeps_no_more_than_a_pipeline():
     assert whole.cost.peak_bytes[0] <= 1.2 * staged.cost.peak_bytes[0]
 
 
+@pytest.mark.parametrize("method", [autopar.ThreeD(data=2, tensor=2), autopar.PipelineParallel(num_stages=1)])
+def test_a_stage_that_takes_its_batch_at_once_is_one_program(method):
+    """Stated levels of recomputation make it several, and so does memory in which it has to recompute."""
+    cluster, args = autopar.Cluster.of("4 h100"), arguments("scan", 4, batch=256)
+
+    def plan(**settings):
+        asked = dataclasses.replace(method, **settings)
+        return autopar.parallelize(train_step, cluster=cluster, method=asked, batch_argnums=1).plan(*args)
+
+    whole, stage = plan(), plan(recompute="cheap")
+    assert whole.is_one_program and not stage.is_one_program
+    assert whole.cost.step_seconds <= stage.cost.step_seconds * ROUNDING
+    budget = int(0.7 * whole.cost.peak_bytes[0])
+    again = plan(memory_budget_bytes=budget, offload="never")
+    assert not again.is_one_program and again.cost.peak_bytes[0] <= budget
+    assert not plan(num_microbatches=2).is_one_program
+
+
 @pytest.mark.parametrize("devices", [3, 6])
 @pytest.mark.parametrize("slower", [1, 100])
 def test_toys_are_cut_into_stages_where_that_is_faster(devices, slower):
