@@ -57,11 +57,10 @@ class Tuning:
     offload_gains: float = 0.01
     """Part of a step by which offloading must make it faster, where it fits without."""
     offloaded_reach: int = 4
-    """Products. A value that is computed from results of more than so many before is offloaded itself, instead of recomputed
-    from these, which would be on the device from then on. Layers have two and more."""
+    """Products. A value computed from results of more than so many before is offloaded itself, instead of recomputed from
+    these, which would be on the device from then on. Layers have two and more."""
     fetched_reach: int = 4
-    """Arrays. A copy of an array in host memory is used again if no more than so many others have been read since: the weights
-    of the last layers, which the backward pass begins with."""
+    """Arrays. A copy of one in host memory is used again if no more others were read since: the last layers' weights."""
 
     # Decisions on one mesh
 
@@ -94,14 +93,15 @@ class Tuning:
     descent_node: float = 1e-4
     """Seconds of that for each node, if many are tied."""
     descent_seconds: float = 3.3
-    """Seconds: a first descent that takes no longer is made whatever it may win, if the second axis won anything; on 8 devices
-    it won 0.02 to 0.05 % of a step."""
+    """Seconds: a first descent that takes no longer is made whatever it may win, if the second axis won anything."""
     descent_part: float = 0.025
     """Part of all steps' time that it may take, too: a demo of short steps is planned in 2 s instead of 4."""
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""
     named_seconds: float = 13.0
     """Seconds: the same on several hosts where memory is ample, whatever it may win, with all others priced below the best."""
+    named_part: float = 0.04
+    """Part of all steps' time: the same on one host, if a descent to three axes is the best and leaves a gap."""
     settled_seconds: float = 7.0
     """Seconds. Such an answer is refined over all axes (`settle` in `intra_op/shard.py`), once and as often as fits."""
     settled_quickly: float = 1.5
@@ -325,13 +325,11 @@ class Tuning:
     third_axis_equations: int = 8000
     """A step with more equations is not sharded over three axes where nothing fits on two: microbatches are tried instead."""
     second_axis_gain: float = 1e-2
-    """Part of the step that a second axis must have won over one, for a third to be tried: it wins less, and takes several
-    times as long to plan. Where the second won 0.5 %, the third won 0.02 %."""
+    """Part of the step that a second axis must win, for a third to be tried: where it won 0.5 %, the third won 0.02 %."""
     third_axis_gain: float = 1e-3
     """Part of the step that must be left to win for a third axis to be tried, and that other third axes must have won."""
     third_axis_worse: float = 0.1
-    """Part of the step. If a mesh of three axes is slower than one before by more, it is not searched twice, and those that
-    split the hosts less evenly are not tried: from one to the next seconds change by a few percent."""
+    """Part of the step. If a third axis makes it slower by more, it is not solved twice, and no less even ones are tried."""
     nodes_per_second: float = 1e3
     """Nodes of a problem that planning on a mesh gets through in a second on one core, roughly."""
     pairs_per_second: float = 2.5e6
@@ -385,6 +383,8 @@ class Tuning:
     """Equations, counting the program's once per finalist: this bounds the number of finalists."""
     table_doubt: float = 0.1
     """Part by which the table may be wrong: a pipeline whose bound is above the best step by more is left out."""
+    kernels_doubt: float = 0.03
+    """The same of bounds by kernels alone, which are seldom near."""
     generous: float = 4.0
     """Where no plan is known to fit: the most that a stage may take, in times the work shared evenly by all devices."""
     much_waiting: float = 0.03

@@ -10,6 +10,7 @@ Method: for each number of microbatches, stages of equal work on equal submeshes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.search.layer_costs import LayerCosts
 from autopar.search.table import Kinds, equal_stages, kinds_of
 from autopar.tuning import TUNING
+
+LEAST_BUBBLE = 0.25
+"""Part of 1F1B's bubble that any schedule leaves: interleaved four times a quarter, zero-bubble H1 a third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,11 @@ class Rounds:
         each = max(slowest, (whole + sent) / len(times)) if self.returns else slowest
         return count * each + (self.bubble * (whole - slowest) + sent) / self.calls
 
+    def bound(self, times: np.ndarray, count: int) -> float:
+        """The least that this is under any schedule, nothing sent."""
+        least = min(self.bubble, LEAST_BUBBLE) if self.returns else self.bubble
+        return dataclasses.replace(self, bubble=least).seconds(times, count)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -56,10 +65,11 @@ class Candidate:
     Attributes:
         count: Number of microbatches.
         seconds: Its step by the table.
-        least: The same with all communication hidden that may be.
+        least: The same with all communication hidden that may be; of kernels alone a bound under any schedule.
         sizes: Number of devices of each stage.
         firsts: First layer of each stage; None: borders are balanced anew, with scans in as many parts as stages.
         meshes: Per stage, the logical meshes to try.
+        is_bound: Whether both seconds are of kernels alone: no layer was sharded on these submeshes.
         parts: Number of parts of scans instead of that; 0: not given.
     """
 
@@ -69,11 +79,13 @@ class Candidate:
     sizes: tuple[int, ...]
     firsts: tuple[int, ...] | None
     meshes: tuple[tuple[LogicalMesh, ...], ...]
+    is_bound: bool = False
     parts: int = 0
 
     def may_beat(self, known: float) -> bool:
         """Whether it may be faster than `known` by the table, which says nothing about layers outside of loops (`parts`)."""
-        return self.least * (1 - TUNING.table_doubt) < known or self.parts > 0
+        doubt = TUNING.kernels_doubt if self.is_bound else TUNING.table_doubt
+        return self.least * (1 - doubt) < known or self.parts > 0
 
     def text(self, schedule: str) -> str:
         """A description."""
@@ -172,7 +184,9 @@ def equal_candidates(estimates: Estimates, count: int) -> list[Candidate]:
             latency = estimates.rounds.seconds(times, count, sent)
             least = estimates.rounds.seconds(lower, count) + sent / estimates.rounds.calls
             if best is None or latency < best.seconds:
-                best = Candidate(count, latency, least, (size,) * num_stages, None, ((mesh,),) * num_stages)
+                meshes, is_bound = ((mesh,),) * num_stages, estimates.layers.is_bound(size)
+                least = estimates.rounds.bound(lower, count) if is_bound else least
+                best = Candidate(count, latency, least, (size,) * num_stages, None, meshes, is_bound)
         found += [best] if best is not None else []
     return found
 
@@ -208,11 +222,14 @@ def _best_slicing(estimates: Estimates, kinds: Kinds, count: int) -> Candidate |
     alike = len({s.last - s.first for s in stages}) == 1
     times, lower = (np.array([of[s.first, s.last, s.submesh] for s in stages]) for of in (kinds.seconds, kinds.least))
     sent = sum(float(crossing[s.first]) for s in stages[1:])
+    sizes = tuple(kinds.sizes[s.submesh] for s in stages)
+    is_bound = all(map(estimates.layers.is_bound, sizes))
     return Candidate(
         count,
         rounds.seconds(times, count, sent),
-        rounds.seconds(lower, count) + sent / rounds.calls,
-        tuple(kinds.sizes[s.submesh] for s in stages),
+        rounds.bound(lower, count) if is_bound else rounds.seconds(lower, count) + sent / rounds.calls,
+        sizes,
         None if alike else tuple(s.first for s in stages),
         tuple((kinds.meshes[s.first, s.last, s.submesh],) for s in stages),
+        is_bound,
     )

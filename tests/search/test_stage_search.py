@@ -11,7 +11,7 @@ import autopar
 from autopar.inter_op.borders import balanced_borders
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.stage_plan import peak_bytes_here
-from autopar.search.candidates import Estimates, Rounds, find_candidates
+from autopar.search.candidates import Estimates, Rounds, equal_candidates, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.pipeline import least_seconds, once_seconds
 from autopar.search.progress import silent
@@ -91,8 +91,8 @@ def test_layers_are_sharded_only_on_submeshes_on_which_a_pipeline_may_win(layers
     assert find_candidates(told, (4,), 4, 0.0) and not solved.known, "nothing can win"
     alone = {(size, count): layers.of(size, count)[1] for size in layers.meshes for count in (4, 8, 16)}
     known = min(c.least for c in find_candidates(told, (4,), 4, 1e-12))
-    few = find_candidates(told, (4,), 4, 0.95 * known)
-    assert solved.known and all(not layers.is_bound(size) for c in few if c.may_beat(0.95 * known) for size in c.sizes)
+    few = find_candidates(told, (4,), 4, 0.98 * known)
+    assert solved.known and all(not layers.is_bound(size) for c in few if c.may_beat(0.98 * known) for size in c.sizes)
     everywhere = find_candidates(told, (4,), 4, np.inf)
     assert not any(layers.is_bound(size) for size in layers.meshes) and min(c.least for c in everywhere) >= known
     for size in layers.meshes:
@@ -131,3 +131,33 @@ def test_no_pipeline_takes_less_than_its_microbatches(schedule):
         plan = predicted(cluster, method, 64, 256)
         least = least_seconds([*map(once_seconds, plan.origin.pipeline.stages)], count)
         assert 0 < least <= plan.cost.step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rows, width, rate", [(4096, 4096, 1e12), (1024, 1024, 1e11), (8192, 2048, 1e13)])
+def test_no_pipeline_is_faster_than_its_bound_by_kernels(rows, width, rate):
+    """Where layers were not sharded, a pipeline is left out by its kernels alone: with a small doubt that is a bound."""
+    device = autopar.Device("d", 1.5e13, memory_bytes=64e9, memory_bytes_per_second=1e12)
+    link = autopar.Link(1e-7, rate)
+    cluster = autopar.Cluster(2, 4, device, link, link)
+    planned = predicted(cluster, autopar.DataParallel(), rows, width).origin
+
+    def cut_for(count):
+        return cut_step(planned.program, planned.roles, 8, count)
+
+    borders, options = balanced_borders(cut_for(4).chain, 8), autopar.Auto().options()
+    work, sizes, counts = np.ones(len(borders)), submesh_sizes(cluster), (8, 16)
+    layers = LayerCosts(cut_for, borders, work, sizes, (rows, rows), counts, Terms(cluster, options, Solved()), silent)
+    assert layers.has_bounds()
+    estimates = Estimates(layers, np.zeros(len(borders)), cluster, np.inf, Rounds(1, TUNING.bubble_left, True), 8)
+    tightest = 0.0
+    for count in counts:
+        for bound in equal_candidates(estimates, count):
+            assert bound.is_bound
+            for schedule in ("1f1b", "interleaved", "zb-h1"):
+                if schedule == "interleaved" and len(bound.sizes) > 4:
+                    continue
+                how = autopar.PipelineParallel(num_stages=len(bound.sizes), num_microbatches=count, schedule=schedule)
+                seconds = predicted(cluster, how, rows, width).cost.step_seconds
+                assert seconds >= (1 - TUNING.kernels_doubt) * bound.least, (bound, schedule)
+                tightest = max(tightest, bound.least / seconds)
+    assert tightest > 0.6, "and some are near"
