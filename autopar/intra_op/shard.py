@@ -9,11 +9,11 @@ Method: the passes of `SHARD` (`setting.py`), once; then solve, lower and simula
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.intra_op.by_axes import descend_from
+from autopar.intra_op.by_axes import descend_from, lift
 from autopar.intra_op.exposure import Exposure, OwnExposure, show
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.instance import Instance
@@ -25,6 +25,7 @@ from autopar.intra_op.restrict import Restrict, narrowed_problem
 from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.solve import pass_messages, solve
 from autopar.intra_op.time_limit import TimeLimit
+from autopar.intra_op.tying import of_classes
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device
 from autopar.options import Options
@@ -163,12 +164,15 @@ def _explore(instance: Instance, best: Sharded, last: Sharded, tried: list[tuple
 def _as_begun(instance: Instance, best: Sharded, begin: Sequence[Sharded], tried: list[tuple[int, ...]]) -> Sharded:
     """Solve under the exposure by which the answer to begin with was found, if that is another than meshes are compared by.
 
-    What hides in that program hides in those near it, and the other exposure says so of none of them. Not where the descent
-    ended much slower than it began. Arguments as in `shard` and `_follow_clock`.
+    What hides in that program hides in those near it, and the other exposure says so of none of them. Where the descent ended
+    much slower than it began, the answers to begin with are taken as they are. Arguments as in `shard` and `_follow_clock`.
     """
     exposure, began = begin[0].exposure, min(sharded.step_seconds for sharded in begin)
-    is_far = best.step_seconds > (1 + TUNING.third_axis_worse) * began
-    if is_far or not isinstance(exposure, OwnExposure) or instance.limit.is_over:
+    if instance.limit.is_over:
+        return best
+    if best.step_seconds > (1 + TUNING.third_axis_worse) * began:
+        return min([best, *_lifted(instance, best, begin)], key=lambda sharded: sharded.step_seconds)
+    if not isinstance(exposure, OwnExposure):
         return best
     problem, solution = instance.solve_under(exposure)
     if not solution.choices or solution.choices in tried:
@@ -177,6 +181,18 @@ def _as_begun(instance: Instance, best: Sharded, begin: Sequence[Sharded], tried
     found = instance.read_off(problem, solution, exposure)
     fits = found.fits(instance.budget_search.budget)
     return min(best, found, key=lambda sharded: sharded.step_seconds) if fits else best
+
+
+def _lifted(instance: Instance, best: Sharded, begin: Sequence[Sharded]) -> Iterator[Sharded]:
+    """The answers to begin with as they are on this mesh, those that fit; priced as `best` is."""
+    for sharded in begin:
+        choices = of_classes(instance.class_of, lift(sharded.choices, sharded.graph, instance.graph))
+        seconds = best.problem.cost(choices)
+        if np.isfinite(seconds):
+            solution = dataclasses.replace(best.solution, choices=choices, objective=seconds)
+            found = instance.read_off(best.problem, solution, best.exposure)
+            if found.fits(instance.budget_search.budget):
+                yield found
 
 
 def settle(

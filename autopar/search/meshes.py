@@ -156,7 +156,8 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     best mesh if its price misjudges it; on that and those nearly as fast also where it takes next to no time, or together a
     part of the time that all meshes took, or any gain repays any time, and prices depend on what hides behind kernels. On
     several hosts the best mesh is planned as thoroughly as if the user named it, unless memory binds, where prices of bytes
-    make it many times as long; then those nearly as fast that are priced below it.
+    make it many times as long; then those nearly as fast that are priced below it, or are as fast but for next to nothing and
+    leave a gap. On one host so is the best on three axes that leaves one, where that is short beside all steps.
     """
     best, hosts = searched.best, request.cluster.hosts
     known = request.narrowed.seconds if request.narrowed else math.inf
@@ -179,8 +180,12 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
         repaid = takes <= TUNING.unaided_seconds and request.options.repays(worth, takes)
         # The best may have become faster than what others are priced at.
         is_cheaper = sharded.solution.objective < (1 - TUNING.misjudged) * searched.best.step_seconds
-        is_doubted = is_asked or (sharded is not best and is_near and is_cheaper)
-        thorough = is_doubted and hosts > 1 and not is_short and takes <= left_named
+        is_close = sharded.step_seconds <= (1 + TUNING.misjudged) * best.step_seconds and sharded.gap > TUNING.rough_gap
+        is_doubted = is_asked or (sharded is not best and is_near and (is_cheaper or is_close))
+        if hosts == 1:
+            part = TUNING.named_part * request.options.repaying_steps * best.step_seconds
+            is_doubted = sharded is best and is_close and len(best.mesh.shape) > 2 and takes <= part
+        thorough = is_doubted and not is_short and takes <= left_named
         chosen = (is_asked or is_quick) and repaid or thorough or (is_near and takes <= left)
         if sharded is searched.unaided or not chosen:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 
 import jax
@@ -180,6 +181,26 @@ def test_three_axes_are_also_priced_by_what_the_answer_they_begin_from_shows(mon
     assert found.exposure is own and as_others.exposure is nothing_sent
     tune(monkeypatch, sharding, third_axis_worse=0.0)  # the descent ended slower than it began: not worth a second
     assert sharded_with(nothing_sent, 5e9, (2, 2, 2), **of, begin=begin[:1]).exposure is nothing_sent
+
+
+@pytest.mark.parametrize("times, kept", [(2.0, True), (1.05, False)])
+def test_a_descent_that_ends_much_slower_than_it_began_returns_to_where_it_began(times, kept):
+    """Sixteen experts on 8x8 H100: priced lower, a descent ended an eighth slower than the answer that it began from."""
+    begun, read = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=2), []
+
+    def read_off(problem, solution, exposure):
+        read.append(solution.choices)
+        return begun
+
+    priced = {"problem": begun.problem, "solution": begun.solution, "exposure": Exposure(0.1)}
+    ended = types.SimpleNamespace(step_seconds=times * begun.step_seconds, **priced)
+    budget = types.SimpleNamespace(budget=math.inf)
+    instance = types.SimpleNamespace(
+        graph=begun.graph, class_of=begun.class_of, read_off=read_off, limit=TimeLimit(60.0), budget_search=budget
+    )
+    other = dataclasses.replace(begun, exposure=Exposure(0.1))
+    assert (sharding._as_begun(instance, ended, [other], []) is begun) == kept
+    assert read == [begun.solution.choices] * kept
 
 
 @pytest.mark.parametrize("scanned", [False, True])
