@@ -68,7 +68,7 @@ def all_cases(num_devices: int, is_cpu: bool, blocks: Iterable[Case] = ()) -> li
         list(blocks),
         list(_convolutions(is_cpu)),
         list(_attention(is_cpu)),
-        *([collective(kind, size, group) for size, group in _messages(groups, is_cpu)] for kind in _COLLECTIVES),
+        *(list(_collectives(kind, groups, is_cpu)) for kind in _COLLECTIVES),
         list(_indexing(is_cpu)),
     ]
     rounds = itertools.zip_longest(*kinds)
@@ -260,11 +260,10 @@ def _indexing(is_cpu: bool) -> Iterator[Case]:
 # Collectives.
 
 
-def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
-    """(bytes on one device, devices in a group)."""
-    sizes = (2**20, 2**12, 2**17, 2**22) if is_cpu else (2**26, 2**14, 2**20, 2**23, 2**28)
-    for size in sizes:
-        yield from ((size, group) for group in groups)
+def _collectives(kind: CollectiveKind, groups: Sequence[int], is_cpu: bool) -> Iterator[Case]:
+    """A collective by size and group; short ones on CPUs between products, as in steps."""
+    for size in (2**20, 0, 2**22) if is_cpu else (2**26, 2**14, 2**20, 2**23, 2**28):
+        yield from (collective(kind, size, group) if size else between_products(kind, group) for group in groups)
 
 
 _COLLECTIVES = tuple(kind for kind in COLLECTIVE_KINDS if kind != "ragged-all-to-all")
@@ -303,6 +302,22 @@ def collective(kind: CollectiveKind, num_bytes: int, group: int) -> Case:
     }[kind]
     text = f"{4 * count} bytes on each of {group} devices"
     return Case(kind, text, (shape,), "float32", turn, kernels, ((kind, 4.0 * count),), group)  # type: ignore[arg-type]
+
+
+def between_products(kind: CollectiveKind, group: int) -> Case:
+    """A short collective of what products make, which read its result: where devices share cores, these may rest until the
+    last device has made its own, which a row of collectives alone does not show."""
+    near = product(1, 32, 64, 64, "float32")
+    whole, parts = near.shapes[0], group if kind == "all-gather" else 1
+    sent = collective(kind, 4 * math.prod(whole) * parts, group)
+
+    def turn(x: jax.Array, *others: jax.Array) -> jax.Array:
+        made = near.turn(x, *others)
+        assert isinstance(made, jax.Array), "it carries one array"
+        return jnp.reshape(sent.turn(made.reshape(sent.shapes[0])), whole)
+
+    text, kernels = f"{sent.text}, between products", (*near.kernels, *sent.kernels)
+    return Case(kind, text, near.shapes, near.dtype, turn, kernels, sent.collectives, group)
 
 
 def dispatched() -> Any:

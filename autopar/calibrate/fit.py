@@ -59,8 +59,8 @@ def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     `start` and `link`: the catalog's, or guesses. Peak rates and the number of cores are kept if the catalog has them.
     """
     device, messages = start, [s for s in samples if s.case.collectives]
-    for kind, fitted in _FITS:
-        own = [s for s in samples if s.case.kind == kind and s.case.is_fitted]
+    for kinds, fitted in _FITS:
+        own = [s for s in samples if s.case.kind in kinds and s.case.is_fitted]
         device = fitted(device, own) if own else device
     return Fitted(device, _fit_link(device, messages, link) if messages else None)
 
@@ -99,13 +99,20 @@ def _as_share(device: Device, found: Device) -> Device:
 
 
 def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
-    """Fit rates of products (for the catalog's devices one fraction of all peaks, else by dtype), and tile parameters."""
+    """Fit rates of products (for the catalog's devices one fraction of all peaks, else by dtype), and tile parameters.
+
+    Products that do next to nothing (`"launch"`) take a tile's time at least, which few large ones would leave open.
+    """
+    tiny, samples = ([s for s in samples if (s.case.kind == "launch") == is_tiny] for is_tiny in (True, False))
+    if not samples:
+        return device
     has_peak = isinstance(device.peak_flops, Mapping)
     main = samples[0].case.dtype
     own = samples if has_peak else [s for s in samples if s.case.dtype == main]
+    longest_tile = min((s.seconds / len(_products(s.case)) for s in tiny), default=math.inf)
 
     def made(rate: float, tile_seconds: float, balance: float) -> Device:
-        share = min(1.0, rate) if has_peak else 1.0
+        share, tile_seconds = min(1.0, rate) if has_peak else 1.0, min(tile_seconds, longest_tile)
         achieved = dataclasses.replace(device.achieved, product=share, tile_seconds=tile_seconds, balance=balance)
         peak = device.peak_flops if has_peak else {main: rate}
         return dataclasses.replace(device, peak_flops=peak, achieved=achieved)
@@ -162,7 +169,11 @@ def _fit_link(device: Device, samples: Sequence[Sample], link: Link) -> Link:
 
 
 def _flops(case: Case) -> float:
-    return sum(k.work * k.count * k.rows * k.columns * k.depth for k in case.kernels if isinstance(k, Product))
+    return sum(k.work * k.count * k.rows * k.columns * k.depth for k in _products(case))
+
+
+def _products(case: Case) -> list[Product]:
+    return [kernel for kernel in case.kernels if isinstance(kernel, Product)]
 
 
 def _error(device: Device, samples: Sequence[Sample]) -> float:
@@ -194,18 +205,18 @@ def _closest(error: Callable[..., float], spans: Sequence[tuple[float, float]]) 
     return tuple(map(math.exp, best[1]))
 
 
-_FITS: tuple[tuple[str, Callable[[Device, Sequence[Sample]], Device]], ...] = (
-    ("launch", _fit_launch),
-    ("pass", _fit_passes),
-    ("product", _fit_products),
-    ("launch", _fit_launch),  # again, now that the other time of these kernels is known
-    ("product", _fit_products),
-    ("launch", _fit_launch),
-    ("turned", functools.partial(_fit_share, name="turned", least=0.1, most=4.0)),
-    ("transpose", functools.partial(_fit_share, name="turning", least=1.0, most=100.0)),
-    ("convolution", functools.partial(_fit_share, name="convolution", least=0.01, most=4.0)),
-    ("attention", functools.partial(_fit_share, name="fused", least=0.01, most=1.0)),
-    ("update", functools.partial(_fit_share, name="update_passes", least=0.5, most=20.0)),
-    ("layer", functools.partial(_fit_share, name="passes", least=0.5, most=20.0)),
+_FITS: tuple[tuple[tuple[str, ...], Callable[[Device, Sequence[Sample]], Device]], ...] = (
+    (("launch",), _fit_launch),
+    (("pass",), _fit_passes),
+    (("product", "launch"), _fit_products),
+    (("launch",), _fit_launch),  # again, now that the other time of these kernels is known
+    (("product", "launch"), _fit_products),
+    (("launch",), _fit_launch),
+    (("turned",), functools.partial(_fit_share, name="turned", least=0.1, most=4.0)),
+    (("transpose",), functools.partial(_fit_share, name="turning", least=1.0, most=100.0)),
+    (("convolution",), functools.partial(_fit_share, name="convolution", least=0.01, most=4.0)),
+    (("attention",), functools.partial(_fit_share, name="fused", least=0.01, most=1.0)),
+    (("update",), functools.partial(_fit_share, name="update_passes", least=0.5, most=20.0)),
+    (("layer",), functools.partial(_fit_share, name="passes", least=0.5, most=20.0)),
 )
-"""(kind of case, fit), in order."""
+"""(kinds of cases, fit), in order."""

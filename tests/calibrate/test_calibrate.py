@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar.calibrate.blocks import blocks
 from autopar.calibrate.calibrate import host_memory_bytes
-from autopar.calibrate.cases import all_cases, collective
+from autopar.calibrate.cases import all_cases, between_products, collective
 from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
 from autopar.calibrate.timing import CALL_SECONDS, _enough_turns, dispatch, fresh_memory, shared_cores, undisturbed
 from autopar.calibrate.words import profile_text
@@ -90,6 +90,35 @@ def test_other_programs_on_shared_cores_do_not_stretch_what_is_measured():
     quiet: list[float] = []
     assert undisturbed(kernels[0], 1e-3, 1e-3, quiet) == 1e-3
     assert undisturbed(meeting, 6e-3, 1e-3, quiet) == 6e-3
+
+
+def test_few_products_do_not_make_tiles_longer_than_the_smallest_product():
+    """Two large products, the smaller one slower for its FLOPs, leave the time of a tile open; the smallest says what it is
+    at most."""
+    kinds = {case.kind: case for case in reversed(cases_of(True))}
+    large = [case for case in cases_of(True) if case.kind == "product"][:3]
+    few = [
+        Sample(kinds["launch"], 6e-6),
+        *(Sample(c, s) for c, s in zip(large, (4.1e-3, 16.4e-3, 5.1e-3), strict=True)),
+    ]
+    start = dataclasses.replace(CPU, peak_flops=1e10)
+    open_ended, found = fit(few[1:], start, SHARED), fit(few, start, SHARED)
+    assert open_ended.device.achieved.tile_seconds > 2e-5
+    assert found.device.achieved.tile_seconds <= 3e-6 * (1 + 1e-9)
+    assert found.seconds(kinds["launch"]) <= 2 * 6e-6
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"])
+def test_short_collectives_are_measured_between_products(kind):
+    """One that needs what the products of all devices make; it is as long as the model's collective of these bytes."""
+    case = between_products(kind, 4)
+    assert case.text in {c.text for c in cases_of(True)} and len(case.kernels) > 2
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    spec = jax.sharding.PartitionSpec()
+    run = jax.shard_map(case.turn, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+    arrays = [np.ones(shape, np.float32) for shape in case.shapes]
+    assert run(*arrays).shape == case.shapes[0]
+    assert kind in jax.jit(run).lower(*arrays).compile().as_text()
 
 
 def test_memory_is_new_where_the_system_gave_pages(monkeypatch):
