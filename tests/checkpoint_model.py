@@ -44,10 +44,10 @@ def batches(count):
     return [{"x": each[:, :8], "y": each[:, 8:]} for each in data]
 
 
-def step_on(num_devices, method):
+def step_on(num_devices, method, step=train_step):
     """The step under a plan on the first devices."""
     cluster = autopar.Cluster.local(jax.devices()[:num_devices])
-    return autopar.parallelize(train_step, cluster=cluster, method=method)
+    return autopar.parallelize(step, cluster=cluster, method=method)
 
 
 def there(directory):

@@ -426,6 +426,22 @@ def test_batches_are_placed_ahead(method):
     assert placed_for(train_step, batch)(batch) is batch
 
 
+@pytest.mark.parametrize("method", [ShardParallel(), PipelineParallel(num_stages=2, num_microbatches=2)], ids=str)
+def test_batches_are_placed_ahead_behind_a_state_with_none(method):
+    """What is None in the state or in the batch has no sharding: those of the batch's arrays are found all the same."""
+
+    def step(state, batch):
+        inner, loss = train_step(state["inner"], {"x": batch["x"], "y": batch["y"]})
+        return {"frozen": None, "inner": inner}, loss
+
+    made = [batch | {"mask": None} for batch in batches(3)]
+    parallel = step_on(4, method, step)
+    _, metrics = autopar.fit(parallel, {"frozen": None, "inner": create_state()}, made)
+    assert as_list(metrics) == as_list(autopar.fit(step_on(4, method), create_state(), batches(3))[1])
+    placed, wanted = placed_for(parallel, made[0])(made[0]), parallel.latest().in_shardings[0][1]
+    assert {name: placed[name].sharding for name in "xy"} == {name: wanted[name] for name in "xy"}
+
+
 def masked_step(state, batch):
     def loss_fn(w):
         errors = (jnp.tanh(batch["x"] @ w) - batch["y"]).mean(axis=1) ** 2

@@ -177,7 +177,7 @@ def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
     first, stop = argument_slices(program)[len(arguments) - 1]
     if any(compiled.plan.attached.roles.donated[first:stop]):  # a placed array may share memory with the user's
         return lambda batch: batch
-    shardings = jax.tree.leaves(compiled.in_shardings, is_leaf=lambda sharding: sharding is None)[first:stop]
+    shardings = compiled.executable.in_shardings[first:stop]
     types = [_type_of(leaf) for leaf in jax.tree.leaves(last)]
     if [aval.shape for aval in program.in_avals[first:stop]] != [shape for shape, _ in types]:
         return lambda batch: batch  # it was compiled last for other batches
