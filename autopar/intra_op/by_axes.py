@@ -99,12 +99,16 @@ def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
 
 
 def descend_from(known: Sequence[Sharded], graph: Graph, class_of: Sequence[int]) -> Solve:
-    """A solver by axes, which begins with the best of answers from other meshes and those that it found before."""
+    """A solver by axes, which begins with the best of answers from other meshes and those that it found before.
+
+    Once it has found some, another descent wins next to nothing, and none is begun that has to win more.
+    """
     starts = [of_classes(class_of, lift(sharded.choices, sharded.graph, graph)) for sharded in known]
     does = behaviours(graph, class_of)
 
     def by_axes(problem: Problem, *how: Any) -> Solution:
-        found = descend(problem, *how, start=min(starts, key=problem.cost), does=does)
+        hoped = TUNING.descent_doubt if len(starts) > len(known) else np.inf
+        found = descend(problem, *how, start=min(starts, key=problem.cost), does=does, hoped=hoped)
         if found.choices and found.choices not in starts:
             starts.append(found.choices)
         return found
@@ -121,6 +125,7 @@ def descend(
     *,
     start: Sequence[int],
     does: Behaviours,
+    hoped: float = np.inf,
 ) -> Solution:
     """Fix one axis after the other, and solve for the rest.
 
@@ -132,11 +137,14 @@ def descend(
         known: Cost of the incumbent on another mesh: if nothing better is found, the status is `"pruned"`.
         start: The assignment to begin with.
         does: What choices do on each axis.
+        hoped: Part of `known` that it may win; if it has to win more, it is not begun.
     """
     limit = time_limit(seconds)
     floor = sum(float(cost.min()) for cost in problem.costs)
     best = Solution(tuple(start), problem.cost(start), floor, "feasible", "two axes at a time")
     fixed = failed = 0
+    if np.isfinite(best.objective) and best.objective > (1 + hoped) * known:
+        return dataclasses.replace(best, status="pruned")
     while failed < len(does) and not limit.is_spent:
         before = best.objective
         block, left = _block(problem, does[fixed], best.choices)

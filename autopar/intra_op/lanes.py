@@ -65,7 +65,7 @@ class _Task(NamedTuple):
 
     kernel: float | None
     sent: float
-    needs: tuple[int, ...]
+    needs: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
     inner: tuple[float, ...] = ()
 
@@ -83,10 +83,21 @@ def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: Logical
 
 
 class _Build:
-    """Builds the tasks of a body, or of several trips of one."""
+    """Builds the tasks of a body, or of several trips of one.
 
-    def __init__(self, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, device: Device):
+    Attributes:
+        known: The task of each instruction seen so far, by its id, without what it needs: trips of a loop repeat them.
+    """
+
+    def __init__(
+        self,
+        seconds_of: Callable[[JaxprEqn], float],
+        mesh: LogicalMesh,
+        device: Device,
+        known: dict[int, _Task | None] | None = None,
+    ):
         self.seconds_of, self.mesh, self.device = seconds_of, mesh, device
+        self.known = {} if known is None else known
         self.tasks: list[_Task] = []
         self.count = 0
 
@@ -105,12 +116,12 @@ class _Build:
                 needs = maker.get(waited[0], ())
             else:
                 needs = tuple(dict.fromkeys([n for copy in waited for n in maker.get(copy, ())]))
-            if isinstance(instruction, Region):
-                task: _Task | None = self.region(instruction, needs, place)
-            else:
-                task = self.plain(instruction, needs, place)
+            if id(instruction) not in self.known:
+                alone = self.region(instruction) if isinstance(instruction, Region) else self.plain(instruction)
+                self.known[id(instruction)] = alone
+            task = self.known[id(instruction)]
             if task is not None:
-                self.tasks.append(task)
+                self.tasks.append(task._replace(needs=needs, places=tuple([place + k for k in task.places])))
                 place += len(task.places)
             # Views and slices are no tasks: their readers depend on what they are made of.
             made = (len(self.tasks) - 1,) if task is not None else needs
@@ -119,13 +130,13 @@ class _Build:
         self.count = place
         return maker
 
-    def plain(self, instruction: Instruction, needs: tuple[int, ...], place: int) -> _Task | None:
+    def plain(self, instruction: Instruction) -> _Task | None:
         kernel: float | None = None
         own: list[Collective] = []
         if isinstance(instruction, Compute):
             kernel = self.seconds_of(instruction.eqn)
             if copies_to_or_from_host(instruction.eqn):  # overlaps with kernels, like a collective
-                return _Task(None, kernel, needs)
+                return _Task(None, kernel)
         if (
             not isinstance(instruction, Compute)
             or instruction.strategy.reductions
@@ -138,9 +149,9 @@ class _Build:
         if not kernel and not own:
             return None
         sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)
-        return _Task(kernel, sent, needs, tuple(range(place, place + len(own))))
+        return _Task(kernel, sent, places=tuple(range(len(own))))
 
-    def region(self, region: Region, needs: tuple[int, ...], place: int) -> _Task:
+    def region(self, region: Region) -> _Task:
         """A loop, or branches, as one task."""
         trips = trip_count(region.eqn)
         seconds, exposed = trips * self.device.row_seconds(row_bytes(region, self.mesh)), []
@@ -148,22 +159,24 @@ class _Build:
             of_body, of_each = self.turns(region, inner, trips)
             seconds += of_body
             exposed += of_each
-        return _Task(seconds, 0.0, needs, tuple(range(place, place + len(exposed))), tuple(exposed))
+        return _Task(seconds, 0.0, places=tuple(range(len(exposed))), inner=tuple(exposed))
 
     def turns(self, region: Region, inner: Body, trips: int) -> tuple[float, list[float]]:
         """Seconds of all trips of a loop, and exposed seconds per collective, extrapolated from the first few trips."""
-        build = _Build(self.seconds_of, self.mesh, self.device)
+        build = _Build(self.seconds_of, self.mesh, self.device, self.known)
         ends: list[tuple[float, tuple[float, ...]]] = []
         given: dict[Copy, tuple[int, ...]] = {}
         parts, body = region_of(region.eqn), region.bodies.index(inner)
         entering, leaving = parts.entering(body, parts.bindings), parts.leaving(body, parts.bindings)
         begun = [copy for b, copy in zip(entering, inner.inputs, strict=True) if b.role == "carry"]
         ended = [copy for b, copy in zip(leaving, inner.outputs, strict=True) if b.role == "carry"]
-        for _ in range(min(TUNING.loop_turns, trips)):
+        turns = min(TUNING.loop_turns, trips)
+        for number in range(turns):
             maker = build.add(inner, given)
             pairs = zip(begun, ended, strict=False)  # the test of a `while` makes no carry
             given = {copy: maker[atom, s] for copy, (atom, s) in pairs if isinstance(atom, Var) and (atom, s) in maker}
-            ends.append(_Clock(build.tasks, build.count, self.device.achieved.overlap).run())
+            if number >= turns - 2:
+                ends.append(_Clock(build.tasks, build.count, self.device.achieved.overlap).run())
         seconds, exposed = ends[-1]
         if trips <= TUNING.loop_turns:
             return seconds, list(exposed)

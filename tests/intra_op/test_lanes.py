@@ -97,6 +97,28 @@ def test_the_same_program_twice_is_the_same():
     assert first == second
 
 
+def test_each_equation_is_priced_once_however_many_trips_are_simulated():
+    """Three trips of each loop were each priced anew, and nine of a loop in it."""
+
+    def step(params, x):
+        def outer(x, w):
+            return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=6)[0], None
+
+        return jax.tree.map(lambda g: -0.1 * g, jax.grad(lambda p: jnp.mean(lax.scan(outer, x, p)[0]))(params))
+
+    params, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((5, 64, 64), (64, 64)))
+    method = ShardParallel(mesh_shape=(8,))
+    plan = autopar.parallelize(step, cluster=Cluster.of("1x8 h100"), method=method, batch_argnums=(1,)).plan(params, x)
+    sharded, asked = plan.origin.pipeline.stages[0].sharded, []
+
+    def seconds_of(eqn):
+        asked.append(eqn)
+        return 1e-6
+
+    run_lanes(sharded.body, seconds_of, sharded.graph.mesh, device(0.5))
+    assert len(asked) == len({id(eqn) for eqn in asked}) > 10
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parts_of_a_dim_behind_others_are_transposed(dim):
     """What is gathered along the first dim lies as it comes; along another, kernels put every row together."""
