@@ -131,7 +131,6 @@ def shard_on(
                 begin=begin,
                 explore=explore,
                 misled=misled,
-                fastest=request.beat,
             )
         except InfeasibleError:
             if found is None:
