@@ -70,3 +70,10 @@ def test_lengths_that_the_devices_divide_alike_are_of_one_form():
     assert one.form(8) == other.form(8) != fewer.form(8)
     known = enumerate_strategies(one, {"x": 2, "y": 4})
     assert enumerate_strategies(other, {"x": 2, "y": 4}) == known != enumerate_strategies(fewer, {"x": 2, "y": 4})
+
+
+def test_no_device_splits_a_dim_without_elements():
+    """The odd half of a scan over one element is empty; it took the strategies of lengths that all devices divide."""
+    known, empty, odd = (rule_of(lambda a, b: a * b, [(4, length, 3)] * 2) for length in (8, 0, 5))
+    assert known.form(8) != empty.form(8) == odd.form(8)
+    assert enumerate_strategies(empty, {"x": 2}) == enumerate_strategies(odd, {"x": 2})

@@ -151,9 +151,9 @@ class ShardingRule:
     def form(self, num_devices: int) -> Hashable:
         """What the rule's strategies on so many devices depend on: operations with equal forms have equal strategies.
 
-        Of a factor's length that is the part that the devices may divide.
+        Of a factor's length that is the part that the devices may divide; of none it is 1, as no device splits it.
         """
-        parts = {factor: math.gcd(size, num_devices) for factor, size in self.sizes.items()}
+        parts = {factor: math.gcd(max(size, 1), num_devices) for factor, size in self.sizes.items()}
         maps = (parts, self.reduced, self.accumulators)
         others = self.summed, self.one_hot, self.whole, self.linear, self.exchange, self.host_call
         return self.operands, self.results, *(tuple(each.items()) for each in maps), *others
