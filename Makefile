@@ -12,10 +12,11 @@ VERIFY := $(VENV)/verify/.installed
 demo: $(STAMP)
 	$(RUN) examples/train_gpt.py
 
-# Tests start many processes: with bytecode at hand, none of them compiles the package again.
+# Tests start many processes: with bytecode at hand, none of them compiles the package again. Three workers on two cores:
+# where one waits, for Ray's processes or for devices that wait for each other, there is work for both cores.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) $(VERIFY)
-	$(RUN) -m pytest -q -rs -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(RUN) -m pytest -q -rs -n 3 --dist worksteal $(PYTEST_ARGS)
 
 # Python 3.11 with JAX 0.10, and Python 3.12 with JAX 0.11.
 test-matrix:

@@ -29,4 +29,4 @@ if [ ! "$venv/.installed" -nt pyproject.toml ]; then
   touch "$venv/.installed"
 fi
 echo "== Python $version, JAX $jax"
-exec env PYTHONDONTWRITEBYTECODE= "$venv/bin/python" -m pytest -q -rs -n 2 --dist worksteal "$@"
+exec env PYTHONDONTWRITEBYTECODE= "$venv/bin/python" -m pytest -q -rs -n 3 --dist worksteal "$@"
