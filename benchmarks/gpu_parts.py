@@ -265,11 +265,11 @@ def offloaded_optimizer(small: bool, folder: Path) -> Figures:
         how: Any = {"batch_argnums": (1,), "donate_argnums": (0,), "cluster": cluster, "method": method}
         plan = autopar.parallelize(step, **how).plan(*types)
         budget = 0.9 * max(plan.cost.peak_bytes)
-    return _beside_jit(step, types, 1e-4, cluster=cluster, method=method)
+    return _beside_jit(step, types, 1e-4, plan, cluster=cluster, method=method)
 
 
-def _beside_jit(step: Any, types: list[Any], close: float, **how: Any) -> Figures:
-    """A step once through autopar and once through `jax.jit`; then its time, and its memory.
+def _beside_jit(step: Any, types: list[Any], close: float, plan: autopar.Plan | None = None, **how: Any) -> Figures:
+    """A step once through autopar, as planned if it is, and once through `jax.jit`; then its time, and its memory.
 
     Raises:
         AssertionError: They differ by more than `close` of the scale of a leaf; on GPUs, whose products round float32 operands
@@ -280,7 +280,7 @@ def _beside_jit(step: Any, types: list[Any], close: float, **how: Any) -> Figure
     expected = plain(*arguments)
     rounded = plain(*jax.tree.map(_rounded, arguments)) if jax.default_backend() == "gpu" else expected
     noise = list(map(_error, jax.tree.leaves(rounded), jax.tree.leaves(expected)))
-    compiled = autopar.parallelize(step, batch_argnums=(1,), donate_argnums=(0,), **how).compile(*types)
+    compiled = autopar.parallelize(step, batch_argnums=(1,), donate_argnums=(0,), **how).compile(*types, plan=plan)
     state, *rest = compiled(*arguments)
     errors = list(map(_error, jax.tree.leaves((state, *rest)), jax.tree.leaves(expected)))
     wrong = max(zip(errors, noise, strict=True), key=lambda pair: pair[0] - 2 * pair[1])
