@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 
 class AutoparError(Exception):
@@ -46,6 +46,14 @@ class AutoparError(Exception):
         told = ((label, text.strip().replace("\n", "\n" + " " * 10)) for label, text in parts if text)
         lines = [f"  {label + ':':7} {text}" for label, text in told]
         super().__init__("\n".join([summary, *lines]))
+
+    def kept(self) -> Self:
+        """This error without the frames that it, its cause and its context came through; whoever keeps it keeps no more."""
+        chain: list[BaseException] = [self]
+        for error in chain:
+            error.__traceback__ = None
+            chain += [e for e in (error.__cause__, error.__context__) if e is not None and e not in chain]
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword arguments do not pickle by themselves, and workers send theirs to the driver.

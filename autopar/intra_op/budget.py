@@ -1,6 +1,6 @@
 """Records what a search within a memory budget learns, and explains its failure.
 
-In:     a function from an assignment to the memory rows that it violates, a function that proves a lower bound on memory.
+In:     assignments and the memory rows that they violate, a function that proves a lower bound on memory.
 Out:    `BudgetSearch`, which `memory_constrained.py` queries; an error with the proved bound, or with the least peak found.
 """
 
@@ -34,23 +34,19 @@ class BudgetSearch:
         self,
         budget: float,
         mesh: LogicalMesh,
-        rows_at: Callable[[Sequence[int]], list[MemoryRow]],
         prove: Callable[[], Floor],
         limit: TimeLimit,
     ):
         self.budget, self.mesh, self.limit = budget, mesh, limit
         self.least = Floor(np.inf, "")
         self._smallest: Sequence[int] = ()
-        self._rows_at, self._prove = rows_at, prove
+        self._prove = prove
 
-    def broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
-        """The memory rows that an assignment violates, as `solve_constrained` queries them; updates `least`."""
-        rows = self._rows_at(choices)
-        if rows:
-            fullest = max((Floor(row.used(choices), row.label) for row in rows), key=lambda at: at.num_bytes)
-            if fullest.num_bytes < self.least.num_bytes:
-                self.least, self._smallest = fullest, choices
-        return rows
+    def note(self, choices: Sequence[int], rows: Sequence[MemoryRow]) -> None:
+        """Update `least` by an assignment and the memory rows that it violates."""
+        fullest = max((Floor(row.used(choices), row.label) for row in rows), key=lambda at: at.num_bytes, default=None)
+        if fullest is not None and fullest.num_bytes < self.least.num_bytes:
+            self.least, self._smallest = fullest, choices
 
     @functools.cached_property
     def floor(self) -> Floor:

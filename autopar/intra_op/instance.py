@@ -7,7 +7,7 @@ Method: problems, solutions and lowered programs are cached; all solves share on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Instance:
         # Shared by all problems: if the first one uses it up, the others get almost none.
         self.limit = TimeLimit(options.solver_seconds, options.repaying_steps, options.ends)
         budget = options.budget_bytes(self.device.memory_bytes)
-        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor, self.limit)
+        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._prover(), self.limit)
         self.bucket = BUCKET_BYTES
         # Caches of one entry: a body is as large as the program.
         self._lowered: dict[tuple[int, ...], Body] = {}
@@ -99,12 +99,12 @@ class Instance:
         if not np.isfinite(search.budget):
             return free
         how = self.solver, self.limit, beat, self.gap, search.is_hopeless, self._solve_one, self._learnt
-        return solve_constrained(problem, search.broken_rows, *how, num_planes, free=free)
+        return solve_constrained(problem, self._broken_rows, *how, num_planes, free=free)
 
     def solve_within(self, budget: float, exposure: Exposure, beat: float) -> tuple[Problem, Solution]:
         """The problem under an exposure, and its solution within fewer bytes than there are."""
         kept = self.budget_search, self._learnt, self._moments
-        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, lambda: kept[0].floor, self.limit)
+        self.budget_search = BudgetSearch(budget, self.graph.mesh, lambda: kept[0].floor, self.limit)
         self._learnt, self._moments = Learnt(), {}
         problem = self.prices.problem(exposure)
         try:
@@ -153,14 +153,18 @@ class Instance:
             self.bucket, self._lowered, self._moments, problem.rows[:] = smaller, {}, {}, []
         return smaller is not None
 
-    def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
+    def _broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
+        """The memory rows that an assignment violates; the search notes it."""
         nodes, graph = self.nodes(choices), self.graph
         if nodes not in self._moments:
             how = held_values(graph), self.donated, TUNING.memory_rows, self.waiting
             found = fullest_moments(self._body_of(nodes), graph.mesh, *how, over=self.budget_search.budget)
             self._moments = {nodes: found}
-        return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
+        rows = rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
+        self.budget_search.note(choices, rows)
+        return rows
 
-    def _floor(self) -> Floor:
-        rest = self.class_of, self.donated, self.waiting.elsewhere
-        return memory_floor(self.graph, self.prices.problem().costs, *rest)
+    def _prover(self) -> Callable[[], Floor]:
+        """The proof of a lower bound on memory; it does not hold this instance, which holds it."""
+        graph, prices, rest = self.graph, self.prices, (self.class_of, self.donated, self.waiting.elsewhere)
+        return lambda: memory_floor(graph, prices.problem().costs, *rest)

@@ -3,10 +3,10 @@
 In:     a list of `Pass`es, and a form: a program and what belongs to it.
 Out:    the form that the last pass returns.
 Method: in order. `AUTOPAR_CHECK=1` runs the form's checker after each pass, and names the pass that breaks it. Each phase
-        keeps its list where it runs it; `search/passes.py` has all of them. Passes make millions of small objects and no
-        cycles, and the collector's scans of them took a sixth of planning time; reference counting still frees memory.
-        Objects made meanwhile are moved to the oldest generation at the end: otherwise the collector would scan them all at
-        once, as one young generation.
+        keeps its list where it runs it; `search/passes.py` has all of them. Passes make millions of small objects and, as a
+        test holds, no cycles, and the collector's scans of them took a sixth of planning time; reference counting still frees
+        memory. Objects made meanwhile are moved to the oldest generation at the end: otherwise the collector would scan them
+        all at once, as one young generation.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def search_alone(
             planned = pipeline_under(request, _as_stage(method, count), silent, meshes, known)
         except AutoparError as error:
             found.tried.append((text, error.summary))
-            before, failure = failure, error
+            before, failure = failure, error.kept()
             if count >= accumulated and _saves_nothing(before, failure):
                 return
             continue

@@ -71,7 +71,7 @@ def in_fastest_borders(
         except InfeasibleError as error:
             if isinstance(error, SlowerError) and not planned:
                 raise
-            failures.append(error)
+            failures.append(error.kept())
     if not planned:
         raise min(failures, key=lambda error: (not isinstance(error, NoPlanFoundError), needed_bytes(error)))
     return min(planned, key=lambda each: each.seconds_for(goal))

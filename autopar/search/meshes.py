@@ -101,7 +101,7 @@ def search_meshes(
             searched.pruned.append(mesh)
             searched.tried.append((str(mesh), f"at least {pruned.seconds:.3e} s"))
         except AutoparError as error:
-            searched.failure = min(error, searched.failure or error, key=needed_bytes)
+            searched.failure = min(error.kept(), searched.failure or error, key=needed_bytes)
             searched.tried.append((str(mesh), error.summary))
         else:
             searched.unaided = sharded if exposure is None else searched.unaided

@@ -112,7 +112,7 @@ class _Ways:
             narrowed = None if self.best is None else self.best.shown
             found = self.plan(dataclasses.replace(request, program=program, beat=known, narrowed=narrowed))
         except InfeasibleError as error:
-            self.failures.append(error)
+            self.failures.append(error.kept())
             self.tried.append((what, error.summary))
             return False
         self.tried.append((what, seconds_text(found.step.seconds)))

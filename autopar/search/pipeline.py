@@ -118,7 +118,7 @@ class _PipelinePlanner:
                     planned = _recompute_to_fit(planned, self.terms.cluster, budget)
                 check_budget(planned, budget)
             except InfeasibleError as error:
-                failures.append(error)
+                failures.append(error.kept())
             else:
                 fitting.append(planned)
             if fitting and self.terms.options.is_over:

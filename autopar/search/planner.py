@@ -110,7 +110,7 @@ def _with_padding(request: Request, report: Anytime) -> Planned:
     except InfeasibleError as error:
         if not lengths or report.reason:
             raise
-        failure = error
+        failure = error.kept()
     if planned is not None:
         lengths = {} if report.reason else worth_padding(planned, lengths, request, 1 + len(tried))
     if lengths:

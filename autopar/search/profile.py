@@ -8,7 +8,7 @@ Method: on one mesh, seconds by phase are sums over operations, and memory is a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import JaxprEqn, Var
@@ -61,21 +61,19 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
 
 def _phases(body: Body) -> dict[JaxprEqn, EventKind]:
     """The phase of each equation; whatever follows the backward pass is the update."""
-    found: dict[JaxprEqn, EventKind] = {}
-
-    def note(instructions: Sequence[Instruction], phase: EventKind) -> None:
-        for i in instructions:
-            if isinstance(i, Compute | Region):
-                own: EventKind = "B" if phase == "F" and is_backward(i.eqn) else phase
-                found[i.eqn] = own
-                for inner in i.bodies if isinstance(i, Region) else ():
-                    note(inner.instructions, own)
-
     behind = [k for k, i in enumerate(body.instructions) if isinstance(i, Compute | Region) and holds_backward(i.eqn)]
     end = behind[-1] + 1 if behind else len(body.instructions)
-    note(body.instructions[:end], "F")
-    note(body.instructions[end:], "U")
-    return found
+    return dict([*_phases_in(body.instructions[:end], "F"), *_phases_in(body.instructions[end:], "U")])
+
+
+def _phases_in(instructions: Sequence[Instruction], phase: EventKind) -> Iterator[tuple[JaxprEqn, EventKind]]:
+    """The phase of each equation, also in bodies; a backward pass may lie in the forward pass."""
+    for i in instructions:
+        if isinstance(i, Compute | Region):
+            own: EventKind = "B" if phase == "F" and is_backward(i.eqn) else phase
+            yield i.eqn, own
+            for inner in i.bodies if isinstance(i, Region) else ():
+                yield from _phases_in(inner.instructions, own)
 
 
 def _parts_of_program(

@@ -108,7 +108,7 @@ def best_stage(
             further, key = restrict(program, mesh)
             found.append(solve_stage(program, mesh, terms, further, key))
         except (InfeasibleError, ConstraintError) as error:
-            failure = error
+            failure = error.kept()
     if not found:
         assert failure is not None, "a stage has at least one mesh to try"
         raise failure

@@ -19,9 +19,9 @@ def test_the_budget_that_an_error_names_holds_the_gaps_of_the_smallest():
     """Its bytes alive and those between its arrays; of the assignments that were tried, the last is not the smallest."""
     row = MemoryRow("the end", {0: np.array([90.0, 60.0, 80.0])}, 50.0)
     mesh = LogicalMesh((1,), ("x",), (Link(0.0, 1e9),))
-    search = BudgetSearch(50.0, mesh, lambda _: [row], lambda: Floor(40.0, "the end"), TimeLimit(60.0))
+    search = BudgetSearch(50.0, mesh, lambda: Floor(40.0, "the end"), TimeLimit(60.0))
     for choice in range(3):
-        search.broken_rows((choice,))
+        search.note((choice,), [row])
     with pytest.raises(NoPlanFoundError) as caught:
         search.explain(Problem([np.zeros(3)], {}, [row]), lambda choices: GAPS[tuple(choices)])
     assert caught.value.needed_bytes == math.ceil(60 + 7)

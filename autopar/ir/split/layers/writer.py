@@ -8,6 +8,7 @@ Method: each equation once per part (`../writer.py`), with the number of the par
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import jax
@@ -140,7 +141,7 @@ class _Part(ShardWriter):
         axis, kind = programs.solution.axis, shaped(jax.ShapeDtypeStruct((), jnp.int32))
         units = units_of_shard(number, axis.count, axis.units)
         super().__init__(programs, Literal(np.int32(units.first), kind), units.size, program.eqns)
-        self.program, self.rows = program, rows
+        self.program, self.rows = weakref.proxy(program), rows  # cycles are not freed while planning
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """Convert a value that is whole, or split otherwise."""

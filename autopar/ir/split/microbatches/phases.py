@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -135,7 +136,8 @@ class _Phases:
         self.of_backward = None if joins is None else made_by_backward(jaxpr)
         self.between: dict[Var, None] = {}
         self.solution = LoopSolution(Axis(count))
-        self.solver = Solver(self.solution, self.take_own)
+        policy = weakref.proxy(self)  # cycles are not freed while planning
+        self.solver = Solver(self.solution, lambda cause: policy.take_own(cause))
         self.late: dict[Var, Cause] = {}
         self.readers, self.sums = readers_of(jaxpr.eqns), SampleSums(jaxpr)
         self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}

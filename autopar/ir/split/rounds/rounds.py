@@ -251,7 +251,7 @@ def _rounds(jaxpr: Jaxpr, decide: Decide, by_rows: bool = False) -> list[_Round]
             rounds[at] = replace(this, solution=decide(current, own=this.own, pairs=this.pairs))
             at += 1
         except SamplesWaitError as waits:
-            first = first or waits
+            first = first or waits.with_traceback(None)
             rows = waits.rows if by_rows else waits.samples
             own = tuple(var for var, how in waits.solution.read_as.items() if how is OWN)
             cuts = [rows if by_rows else waits.sums + rows]

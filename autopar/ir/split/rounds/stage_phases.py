@@ -108,7 +108,7 @@ def _at_joins(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
         try:
             return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
         except SamplesWaitError as waits:
-            first = first or waits
+            first = first or waits.with_traceback(None)
             better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))

@@ -10,7 +10,7 @@ Method: samples lie along the leading dim of what a step reads. If a loop of tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.dataflow import descendants, inputs_of, readers_of
@@ -51,28 +51,32 @@ def dims_of_samples(jaxpr: Jaxpr, values: Iterable[Var]) -> dict[Var, Dims]:
     """For each value the dims that run over samples, if it is (a stack of) the batch; none if its rows are single numbers."""
     if not any(map(holds_steps, jaxpr.eqns)):
         return {var: frozenset({0} if var.aval.shape else ()) for var in values}
-    readers, known = readers_of(jaxpr.eqns), dict[Var, Dims]()
+    found = _SampleDims(readers_of(jaxpr.eqns))
+    return {var: found.of_value(var) for var in values}
 
-    def of_value(var: Var) -> Dims:
-        if var not in known:
-            ways = [of_reader(eqn, var) for eqn in readers.get(var, ())] or [frozenset({0})]
+
+class _SampleDims:
+    def __init__(self, readers: Mapping[Var, Sequence[JaxprEqn]]):
+        self.readers, self.known = readers, dict[Var, Dims]()
+
+    def of_value(self, var: Var) -> Dims:
+        if var not in self.known:
+            ways = [self.of_reader(eqn, var) for eqn in self.readers.get(var, ())] or [frozenset({0})]
             found = frozenset.intersection(*ways)
             if any(ways) and not found:  # its readers disagree
                 found = frozenset({0})
-            known[var] = frozenset(d for d in found if d < len(var.aval.shape))
-        return known[var]
+            self.known[var] = frozenset(d for d in found if d < len(var.aval.shape))
+        return self.known[var]
 
-    def of_reader(eqn: JaxprEqn, var: Var) -> Dims:
+    def of_reader(self, eqn: JaxprEqn, var: Var) -> Dims:
         if is_region(eqn):
             return _of_loop(eqn, var)
         rule = rule_for(eqn)
         for atom, term in zip(eqn.invars, rule.operands, strict=True):
             for result, kept in zip(eqn.outvars, rule.results, strict=True):
                 if atom is var and kept[: len(term)] == term:
-                    return of_value(result)
+                    return self.of_value(result)
         return frozenset({0})
-
-    return {var: of_value(var) for var in values}
 
 
 def _of_loop(eqn: JaxprEqn, var: Var) -> Dims:
