@@ -315,7 +315,7 @@ def main():
     found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)
     found["chosen"] = {"scanned": chosen(train_step), "unrolled": chosen(unrolled)}
     found["with state"] = {"state": with_state(policies.nothing_saveable), "both": with_state(offloads)}
-    found["parameters"] = {"scanned": parameters_there(True, 1.85), "unrolled": parameters_there(False, 2.6)}
+    found["parameters"] = {"scanned": parameters_there(True, 1.85), "unrolled": parameters_there(False, 1.4)}
     found["strided"] = strided(cluster)
     found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4
     print(json.dumps(found))

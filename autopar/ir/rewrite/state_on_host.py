@@ -102,7 +102,8 @@ def return_to_host(jaxpr: Jaxpr, aliases: Mapping[int, int]) -> Jaxpr:
 
 def _by_parameter(jaxpr: Jaxpr, renewed: Mapping[int, Var]) -> list[JaxprEqn]:
     """The equations that gradients depend on, and the others in the order in which the results need them, each result among
-    the former as early as can be: of new state, not before the backward pass has read the old.
+    the former as early as can be: of new state, not before the backward pass has read the old. Of results that are possible
+    at once, those come first that no other is computed from: a parameter, with its moments, not the moments of all.
 
     `renewed`: result -> the input whose new value it is.
     """
@@ -116,15 +117,15 @@ def _by_parameter(jaxpr: Jaxpr, renewed: Mapping[int, Var]) -> list[JaxprEqn]:
     for eqn in tail:
         known.update(dict.fromkeys(eqn.outvars, max((known.get(a, 0) for a in inputs_of(eqn)), default=0)))
     position = {eqn: k for k, eqn in enumerate(tail)}
-    maker = makers(tail)
+    maker, read = makers(tail), read_by(tail)
     wanted = [
-        (max(known.get(atom, 0), last.get(renewed[k], 0) if k in renewed else 0), k)
+        (max(known.get(atom, 0), last.get(renewed[k], 0) if k in renewed else 0), atom in read, k)
         for k, atom in enumerate(jaxpr.outvars)
         if atom in maker
     ]
     done: dict[JaxprEqn, None] = {}
     groups = dict[int, list[JaxprEqn]]()
-    for at, k in sorted(wanted):
+    for at, _, k in sorted(wanted):
         made = with_makers((), variables([jaxpr.outvars[k]]), maker, position, done)
         done |= dict.fromkeys(made)
         groups.setdefault(at, []).extend(made)

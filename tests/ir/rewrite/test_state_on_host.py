@@ -45,15 +45,18 @@ def scanned_casts(params, x):
     return scanned(params.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-def train(loss, clips=False):
+def train(loss, clips=False, first="params"):
+    """`first`: the part of the state that leads it."""
+
     def train_step(state, x):
-        params, moments = state
+        params, moments = state if first == "params" else state[::-1]
         value, grads = jax.value_and_grad(loss)(params, x)
         if clips:
             norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
             grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1e-3), grads)
         moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
-        return (jax.tree.map(lambda p, m: p - 0.1 * (m + 0.01 * p), params, moments), moments), value
+        state = jax.tree.map(lambda p, m: p - 0.1 * (m + 0.01 * p), params, moments), moments
+        return state if first == "params" else state[::-1], value
 
     return train_step
 
@@ -65,9 +68,9 @@ def arguments(loss, layers=LAYERS, width=WIDTH, rows=ROWS):
     return (params, jax.tree.map(jnp.ones_like, params)), jnp.asarray(rng.normal(size=(rows, width)), jnp.float32)
 
 
-def offloaded(loss, clips=False):
+def offloaded(loss, clips=False, first="params"):
     """The step with all of its state in host memory."""
-    program = trace_step(train(loss, clips), arguments(loss))
+    program = trace_step(train(loss, clips, first), arguments(loss))
     roles = find_roles(program)
     by_layer = update_by_layer(program.jaxpr, list(roles.aliases))
     jaxpr = state_on_host(by_layer, roles.state, roles.aliases)
@@ -119,6 +122,18 @@ def test_updates_stand_in_the_backward_pass():
         last = max(k for k, e in enumerate(jaxpr.eqns) if e.primitive.name == "dot_general")
         updated = [k for k, e in enumerate(jaxpr.eqns) if e in copies(jaxpr.eqns, True)]
         assert len(updated) == 2 * LAYERS and (min(updated) > last) is clips
+
+
+@pytest.mark.parametrize("first", ["params", "moments"])
+def test_a_parameter_is_updated_with_its_moments(first):
+    """Whatever leads the state: the moments of all would wait on the device for the parameters."""
+    jaxpr = offloaded(unrolled, True, first)
+    made = {e.invars[0]: k for k, e in enumerate(copies(jaxpr.eqns, True))}
+    maker = {e.outvars[0]: e for e in jaxpr.eqns}
+    leaves = [maker[v].invars[0] for v in jaxpr.outvars[: 2 * LAYERS]]
+    at = [made[v] for v in leaves]
+    pairs = zip(at[:LAYERS], at[LAYERS:], strict=True)
+    assert all(abs(a - b) == 1 for a, b in pairs)
 
 
 @pytest.mark.parametrize("loss", [scanned, scanned_casts])
