@@ -76,7 +76,7 @@ CLOCK: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (read_off, ("run_lanes",)),
     (stage_plan, ("run_lanes",)),
     (assemble, ("simulate_streams",)),
-    (shard, ("_follow_clock", "_explore", "_as_begun", "_around", "_in_less", "show")),
+    (shard, ("follow_clock", "explore_unseen", "solve_as_begun", "solve_around", "solve_in_less", "exposure_after")),
     (meshes, ("settle",)),
 )
 """The functions, where they are called, that simulate steps, and that solve again with the exposure that a step showed."""

@@ -96,7 +96,8 @@ def search_meshes(
         try:
             like = searched.results[0].graph if searched.results else like
             begin, explore = _begin(searched, mesh), not searched.results
-            sharded = shard_on(request, mesh, compare, beat, exposure, like, begin, explore, misled)
+            asked = dataclasses.replace(request, beat=min(request.beat, _best_known(searched)[0]))
+            sharded = shard_on(asked, mesh, compare, beat, exposure, like, begin, explore, misled)
         except Pruned as pruned:
             searched.pruned.append(mesh)
             searched.tried.append((str(mesh), f"at least {pruned.seconds:.3e} s"))

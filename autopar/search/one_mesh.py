@@ -131,6 +131,7 @@ def shard_on(
                 begin=begin,
                 explore=explore,
                 misled=misled,
+                fastest=request.beat,
             )
         except InfeasibleError:
             if found is None:

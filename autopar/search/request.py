@@ -43,7 +43,7 @@ class Request:
         roles: Which of its inputs are state, batch, donated.
         cluster: The cluster.
         method: The user's method.
-        beat: Seconds of the best step known without this rewriting: slower plans are of no use.
+        beat: Seconds of the best step known, on other meshes or without this rewriting: slower plans are of no use.
         narrowed: What to search of it, if the step without this rewriting has shown that; None: all that the method allows.
         thorough: Whether all work repays, as where the user names a mesh.
         ends: When planning is to end, by `time.monotonic()`.

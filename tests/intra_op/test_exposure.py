@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,7 @@ from autopar.intra_op import shard as sharding
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import Prices
 from autopar.intra_op.exposure import Exposure, Shown, show
-from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.shard import settle, shard
-from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import proved
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
@@ -130,7 +126,7 @@ def layers(params, x):
     return x
 
 
-def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096, hosts=1, between=None, begin=()):
+def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096, hosts=1, between=None, begin=(), **how):
     def step(params, x):
         grads = jax.grad(lambda p: jnp.mean(layers(p, x) ** 2))(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
@@ -141,7 +137,7 @@ def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096, hosts=1
     roles = find_roles(program, (1,))
     cluster = Cluster(hosts, 8 // hosts, device(0.9), Link(1e-6, rate), Link(1e-6, between or rate))
     graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
-    return shard(graph, cluster.device, Options(), None, roles.donated, exposure=exposure, begin=begin)
+    return shard(graph, cluster.device, Options(), None, roles.donated, exposure=exposure, begin=begin, **how)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
@@ -166,41 +162,6 @@ def test_what_the_best_program_shows_decides_on_three_axes_too(monkeypatch):
     settled = settle(found, device(0.9), Options(), [False] * len(found.graph.inputs), 5)
     assert found.step_seconds < two.step_seconds and found.gap > 0.05
     assert settled.step_seconds <= found.step_seconds and settled.gap < 0.01
-
-
-def test_three_axes_are_also_priced_by_what_the_answer_they_begin_from_shows(monkeypatch):
-    """Priced as other meshes are, here as if all hid, that answer costs more than others that are slower."""
-    of, nothing_sent = {"depth": 2, "width": 128, "batch": 256}, Exposure(0.0).hopeful()
-    two = sharded_with(Exposure(0.1), 5e9, (2, 4), **of)
-    shown = show(two.graph, two.body, two.exposed_seconds)
-    own = Exposure(0.1).after(shown).as_in(shown, nothing_sent)
-    tune(monkeypatch, sharding, small_mesh_pairs=0, exposure_turns=1, third_axis_worse=9.0)
-    begin = [dataclasses.replace(two, exposure=exposure) for exposure in (own, nothing_sent)]
-    found, as_others = (sharded_with(nothing_sent, 5e9, (2, 2, 2), **of, begin=[each]) for each in begin)
-    assert found.step_seconds < 0.9 * as_others.step_seconds
-    assert found.exposure is own and as_others.exposure is nothing_sent
-    tune(monkeypatch, sharding, third_axis_worse=0.0)  # the descent ended slower than it began: not worth a second
-    assert sharded_with(nothing_sent, 5e9, (2, 2, 2), **of, begin=begin[:1]).exposure is nothing_sent
-
-
-@pytest.mark.parametrize("times, kept", [(2.0, True), (1.05, False)])
-def test_a_descent_that_ends_much_slower_than_it_began_returns_to_where_it_began(times, kept):
-    """Sixteen experts on 8x8 H100: priced lower, a descent ended an eighth slower than the answer that it began from."""
-    begun, read = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=2), []
-
-    def read_off(problem, solution, exposure):
-        read.append(solution.choices)
-        return begun
-
-    priced = {"problem": begun.problem, "solution": begun.solution, "exposure": Exposure(0.1)}
-    ended = types.SimpleNamespace(step_seconds=times * begun.step_seconds, **priced)
-    budget = types.SimpleNamespace(budget=math.inf)
-    instance = types.SimpleNamespace(
-        graph=begun.graph, class_of=begun.class_of, read_off=read_off, limit=TimeLimit(60.0), budget_search=budget
-    )
-    other = dataclasses.replace(begun, exposure=Exposure(0.1))
-    assert (sharding._as_begun(instance, ended, [other], []) is begun) == kept
-    assert read == [begun.solution.choices] * kept
 
 
 @pytest.mark.parametrize("scanned", [False, True])
@@ -250,22 +211,3 @@ def test_what_is_known_is_said_of_another_number_of_microbatches():
     assert before.in_microbatches(4, 8).seen == {inside: (2.0, 1.0), GRADIENTS[:3]: (4.0, 1.0)}
     whole = Exposure(0.1, {SAMPLES[:3]: (2.0, 1.0), GRADIENTS[:3]: (4.0, 1.0)})
     assert whole.in_microbatches(1, 8).seen == {(True, "f", 8.0): (2.0, 1.0), GRADIENTS[:3]: (4.0, 1.0)}
-
-
-@pytest.mark.parametrize(("rows", "solved"), [((), 4), ((MemoryRow("the end", {}, 0.0),), 1)])
-def test_a_gap_that_memory_leaves_is_not_closed_by_exposure(rows, solved):
-    """Ten solves of Llama-405B, each with the same gap of two fifths, were seven seconds of its planning."""
-    found = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=4)
-    asked = []
-
-    def solve_under(exposure):
-        asked.append(exposure)
-        open_ = dataclasses.replace(found.solution, choices=(len(asked),), bound=found.solution.objective / 2)
-        return dataclasses.replace(found.problem, rows=list(rows)), open_
-
-    instance = types.SimpleNamespace(
-        class_of=found.class_of, solve_under=solve_under, read_off=lambda *_: found, limit=TimeLimit(60.0)
-    )
-    loose = dataclasses.replace(found, solution=dataclasses.replace(found.solution, bound=0.0))
-    sharding._around(instance, loose, found, [], 4)
-    assert len(asked) == solved
