@@ -46,12 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with the reason, what this machine or this command does not run; what waits for other processes comes first.
 
-    Of several workers that steal from each other (`--dist worksteal`) one then has Ray's and the compilers' tests to itself,
-    and starts what they share once.
+    Of several workers that steal from each other (`--dist worksteal`) one then begins with Ray's tests, and one with the
+    compilers', and starts what they share once: a worker is given one piece of the list, and what is stolen is its end.
     """
-    items.sort(
-        key=lambda item: min((k for k, room in enumerate(FIRST) if room in item.path.parents), default=len(FIRST))
-    )
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    others = [item for item in items if not any(room in item.path.parents for room in FIRST)]
+    total = len(items)
+    rooms = [[item for item in items if room in item.path.parents] for room in FIRST]
+    items[:] = others
+    for k, waiting in enumerate(rooms):
+        start = k % workers * total // workers
+        items[start:start] = waiting
     asked = config.getoption("-m")
     missing = {}
     if "gpu" not in asked:
