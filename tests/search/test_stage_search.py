@@ -153,7 +153,7 @@ def test_no_pipeline_is_faster_than_its_bound_by_kernels(rows, width, rate):
     for count in counts:
         for bound in equal_candidates(estimates, count):
             assert bound.is_bound
-            for schedule in ("1f1b", "interleaved", "zb-h1")[count > counts[0] :]:  # 1F1B, which waits longest, once
+            for schedule in ("1f1b", "interleaved", "zb-h1"):
                 if schedule == "interleaved" and len(bound.sizes) > 4:
                     continue
                 how = autopar.PipelineParallel(num_stages=len(bound.sizes), num_microbatches=count, schedule=schedule)
