@@ -96,7 +96,8 @@ def test_parameters_on_the_hosts_are_copied_layer_by_layer(found, form):
     made = found["parameters"][form]
     assert made["planned"] == made["emitted"] and made["emitted"]["to host"] > 2.99 * made["size"]
     assert 3.5 * made["size"] < made["emitted"]["from host"] <= 5.01 * made["size"]
-    assert 0.92 * made["predicted"] < made["compiled"] < 1.03 * made["predicted"] + 2**22
+    least = {"scanned": 0.92, "unrolled": 0.93}[form]
+    assert least * made["predicted"] < made["compiled"] < 1.03 * made["predicted"] + 2**22
 
 
 def test_a_stage_leaves_there_what_its_backward_pass_reads(found):
