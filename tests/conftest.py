@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS)).strip()
     os.environ.setdefault("PJRT_NPROC", "32")  # collectives of 8 devices starve in the 2 threads of a small machine
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15: its tests, one chain, would wait for all others
     os.environ.setdefault("AUTOPAR_CHECK", "1")  # what a pass makes wrong is told with its name
     if "gpu" not in config.getoption("-m").replace("not gpu", ""):
         os.environ["JAX_PLATFORMS"] = "cpu"
