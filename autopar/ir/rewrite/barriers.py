@@ -40,10 +40,10 @@ def _moves_one_array(eqn: JaxprEqn) -> bool:
     return len(inputs_of(eqn)) == 1 and has_rule(eqn.primitive) and not rule_for(eqn).summed and not eqn.effects
 
 
-def _split(barrier: JaxprEqn, given: Collection[Var]) -> list[JaxprEqn]:
-    """Split a barrier in two: one for the `given` values, which are available at once, and one for the rest."""
+def _split(barrier: JaxprEqn, given: set[Var]) -> list[JaxprEqn]:
+    """Split a barrier in two: one for literals and the `given` values, which are available at once, and one for the rest."""
     through = list(zip(barrier.invars, barrier.outvars, strict=True))
-    sides = [[pair for pair in through if (pair[0] in given) is side] for side in (True, False)]
+    sides = [[pair for pair in through if given.issuperset(variables(pair[:1])) is side] for side in (True, False)]
     return [_barrier(barrier, side) for side in sides if side] if all(sides) else [barrier]
 
 
@@ -74,7 +74,7 @@ def _without_barriers(body: Jaxpr, scan: Region) -> Jaxpr:
             eqns.append(reading(eqn, passed))
             continue
         through = list(zip(eqn.invars, eqn.outvars, strict=True))
-        passed.update((var, atom) for atom, var in through if atom not in constant)
-        stay = [(atom, var) for atom, var in through if atom in constant]
+        stay = [(atom, var) for atom, var in through if constant.intersection(variables([atom]))]
+        passed.update((var, atom) for atom, var in through if (atom, var) not in stay)
         eqns += [_barrier(eqn, stay)] if stay else []
     return make_jaxpr(body.invars, [known_as(atom, passed) for atom in body.outvars], eqns) if passed else body

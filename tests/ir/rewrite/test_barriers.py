@@ -157,3 +157,26 @@ def test_weights_are_gathered_in_16_bits_in_both_passes(scanned, prevent_cse):
     plan = autopar.parallelize(step, method=autopar.DataParallel(zero=3), cluster=cluster).plan(state, x)
     gathers = [c for c in plan.cost.collectives if c.kind == "all-gather"]
     assert sum(c.bytes * c.times for c in gathers) == passes * layers * width * width * 2
+
+
+def test_numbers_wait_for_nothing():
+    """The gradient of an auxiliary loss and a counter of layers are literals where a loop over layers was written out."""
+
+    def step(w, x):
+        w, x, scale = jax.lax.optimization_barrier((w, x, np.float32(0.25)))
+        return scale * (w @ x)
+
+    _, after = rewritten(step, stacked(1)[0], X.T)
+    assert [len(barrier.invars) for barrier in barriers_in(after)] == [3]
+    after = drop_barriers(traced(step, stacked(1)[0], X.T), batch=[1])
+    assert [len(barrier.invars) for barrier in barriers_in(after)] == [2, 1]
+
+    def scanned_step(stack, x):
+        def layer(x, w):
+            w, scale = jax.lax.optimization_barrier((w, np.float32(0.25)))
+            return x + scale * jnp.tanh(x @ w), None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    before, after = rewritten(scanned_step, stacked(), X)
+    assert len(list(barriers_in(before))) == 1 and not list(barriers_in(after))
