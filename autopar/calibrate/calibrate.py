@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from autopar.calibrate.blocks import blocks
 from autopar.calibrate.cases import all_cases
 from autopar.calibrate.fit import Sample, as_measured, fit
-from autopar.calibrate.timing import dispatch, fresh_memory, shared_cores, turn_times, undisturbed
+from autopar.calibrate.timing import copied, dispatch, fresh_memory, shared_cores, turn_times, undisturbed
 from autopar.errors import ClusterError, ProfileError, check_number
 from autopar.mesh import Achieved, Device, Link, MachineProfile
 from autopar.mesh.find_device import known_device
@@ -37,7 +37,7 @@ SECONDS = 120.0
 """Default time budget."""
 LONG_SECONDS = 10.0
 """With less time left than this, the costs of fresh memory and of programs in a row are not measured, which takes seconds."""
-FRESH_BYTES = 4 * 2**20, 12 * 2**20, 24 * 2**20, 40 * 2**20, 64 * 2**20
+FRESH_BYTES = 8 * 2**20, 24 * 2**20, 40 * 2**20
 """Sizes per device for measuring how fast the system gives memory, and which blocks the C library keeps: glibc keeps none
 over 32 MiB."""
 _CPU = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
@@ -109,7 +109,7 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
     is_long = deadline - time.monotonic() > LONG_SECONDS
     own: dict[str, Any] = dict(dispatch(devices, among_others=is_cpu and is_long))
     if is_cpu:  # other backends pool memory
-        own["host_cores"] = shared_cores(devices)
+        own |= {"host_cores": shared_cores(devices), **copied(devices)}
         if is_long:
             own |= fresh_memory(devices, FRESH_BYTES)
     samples: list[Sample] = []

@@ -261,9 +261,13 @@ def _indexing(is_cpu: bool) -> Iterator[Case]:
 
 
 def _collectives(kind: CollectiveKind, groups: Sequence[int], is_cpu: bool) -> Iterator[Case]:
-    """A collective by size and group; short ones on CPUs between products, as in steps."""
-    for size in (2**20, 0, 2**22) if is_cpu else (2**26, 2**14, 2**20, 2**23, 2**28):
-        yield from (collective(kind, size, group) if size else between_products(kind, group) for group in groups)
+    """A collective by size and group; short ones on CPUs between products, as in steps.
+
+    A long and a short one, which tell rate and latency apart, in each group before other sizes.
+    """
+    first, others = ((2**20, 0), (2**22,)) if is_cpu else ((2**26, 2**14), (2**20, 2**23, 2**28))
+    for size, group in (*((s, g) for g in groups for s in first), *((s, g) for s in others for g in groups)):
+        yield collective(kind, size, group) if size else between_products(kind, group)
 
 
 _COLLECTIVES = tuple(kind for kind in COLLECTIVE_KINDS if kind != "ragged-all-to-all")

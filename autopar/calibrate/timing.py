@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar._jax import copied_to
 from autopar.calibrate.cases import Case, dispatched, product
 
 try:
@@ -37,6 +38,10 @@ MOST_TURNS = 1 << 14
 REPEATS = 5
 NUM_ARGUMENTS = 1, 64
 """Numbers of arrays that empty programs take and return."""
+KEPT_NEAR = 0.1
+"""Between two sizes no further apart, it is not sought which memory is kept."""
+NUM_COPIES = 20
+"""Number of copies of an array that are started in a row."""
 NUM_PROGRAMS, PROGRAM_TURNS = 8, 40
 """Number of programs that follow each other at once, and turns of a small product in each."""
 _Call = Callable[[int], tuple[float, float]]
@@ -186,6 +191,22 @@ def _among_others(devices: Sequence[jax.Device]) -> float:
     return max(several_busy - one_busy, (several - one) / stretch) / (NUM_PROGRAMS - 1)
 
 
+def copied(devices: Sequence[jax.Device]) -> dict[str, float]:
+    """Measure what it takes the cores to copy a small array to as many other devices: a field of `Achieved`.
+
+    Copies are started one after the other, and none is waited for, as in a step: other programs run meanwhile, so that the
+    seconds count for which cores are busy.
+    """
+    here, there = (NamedSharding(jax.sharding.Mesh(np.roll(devices, by), ("x",)), PartitionSpec("x")) for by in (0, 1))
+    x = _filled((1,), "float32", here)
+    taken = []
+    for _ in range(2 * REPEATS):
+        busy = time.process_time()
+        jax.block_until_ready([copied_to([x], [there])[0] for _ in range(NUM_COPIES)])
+        taken.append((time.process_time() - busy) / NUM_COPIES / shared_cores(devices))
+    return {"copy_seconds": statistics.median(taken)}
+
+
 def _started(devices: Sequence[jax.Device], num_arguments: int) -> float:
     """Seconds of a program that does next to nothing with so many arrays, from its call to its end."""
     places = jax.sharding.Mesh(np.array(devices), ("x",))
@@ -204,26 +225,32 @@ def fresh_memory(devices: Sequence[jax.Device], sizes: Sequence[int]) -> dict[st
     """Measure up to which size the C library reuses freed memory, and the rate at which the system gives fresh memory.
 
     Compares programs that write to fresh memory with ones that write in place, on all devices at once; `sizes` are bytes
-    per device, ascending.
+    per device, ascending. The largest size that is kept is then sought between two of them, since a program that needs a
+    little more is priced with all its memory.
     """
-    kept, rate = 0.0, math.inf
+    kept, rate, given = 0, math.inf, math.inf
     for size in sizes:
         seconds, new_bytes = _of_fresh(devices, size)
         if new_bytes < size / 2:
-            kept = float(size)
+            kept, given = size, math.inf
         elif seconds > 0:
-            rate = size / seconds
-    return {"kept_bytes": kept, "fresh_bytes_per_second": rate}
+            rate, given = size / seconds, min(given, size)
+    while kept and kept * (1 + KEPT_NEAR) < given < math.inf:
+        middle = int(kept + given) // 2
+        is_kept = _of_fresh(devices, middle)[1] < middle / 2
+        kept, given = (middle, given) if is_kept else (kept, middle)
+    return {"kept_bytes": float(kept), "fresh_bytes_per_second": rate}
 
 
 def _of_fresh(devices: Sequence[jax.Device], num_bytes: int) -> tuple[float, float]:
     """Seconds to get fresh memory of so many bytes per device, and how many bytes the system really gave."""
     places = jax.sharding.Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(places, PartitionSpec("x"))
-    x = _filled((num_bytes // 4,), "float32", sharding)
+    zeros = functools.partial(jnp.zeros, (len(devices), num_bytes // 4), "float32")
+    x = jax.jit(zeros, out_shardings=sharding)()
     kept, fresh = (jax.jit(lambda x: x * 0.5 + 1.0, donate_argnums=argnums) for argnums in ((0,), ()))
     taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for number in range(2 * REPEATS):
+    for number in range(REPEATS + 2):
         for is_kept in (True, False):
             started, before = time.process_time(), _new_pages()
             made = jax.block_until_ready((kept if is_kept else fresh)(x))

@@ -44,6 +44,8 @@ def _facts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     if math.isfinite(achieved.fresh_bytes_per_second):
         kept = f", which needs over {achieved.kept_bytes / 2**20:.0f} MiB" if achieved.kept_bytes else ""
         yield "", f"{rate_text(achieved.fresh_bytes_per_second)} where a program gets it anew{kept}"
+    if achieved.copy_seconds:
+        yield "copy", f"{seconds_text(achieved.copy_seconds)} an array to other devices"
     yield "passes", f"{achieved.passes:.1f} where one would do, {achieved.update_passes:.1f} in updates"
     yield "", f"{achieved.turning:.1f} times as long over arrays in another order of dims"
     yield (

@@ -54,7 +54,9 @@ class Achieved:
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
             cannot compute meanwhile, and rest until the last device is done; other devices compute while the next program is
             started.
-        array_seconds: The same for each array that the program takes or makes.
+        array_seconds: The same for each array that the program takes or makes, until it is freed.
+        copy_seconds: To start copies of an array to as many other devices of the host, if these share its cores; 0: not
+            measured, as long as to start a program.
         fresh_bytes_per_second: Rate at which a program gets memory for its results, if each run allocates from the system
             anew, as XLA's CPU programs do; inf: memory is kept.
         kept_bytes: A program that needs no more than this reuses memory that the C library keeps.
@@ -86,6 +88,7 @@ class Achieved:
     host_cores: int = 0
     dispatch_seconds: float = 0.0
     array_seconds: float = 0.0
+    copy_seconds: float = 0.0
     fresh_bytes_per_second: float = math.inf
     kept_bytes: float = 0.0
     passes: float = 1.0
@@ -113,7 +116,16 @@ class Achieved:
         `num_arrays`: how many it takes and makes.
         """
         starting = self.dispatch_seconds + num_arrays * self.array_seconds if self.host_cores else 0.0
-        return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > self.kept_bytes else 0.0)
+        return starting + self._fresh_seconds(num_bytes)
+
+    def crossing_seconds(self, num_bytes: float) -> float:
+        """Seconds of an array's copies to other devices of a host, besides moving `num_bytes` on each, which they allocate."""
+        if not self.copy_seconds:
+            return self.program_seconds(num_bytes, num_arrays=2)
+        return (self.copy_seconds if self.host_cores else 0.0) + self._fresh_seconds(num_bytes)
+
+    def _fresh_seconds(self, num_bytes: float) -> float:
+        return num_bytes / self.fresh_bytes_per_second if num_bytes > self.kept_bytes else 0.0
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
         """Speed of busy devices relative to their rates while others of their host idle; a device uses one core at most."""

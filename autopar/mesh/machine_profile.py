@@ -106,7 +106,7 @@ class MachineProfile:
             return self.device, self.intra, self.inter
         slower = num_devices / self.num_devices
         achieved = self.device.achieved
-        fixed = "launch_seconds", "tile_seconds", "dispatch_seconds", "array_seconds"
+        fixed = "launch_seconds", "tile_seconds", "dispatch_seconds", "array_seconds", "copy_seconds"
         own = {name: getattr(achieved, name) * slower for name in fixed}
         own["fresh_bytes_per_second"] = achieved.fresh_bytes_per_second / slower
         assert isinstance(self.device.peak_flops, Mapping), "a measured device has a rate for each dtype"
@@ -218,7 +218,10 @@ _link_of = reader_of(
 )
 _achieved = reader_of(
     Achieved,
-    later=("narrow", "array_seconds", "kept_bytes", "passes", "update_passes", "turned", "turning", "awaited"),
+    later=(
+        *("narrow", "array_seconds", "copy_seconds", "kept_bytes"),
+        *("passes", "update_passes", "turned", "turning", "awaited"),
+    ),
     infinite=("fresh_bytes_per_second",),
     tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
     awaited=lambda entry: entry.items(Entry.text),

@@ -114,12 +114,11 @@ def simulate_streams(
 def local_seconds(source: ArrayType, target: ArrayType, device: Device) -> float:
     """Seconds of what an array's transfer between meshes starts on devices that share their host's cores.
 
-    That are a copy into new memory, which costs what a program does; where tiles are cut and joined, the programs that do
-    both; and a gather inside the target.
+    That are copies into new memory; where tiles are cut and joined, the programs that do both; and a gather inside the target.
     """
     way = crossing(source, target)
     program = device.achieved.program_seconds(target.local_bytes, num_arrays=2)
-    seconds = (3 if way.is_cut else 1) * program
+    seconds = device.achieved.crossing_seconds(target.local_bytes) + (2 * program if way.is_cut else 0.0)
     split, wanted = ([axis for dim in sharding.dims for axis in dim] for sharding in (way.middle, target.sharding))
     axes = tuple(axis for axis in split if axis not in wanted)
     if axes:

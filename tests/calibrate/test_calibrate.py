@@ -121,13 +121,35 @@ def test_short_collectives_are_measured_between_products(kind):
     assert kind in jax.jit(run).lower(*arrays).compile().as_text()
 
 
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_time_for_two_of_each_collective_tells_latency_and_rate_apart(is_cpu):
+    """Where time runs out, a long and a short one were measured, and not two long ones in different groups."""
+    truth = Fitted(CPU, SHARED) if is_cpu else Fitted(find_device("h100").device, Link(3e-6, 3e11))
+    samples = samples_of(truth, is_cpu)
+    sent = [s for s in samples if s.case.collectives]
+    kinds = {kind: [s for s in sent if s.case.kind == kind][:2] for kind in dict.fromkeys(s.case.kind for s in sent)}
+    few = [*(s for s in samples if not s.case.collectives), *(s for own in kinds.values() for s in own)]
+    found = fit(few, truth.device, Link(1e-5, 1e10, shared_memory=is_cpu)).link
+    assert found.latency_seconds == pytest.approx(truth.link.latency_seconds, rel=0.1)
+    assert found.bytes_per_second == pytest.approx(truth.link.bytes_per_second, rel=0.1)
+
+
 def test_memory_is_new_where_the_system_gave_pages(monkeypatch):
     """A size counts as kept where a program took few new pages, however long it took; the rate is that of the others."""
-    taken = {10: (1.0, 2.0), 20: (2.0, 0.0), 40: (4.0, 40.0), 80: (4.0, 80.0)}
+    taken = {100: (1.0, 20.0), 200: (2.0, 0.0), 400: (4.0, 400.0), 800: (4.0, 800.0)}
     timing = sys.modules["autopar.calibrate.timing"]  # `autopar.calibrate` is the function of that name
-    monkeypatch.setattr(timing, "_of_fresh", lambda devices, size: taken[size])
-    assert fresh_memory((), (10, 20, 40, 80)) == {"kept_bytes": 20.0, "fresh_bytes_per_second": 20.0}
-    assert fresh_memory((), (10, 20)) == {"kept_bytes": 20.0, "fresh_bytes_per_second": math.inf}
+    sought: list[int] = []
+
+    def of_fresh(devices, size):
+        sought.append(size)
+        return taken.get(size, (1.0, 0.0 if size <= 320 else float(size)))
+
+    monkeypatch.setattr(timing, "_of_fresh", of_fresh)
+    found = fresh_memory((), (100, 200, 400, 800))
+    assert 300 <= found["kept_bytes"] <= 320 and found["fresh_bytes_per_second"] == 200.0
+    assert len(sought) == 4 + 3, "the rates of these are not asked for"
+    assert fresh_memory((), (100, 200)) == {"kept_bytes": 200.0, "fresh_bytes_per_second": math.inf}
+    assert fresh_memory((), (400, 800)) == {"kept_bytes": 0.0, "fresh_bytes_per_second": 200.0}
 
 
 def test_a_program_costs_what_it_does_among_others(monkeypatch):
@@ -181,6 +203,7 @@ def test_this_machine(profile, tmp_path):
     assert (profile.platform, profile.num_devices) == ("cpu", 8)
     assert profile.device.achieved.host_cores >= 1 and profile.device.achieved.dispatch_seconds > 0
     assert profile.device.achieved.array_seconds > 0
+    assert 0 < profile.device.achieved.copy_seconds < 1e-2
     assert profile.intra is None or profile.intra.shared_memory
     assert all(m.seconds > 0 and m.fitted_seconds > 0 for m in profile.measured)
     assert {"host", "jax", "cores"} <= set(profile.machine)

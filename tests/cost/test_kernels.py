@@ -121,6 +121,10 @@ def test_what_a_program_takes_besides():
     shared = Achieved(dispatch_seconds=1e-3, array_seconds=1e-5, host_cores=2, fresh_bytes_per_second=1e9)
     assert shared.program_seconds(1e6) == pytest.approx(2e-3)
     assert shared.program_seconds(1e6, num_arrays=100) == pytest.approx(3e-3)
+    copying = Achieved(copy_seconds=1e-4, host_cores=2, fresh_bytes_per_second=1e9, kept_bytes=2e7)
+    assert [copying.crossing_seconds(size) for size in (1e7, 4e7)] == pytest.approx([1e-4, 0.0401])
+    assert Achieved(copy_seconds=1e-4).crossing_seconds(1e7) == 0.0
+    assert shared.crossing_seconds(1e6) == shared.program_seconds(1e6, num_arrays=2), "a profile of before"
     assert [shared.sharing_speed(busy, 8) for busy in (8, 4, 2, 1)] == [1.0, 2.0, 4.0, 4.0]
     assert own.sharing_speed(1, 8) == 1.0
     with pytest.raises(ClusterError, match="more than 0"):

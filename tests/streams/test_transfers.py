@@ -117,6 +117,11 @@ def test_a_transfer_costs_what_it_starts():
     assert local_seconds(by_rows, by_rows, device) == local_seconds(whole, whole, device) == 1.0
     assert local_seconds(by_rows, by_columns, device) == 3.0
     assert local_seconds(by_columns, whole, device) == pytest.approx(2.0 + gather)
+    measured = Device(
+        "cpu", achieved=Achieved(host_cores=2, dispatch_seconds=1.0, array_seconds=0.5, copy_seconds=0.25)
+    )
+    assert local_seconds(by_rows, by_rows, measured) == 0.25
+    assert local_seconds(by_rows, by_columns, measured) == 0.25 + 2 * 2.0
 
 
 @pytest.mark.parametrize("seed, shape", [*((seed, SHAPE) for seed in range(6)), (6, (0, 24)), (7, (0, 24))])
