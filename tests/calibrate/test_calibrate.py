@@ -134,6 +134,13 @@ def test_time_for_two_of_each_collective_tells_latency_and_rate_apart(is_cpu):
     assert found.bytes_per_second == pytest.approx(truth.link.bytes_per_second, rel=0.1)
 
 
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_little_time_measures_the_rate_of_products(is_cpu):
+    """Within the first case of every kind is a product that takes time, not one that is only launched."""
+    kinds = [case.kind for case in cases_of(is_cpu)]
+    assert kinds.index("product") < kinds.index("scatter") and kinds.index("product") < kinds.index("launch")
+
+
 def test_memory_is_new_where_the_system_gave_pages(monkeypatch):
     """A size counts as kept where a program took few new pages, however long it took; the rate is that of the others."""
     taken = {100: (1.0, 20.0), 200: (2.0, 0.0), 400: (4.0, 400.0), 800: (4.0, 800.0)}
