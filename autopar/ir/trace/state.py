@@ -28,7 +28,7 @@ from autopar.errors import BatchError, warn
 from autopar.grouping import grouped
 from autopar.ir.dims import Dims
 from autopar.ir.program import Program
-from autopar.ir.split.rounds.rounds import rows_are_samples, samples_among
+from autopar.ir.split.rounds.rounds import rows_are_samples, samples_among, sizes_of_most_work
 from autopar.ir.split.rounds.steps import dims_of_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
@@ -122,8 +122,8 @@ def _dims(program: Program, leaves: Sequence[int]) -> dict[int, Dims]:
 def find_batch(program: Program, state: Iterable[int], sure: bool = True) -> tuple[int, ...]:
     """Positions (among the program's arguments) of those outside `state` that share their leading dim.
 
-    Of several leading dims it is the one along which the step can be computed row by row; several, if all of these hold
-    samples (points inside of a domain, and on its border); none, if their rows belong together (of a graph).
+    Of several leading dims it is the one along which the step, or clearly most of it, can be computed row by row; several, if
+    all of these hold samples (points inside of a domain, and on its border); none, if their rows belong together (of a graph).
 
     `sure`: whether `state` has all arguments that are state; if not, several sizes tell nothing.
 
@@ -134,13 +134,15 @@ def find_batch(program: Program, state: Iterable[int], sure: bool = True) -> tup
     if not candidates:
         return _of_several_sizes(program, arguments, state)
     if len(set(candidates.values())) > 1:
-        rows = rows_are_samples(program.jaxpr, _leaves_by_size(program, arguments, candidates))
-        rows = rows or _scanned_by_steps(program, arguments, candidates)
+        by_size = _leaves_by_size(program, arguments, candidates)
+        rows = rows_are_samples(program.jaxpr, by_size) or _scanned_by_steps(program, arguments, candidates)
+        several = _of_several_sizes(program, arguments, state) if sure and len(rows) != 1 else ()
+        if sure and len(rows) != 1 and len({candidates.get(n) for n in several}) != 1:
+            return several
+        if len(rows) > 1 and sure:
+            rows = sizes_of_most_work(program.jaxpr, {size: by_size[size] for size in rows})
         if len(rows) == 1:
             return tuple(number for number, size in candidates.items() if size == rows[0])
-        several = _of_several_sizes(program, arguments, state) if sure else ()
-        if sure and len({candidates.get(n) for n in several}) != 1:
-            return several
         listed = "; ".join(f"argument {_label(program.arguments[n])}: leading dim {d}" for n, d in candidates.items())
         raise BatchError(
             "which arguments are the batch cannot be told.",

@@ -189,6 +189,24 @@ def test_the_batch_of_what_is_known_not_to_be_state():
         find_batch(program, ())
 
 
+def test_weights_of_classes_in_an_argument_of_their_own():
+    """All gradients are linear in them, so that their rows could be taken one by one too, but not the forward pass."""
+
+    def train(params, batch, weights):
+        def loss(p):
+            logits = jnp.tanh(batch["x"] @ p["w"]) @ p["w"]
+            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1)[:, 0]
+            of_sample = weights[batch["y"]]
+            return -jnp.sum(picked * of_sample) / jnp.sum(of_sample)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return {"w": params["w"] - 0.1 * gradient["w"]}, value
+
+    batch = {"x": array(16, 8), "y": array(16, dtype=jnp.int32)}
+    args = {"w": array(8, 8)}, batch, array(5)
+    assert roles_of(train, args)[:2] == (["params/w"], ["batch/x", "batch/y"])
+
+
 def test_what_the_batch_holds_beside_samples():
     """Weights of classes, positions, a mask: read whole, whether their rows divide as the samples do or not."""
 

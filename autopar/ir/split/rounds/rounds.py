@@ -132,6 +132,15 @@ def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[
     return []
 
 
+def sizes_of_most_work(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
+    """Of leading dims that each may be the samples', those by which most work goes row by row; as in `rows_are_samples`.
+
+    Weights of classes or losses have fewer: gradients are linear in them, but the forward pass does not read them.
+    """
+    work = {size: _work_by_samples(jaxpr, inputs) for size, inputs in groups.items()}
+    return [size for size in work if work[size] >= (1 - TUNING.work_of_samples) * max(work.values())]
+
+
 def first_of_samples(jaxpr: Jaxpr, ways: Sequence[Mapping[int, int]]) -> Mapping[int, int] | None:
     """The first of some ways to say which dims of the inputs run over samples, if any is right; as in `rows_are_samples`."""
     for rounds in (_one_round, _best_rounds):
