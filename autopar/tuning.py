@@ -92,7 +92,7 @@ class Tuning:
     """Times the time to plan a mesh of two axes that a descent from its answer on three takes."""
     descent_node: float = 1e-4
     """Seconds of that for each node, if many are tied."""
-    descent_seconds: float = 3.3
+    descent_seconds: float = 2.7
     """Seconds: a first descent that takes no longer is made whatever it may win, if the second axis won anything."""
     descent_part: float = 0.025
     """Part of all steps' time that it may take, too: a demo of short steps is planned in 2 s instead of 4."""

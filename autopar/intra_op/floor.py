@@ -124,7 +124,7 @@ class _Floors:
         for k, var in _first(eqn.invars):
             if var in self.held and var not in self.elsewhere and (var in read or var not in self.rows):
                 total += self.bytes(var, tuple(s.operands[k] for s in node.strategies))
-        for k, var in enumerate(eqn.outvars):
+        for k, var in enumerate(() if node.rule.reused else eqn.outvars):  # those take the memory of operands
             if var in self.held and var not in self.elsewhere:
                 total += self.bytes(var, tuple(s.results[k] for s in node.strategies))
         return float(total[self.allowed[node.index]].min(initial=np.inf))

@@ -8,6 +8,7 @@ Method: one forward walk. A reader of a copy that takes no memory reads what the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -161,9 +162,11 @@ class _Walk:
                 if copy not in self.sliced:
                     self.sliced[copy] = self.found.add(copy, position)
                 ends[self.sliced[copy]] = position
+        reused = self.reused_by(instruction)
         for number in behind:
-            if ends[number] < position:
-                ends[number] = position
+            last = position - (number in reused)
+            if ends[number] < last:
+                ends[number] = last
             if number in turned:
                 ends[turned[number]] = position
 
@@ -177,6 +180,20 @@ class _Walk:
             inside = [copy for copy, (row, _) in zip(given, rows, strict=True) if row.aval.ndim < copy[0].aval.ndim]
             if turned := [copy for copy in inside if copy in self.gathered]:
                 self.found.turned[position] = max(turned, key=lambda copy: whole_bytes(copy[0]))
+
+    def reused_by(self, instruction: Instruction) -> set[int]:
+        """The versions whose memory the results of an instruction take if nothing reads them later: inputs first."""
+        if not isinstance(instruction, Compute) or not instruction.rule.reused:
+            return set()
+        read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.reused]
+        left = Counter([(var.aval.dtype, sharding) for var, sharding in instruction.makes])
+        found: set[int] = set()
+        for copy in sorted(read, key=lambda copy: self.found.starts[self.current[copy]]):
+            behind, kind = self.found.made_of[self.current[copy]], (copy[0].aval.dtype, copy[1])
+            if left[kind] and len(behind) == 1 and self.found.ends[behind[0]] < len(self.body.instructions):
+                left[kind] -= 1
+                found.add(behind[0])
+        return found
 
     def turned_by(self, instruction: Instruction) -> list[int]:
         """The inputs that an instruction reads transposed."""

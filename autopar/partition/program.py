@@ -138,7 +138,7 @@ def _added_up(body: Body, made_at: Mapping[Copy, int]) -> set[Copy]:
     found: set[Copy] = set()
     for instruction in body.instructions:
         if isinstance(instruction, Compute) and is_fused(instruction) and len(instruction.reads) > 1:
-            if any(made_at[copy] < 0 for copy in instruction.reads):
+            if any(made_at[copy] < 0 for copy in instruction.reads) and not instruction.rule.reused:
                 for copy in instruction.reads:
                     while (at := made_at[copy]) >= 0:
                         maker = body.instructions[at]

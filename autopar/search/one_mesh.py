@@ -26,6 +26,7 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.duplicates import merge_duplicates
 from autopar.ir.rewrite.fission import cut_after_gradients
+from autopar.ir.rewrite.joined_updates import join_updates
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.stacked import stack_decompositions
 from autopar.ir.split.microbatches.microbatch import how_to_divide
@@ -54,7 +55,10 @@ STACKED: Pass[Rewritten] = Pass(
 MERGED: Pass[Rewritten] = Pass(
     "duplicates", "arguments that are cast or reshaped alike are so once", lambda step: step.by(merge_duplicates)
 )
-WHOLE: tuple[Pass[Rewritten], ...] = (MERGED, SORTED, LEAN, FREE, STACKED)
+UPDATES: Pass[Rewritten] = Pass(
+    "joined_updates", "elementwise work that updates one array of the state is one", lambda step: step.by(join_updates)
+)
+WHOLE: tuple[Pass[Rewritten], ...] = (MERGED, SORTED, LEAN, FREE, STACKED, UPDATES)
 """The passes of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
     MERGED,
@@ -71,6 +75,7 @@ MICROBATCHES: tuple[Pass[Rewritten], ...] = (
         lambda step: step.by(lambda jaxpr: accumulate_in_rounds(jaxpr, *step.how)),
     ),
     STACKED,
+    UPDATES,
 )
 """The passes of a step on one mesh in microbatches."""
 

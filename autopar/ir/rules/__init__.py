@@ -15,6 +15,7 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     reductions,
     reshape,
     scatter,
+    update,
     windows,
 )
 from autopar.ir.rules.registry import has_rule, register, rule_for

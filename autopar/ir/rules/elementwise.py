@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from autopar._jax import JaxprEqn, bind_eqn, copies_to_or_from_host, find_primitives, on_host
+from autopar._jax import JaxprEqn, Primitive, bind_eqn, copies_to_or_from_host, find_primitives, on_host
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import LocalProgram, Shard, ShardingRule, factor_names, num_elements
 from autopar.ir.rules.terms import new_term, rule_of
@@ -36,6 +36,14 @@ _COPIES = find_primitives("convert_element_type", "copy", "copy_p", "name", "sto
 _ANNOTATIONS = find_primitives(
     *"device_put layout_constraint relayout reshard sharding_constraint with_memory_space_constraint".split()
 )
+
+
+_ARITHMETIC = frozenset((*_NONLINEAR, *_LINEAR_IN_ALL_TOGETHER, *find_primitives("mul", "div", "convert_element_type")))
+
+
+def is_arithmetic(primitive: Primitive) -> bool:
+    """Whether a primitive computes elementwise; annotations and copies do not."""
+    return primitive in _ARITHMETIC
 
 
 @register(*_NONLINEAR)

@@ -117,6 +117,7 @@ class ShardingRule:
         host_call: It calls into the host: one device runs it and sends its results to all.
         transposed: Operands that kernels want with their dims in another order: an argument of the step is copied for them.
         exchange: Rows may be sent to the devices of their groups; None: they may not.
+        reused: Operands whose memory results of their type take where they are read for the last time, the state's first.
         selected: Of a scatter to the elements that windows select: the operand that these are of, and what is scattered.
     """
 
@@ -135,6 +136,7 @@ class ShardingRule:
     host_call: bool = False
     transposed: tuple[int, ...] = ()
     exchange: RowExchange | None = None
+    reused: tuple[int, ...] = ()
     selected: tuple[int, int] | None = None
 
     def splittable(self) -> tuple[Factor, ...]:
