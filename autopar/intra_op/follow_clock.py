@@ -169,7 +169,9 @@ def solve_in_less(instance: Instance, best: Sharded, last: Sharded, tried: list[
     small = num_pairs(best.problem) <= TUNING.small_core and _is_small(best)
     budget = instance.budget_search.budget
     for part in TUNING.less_memory if small and best.exposure is not None else ():
-        if best.gap <= TUNING.rough_gap or instance.limit.is_over:
+        won = TUNING.hoped * best.gap * best.step_seconds
+        takes = max(1, len(best.problem.rows)) * num_pairs(best.problem) / TUNING.solver_pairs_per_second
+        if best.gap <= TUNING.rough_gap or not instance.limit.repays(won, takes):
             break
         exposure = exposure_after(last)
         problem, solution = instance.solve_within(part * best.peak_bytes, exposure, best.step_seconds)

@@ -2,11 +2,11 @@
 
 In:     `Problem`, and a function from an assignment to the memory rows that it violates.
 Out:    `Solution` for all nodes.
-Method: row generation: an assignment is checked by the exact liveness of its program, and peaks over budget become rows. A
-        small problem is solved again with them as cutting planes, and so is the next one of the same program; where many
-        answers of one cost violate them, one that fits is looked for below their budgets. In a large one the bytes at
-        these peaks get a price, and in the end the rows choose among the priced answers (Everett, "Generalized Lagrange
-        multiplier method", Operations Research 1963).
+Method: row generation: an assignment is checked by the exact liveness of its program, and peaks over budget become rows. The
+        bytes at these peaks get a price, and in the end the rows choose among the priced answers (Everett, "Generalized
+        Lagrange multiplier method", Operations Research 1963). Where that leaves enough to be won, or finds nothing, a small
+        problem is solved again with the rows as cutting planes, and so is the next one of the same program; where many
+        answers of one cost violate them, one that fits is looked for below their budgets.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def solve_constrained(
         is_hopeless: Whether it is proved that nothing fits; called once a row is violated.
         solve_one: Solves problems without rows.
         learnt: What earlier problems taught; updated.
-        num_planes: How often a small problem is solved with rows as cutting planes, before bytes get a price.
+        num_planes: How often a small problem is solved with rows as cutting planes.
         free: The least assignment without rows; None: it is solved for.
 
     Returns:
@@ -79,13 +79,10 @@ def solve_constrained(
     unlikely = least_share(problem) > 1.0
     if is_hopeless() or is_far_over(problem) or (unlikely and not search.fits_somehow()):
         return dataclasses.replace(base, choices=(), status="infeasible")
-    if num_pairs(problem) <= TUNING.rows_core and not limit.is_spent:
-        with limit.half():
-            exact = search.cut(gap, num_planes)
-        if exact.status != "infeasible":
-            return exact
     # Rows describe the program that they were read from, and may overestimate another: infeasible rows prove nothing.
-    return search.by_price(max(gap, TUNING.large_gap))
+    priced = search.by_price(max(gap, TUNING.large_gap))
+    is_small = num_pairs(problem) <= TUNING.rows_core and not limit.is_spent
+    return search.cut_below(priced, gap, num_planes) if is_small and priced.status != "pruned" else priced
 
 
 def least_share(problem: Problem) -> float:
@@ -137,6 +134,32 @@ class _Search:
             problem.rows.extend(broken)
         return False
 
+    @property
+    def cut_seconds(self) -> float:
+        """Seconds that a solve with the rows takes, roughly."""
+        return num_pairs(self.problem) * len(self.problem.rows) / TUNING.solver_pairs_per_second
+
+    def allowed(self, gap: float) -> float:
+        """The gap at which solves with rows may stop: `gap`, or a rough one where the difference repays no solve."""
+        won = TUNING.rough_gap * self.base.objective
+        return gap if self.limit.repays(won, self.cut_seconds) else max(gap, TUNING.rough_gap)
+
+    def cut_below(self, priced: Solution, gap: float, num_planes: int) -> Solution:
+        """The better of an answer at a price on bytes, if there is one, and of one by cutting planes, if that may repay."""
+        known = min(self.known, priced.objective) if priced.choices else self.known
+        room, takes = known - priced.bound, TUNING.less_planes * self.cut_seconds
+        if (priced.choices and room <= gap * known) or not self.limit.repays(room, takes):
+            return priced
+        if not self.limit.repays(TUNING.rough_gap * self.base.objective, takes):
+            gap, num_planes = max(gap, TUNING.rough_gap), min(num_planes, TUNING.less_planes)
+        with self.limit.half():
+            exact = dataclasses.replace(self, known=known).cut(gap, num_planes)
+        is_beaten = exact.status == "pruned" and exact.bound >= self.known * (1 - PROVED)
+        is_better = exact.status in ("optimal", "feasible") and exact.objective < priced.objective
+        if not priced.choices or is_beaten or is_better:
+            return exact
+        return priced if exact.status == "infeasible" else priced.bounded(max(priced.bound, exact.bound))
+
     def cut(self, gap: float, num_planes: int) -> Solution:
         """Solve with rows as cutting planes, until none is violated, or none of the answers can beat `known`.
 
@@ -187,8 +210,7 @@ class _Search:
 
     def is_enough(self, room: float, allowed: float) -> bool:
         """Whether an answer may stay so many seconds above the bound: they are allowed, or repay no further solve."""
-        takes = num_pairs(self.problem) * len(self.problem.rows) / TUNING.solver_pairs_per_second
-        return room <= allowed or not self.limit.repays(room, takes)
+        return room <= allowed or not self.limit.repays(room, self.cut_seconds)
 
     def aim(
         self, costs: list[np.ndarray], rows: Sequence[MemoryRow], share: float, gap: float
@@ -238,13 +260,13 @@ class _Search:
             if self.limit.is_over:
                 break
             price = high / TUNING.price_step if high else TUNING.price_step * price
-        mixed = self.mix(rows, answers, gap)
+        mixed = self.mix(rows, answers, self.allowed(gap))
         if mixed is not None and (best is None or mixed.objective < best.objective):
             best = mixed
         if best is None:
             problem.rows[:] = rows
-            return dataclasses.replace(base, choices=(), status="infeasible")
-        return dataclasses.replace(best, bound=min(lower, best.objective))
+            return dataclasses.replace(base, choices=(), bound=lower, status="infeasible")
+        return best.bounded(lower)
 
     def mix(self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float) -> Solution | None:
         """The least assignment within the rows that takes each node's choice from one of `answers`."""

@@ -1,5 +1,8 @@
 """Memory budgets on hand-built problems: rows by demand, and a price on bytes, against trying all assignments."""
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
@@ -7,6 +10,7 @@ from autopar.intra_op import memory_constrained
 from autopar.intra_op.memory_constrained import Learnt, solve_constrained
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.solve import solve
+from autopar.intra_op.time_limit import TimeLimit
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 from tests.tuned import tune
@@ -148,12 +152,46 @@ def test_cutting_planes_are_as_many_as_are_allowed(monkeypatch):
         solved.append(args)
         return solve(*args, **kwargs)
 
+    def nothing(search, gap):
+        return dataclasses.replace(search.base, choices=(), status="infeasible")
+
     monkeypatch.setattr(memory_constrained, "solve", counted)
+    monkeypatch.setattr(memory_constrained._Search, "by_price", nothing)
     assert solve_constrained(Problem(costs), broken).choices == (11,)
     assert len(solved) >= 11
     solved.clear()
     found = solve_constrained(Problem(costs), broken, num_planes=3)
     assert len(solved) <= 4 and (found.status == "infeasible" or not broken(found.choices))
+
+
+def test_a_short_training_takes_what_prices_find(monkeypatch):
+    """The least answer within rows takes many solves; where it repays none, only problems without such an answer get them."""
+    cut, by_steps, planes = memory_constrained._Search.cut, {}, 0
+
+    def counted(*args):
+        nonlocal planes
+        planes += 1
+        return cut(*args)
+
+    monkeypatch.setattr(memory_constrained._Search, "cut", counted)
+    for steps in (math.inf, 1e-9):
+        planes, found = 0, []
+        for seed in range(40):
+            problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
+
+            def broken(choices, rows=problem.rows):
+                return [row for row in rows if row.used(choices) > row.budget_bytes]
+
+            limit = TimeLimit(60.0, steps)
+            found.append(solve_constrained(Problem(problem.costs, problem.edges), broken, seconds=limit))
+            assert not found[-1].choices or problem.fits(found[-1].choices)
+        by_steps[steps] = (
+            planes,
+            [bool(one.choices) for one in found],
+            sum(one.objective for one in found if one.choices),
+        )
+    (thorough, fits, least), (short, fits_too, seconds) = by_steps.values()
+    assert short < 0.5 * thorough and fits_too == fits and least < seconds < 1.05 * least
 
 
 @pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
