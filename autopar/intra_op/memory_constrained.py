@@ -148,7 +148,7 @@ class _Search:
         """The better of an answer at a price on bytes, if there is one, and of one by cutting planes, if that may repay."""
         known = min(self.known, priced.objective) if priced.choices else self.known
         room, takes = known - priced.bound, TUNING.less_planes * self.cut_seconds
-        if (priced.choices and room <= gap * known) or not self.limit.repays(room, takes):
+        if (priced.choices and room <= gap * known) or not self.limit.repays(TUNING.hoped * room, takes):
             return priced
         if not self.limit.repays(TUNING.rough_gap * self.base.objective, takes):
             gap, num_planes = max(gap, TUNING.rough_gap), min(num_planes, TUNING.less_planes)
