@@ -7,7 +7,8 @@ Method: compilers fuse connected elementwise operations and reductions of one le
         longest path before it. A value is stored if an unfusible kernel reads or makes it, if it crosses the boundary of a
         body, or if a reader has a later level and the value is clearly smaller than what it is computed from. Other values
         are recomputed by their readers, as are views, and results larger than their operands (but not reductions of
-        those). Within a kernel, the first operation that reads a value pays for it.
+        those). Within a kernel, the first operation that reads a value pays for it. Elementwise work of one shape on parameters
+        is one kernel though it stores values on the way: an update writes new moments, and goes on with them.
 """
 
 from __future__ import annotations
@@ -210,12 +211,24 @@ class _Finder:
         for node in self.ops:
             for var in self.read[node.index] if self.fused[node.index] else ():
                 maker = self.made_by.get(var)
-                if maker is not None and var not in self.stored and self.is_one_kernel(maker, node):
+                if maker is None or not self.is_one_kernel(maker, node):
+                    continue
+                if var not in self.stored or self.updates(maker, node):
                     self.parent[self.find(node.index)] = self.find(maker.index)
 
     def is_one_kernel(self, maker: Node, reader: Node) -> bool:
         level = self.level_of[maker.index]
         return self.fused[maker.index] and level is not None and level == self.level_of[reader.index]
+
+    def updates(self, maker: Node, reader: Node) -> bool:
+        """Whether both are elementwise work of one shape on parameters."""
+        shapes = {var.aval.shape for node in (maker, reader) for var in node.eqn.outvars}
+        return len(shapes) == 1 and not any(self.on_samples(node) or not is_pointwise(node) for node in (maker, reader))
+
+    def on_samples(self, node: Node) -> bool:
+        """Whether an operation works on samples, or it is not known which do."""
+        values = [a for a in (*node.eqn.invars, *node.eqn.outvars) if not isinstance(a, Literal)]
+        return not self.knows_samples or any([var in self.batch.of for var in values])
 
     def find(self, index: int) -> int:
         """The representative of the kernel that an operation is in (union-find)."""
@@ -223,6 +236,11 @@ class _Finder:
             self.parent[index] = self.parent[self.parent[index]]
             index = self.parent[index]
         return index
+
+    def is_made_by(self, kernel: int, var: Var) -> bool:
+        """Whether a fused kernel makes a value, and goes on with it."""
+        maker = self.made_by.get(var)
+        return maker is not None and self.fused[maker.index] and self.find(maker.index) == kernel
 
     def is_read_turned(self, node: Node, atom: Atom) -> bool:
         """Whether a kernel reads an array in another order of dims than it is stored in.
@@ -244,7 +262,7 @@ class _Finder:
         same: dict[Traffic, Traffic] = {}
         for node in self.ops:
             eqn = node.eqn
-            num_operands = len(eqn.invars)
+            num_operands, on_samples = len(eqn.invars), self.on_samples(node)
             counts, touched = [0.0] * (num_operands + len(eqn.outvars)), list(range(num_operands + len(eqn.outvars)))
             is_free = is_view(eqn) or (self.fused[node.index] and self.level_of[node.index] is None)
             kernel = self.find(node.index) if self.fused[node.index] else node.index
@@ -253,6 +271,7 @@ class _Finder:
                 if isinstance(atom, Literal):
                     continue
                 leaves = [leaf for leaf in self.leaves_of(self.origin(atom)) if (kernel, leaf) not in paid]
+                leaves = [leaf for leaf in leaves if on_samples or not self.is_made_by(kernel, leaf)]
                 paid.update((kernel, leaf) for leaf in leaves)
                 if leaves:
                     counts[k] = sum(map(num_bytes, leaves)) / max(1, num_bytes(atom))
@@ -263,8 +282,6 @@ class _Finder:
             if any(counts) and kernel not in launched:
                 launched.add(kernel)
                 launches = 1.0
-            values = [a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)]
-            on_samples = not self.knows_samples or any([var in self.batch.of for var in values])
             turned = tuple(k for k, atom in enumerate(eqn.invars) if counts[k] and self.is_read_turned(node, atom))
             traffic = Traffic(tuple(counts), tuple(touched), launches, on_samples, turned)
             found[node.index] = same.setdefault(traffic, traffic)

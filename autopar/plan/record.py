@@ -32,7 +32,7 @@ from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 7
+VERSION = 8
 """Incremented with every change that an older reader cannot read, or that changes the meaning of choices."""
 
 INSTRUCTIONS: dict[type[Instruction], str] = {Run: "run", Send: "send", Recv: "receive", Free: "free"}

@@ -20,9 +20,9 @@ W = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
 SIZE = ROWS * WIDTH * 4
 
 
-def passes(fun, *args):
+def passes(fun, *args, batch=()):
     """Bytes that all but products move, in arrays of X's size, and the kernels launched for them."""
-    graph = build_graph(trace_step(fun, args).jaxpr, MESH, {})
+    graph = build_graph(trace_step(fun, args).jaxpr, MESH, {}, batch)
     traffic = find_traffic(graph)
     moved = launches = 0.0
     for node in graph.nodes:
@@ -199,6 +199,18 @@ def test_updates_work_on_parameters():
         if any(traffic.counts)
     }
     assert (kernels["tanh"].on, kernels["sub"].on) == ("samples", "parameters")
+
+
+def test_an_update_goes_on_with_the_moments_that_it_stores():
+    """Array, moments and gradient are read, array and moments written, by one kernel, as XLA for GPUs does it."""
+
+    def adam(w, m, v, x):
+        gradient = x.T @ x
+        m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient**2
+        return w - 0.1 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+    arrays, kernels = passes(adam, W, W, W, X, batch=(3,))
+    assert (arrays * SIZE, kernels) == (7 * 4 * WIDTH**2, 1)
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -74,8 +74,8 @@ def test_a_loaded_plan_runs(file, make_step, types):
         ('{"format": "autopar plan", "version": 2,', "not whole JSON"),
         ("[1, 2]", "no autopar plan"),
         ('{"version": 2}', "no autopar plan"),
-        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 7"),
-        ('{"format": "autopar plan", "version": 7}', '"stages" is missing'),
+        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 8"),
+        ('{"format": "autopar plan", "version": 8}', '"stages" is missing'),
         ("\x00\x01", "not whole JSON"),
     ],
 )
