@@ -94,7 +94,7 @@ class Tuning:
     """Seconds of that for each node, if many are tied."""
     descent_seconds: float = 2.7
     """Seconds: a first descent that takes no longer is made whatever it may win, if the second axis won anything."""
-    descent_part: float = 0.025
+    descent_part: float = 0.019
     """Part of all steps' time that it may take, too: a demo of short steps is planned in 2 s instead of 4."""
     unaided_seconds: float = 5.0
     """Seconds: the most that this may take."""

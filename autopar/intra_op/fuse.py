@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import math
 from collections.abc import Container, Sequence
 
 from autopar.cost import collective_seconds
@@ -111,7 +110,7 @@ def _scattered(
     slices = {
         copy: reader
         for copy, (reader, *others) in readers.items()
-        if not others and isinstance(reader, Move) and _takes_own_rows(reader, sums[copy], mesh)
+        if not others and isinstance(reader, Move) and _takes_own_part(reader, sums[copy])
     }
     found: dict[Copy, Move] = {}
     for group in groups:
@@ -127,12 +126,10 @@ def _is_sum(move: Move) -> bool:
     return isinstance(move.step, AllReduce)
 
 
-def _takes_own_rows(reader: Move, sum_: Move, mesh: LogicalMesh) -> bool:
-    """Whether a move keeps of a sum over devices what a reduce-scatter of it, without a transpose, leaves on each."""
-    step, reduced = reader.step, sum_.step
-    if not isinstance(step, Slice) or sorted(step.axes) != sorted(reduced.axes) or reader.earlier is not None:
-        return False
-    return math.prod(sum_.source.local_shape(tuple(sum_.var.aval.shape), mesh)[: step.dim]) == 1
+def _takes_own_part(reader: Move, sum_: Move) -> bool:
+    """Whether a move keeps of a sum over devices what a reduce-scatter of it leaves on each; packing sorts it by devices."""
+    step = reader.step
+    return isinstance(step, Slice) and sorted(step.axes) == sorted(sum_.step.axes) and reader.earlier is None
 
 
 def _is_faster_apart(num_bytes: float, part: float, axes: tuple[str, ...], mesh: LogicalMesh) -> bool:

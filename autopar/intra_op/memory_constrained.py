@@ -281,6 +281,8 @@ class _Search:
             if not broken:
                 mixed = f"{answer.solver}, what prices on memory found"
                 return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
+            if self.limit.is_over:
+                break
             if attempt + 1 >= TUNING.price_mixes:
                 # Each attempt peaks at another moment: lower all budgets.
                 share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)

@@ -186,7 +186,7 @@ class Anytime:
         """Pass on progress, as in `Report`. Raises `TimeIsUp`: the limit is reached, and there is a plan."""
         self._best = min(self._best, best)
         self._report(text, done, best, gap)
-        if math.isfinite(self._best) and time.monotonic() > self.ends:
+        if math.isfinite(self._best) and time.monotonic() >= self.ends:
             raise TimeIsUp
 
     @contextlib.contextmanager
@@ -202,7 +202,7 @@ class Anytime:
                 raise
             self.reason = "it was stopped"
         else:
-            if not has_plan() and time.monotonic() > self.ends:
+            if not has_plan() and time.monotonic() >= self.ends:
                 self.reason = self.time_is_up
         finally:
             self._passes.append((name, time.process_time() - started))
