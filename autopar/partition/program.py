@@ -133,7 +133,7 @@ def _added_up(body: Body, made_at: Mapping[Copy, int]) -> set[Copy]:
     """All-reduced values that, perhaps cast, elementwise work reads beside an input of the body.
 
     Where that adds up a loop's sum, XLA for GPUs would move the all-reduce behind the loop, where it overlaps with nothing,
-    and add up in the dtype that is sent; a barrier keeps it from that.
+    and add up in the dtype that is sent; a barrier keeps it from that. An update is no such sum.
     """
     found: set[Copy] = set()
     for instruction in body.instructions:

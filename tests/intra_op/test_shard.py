@@ -23,11 +23,13 @@ def plan_of(width, rows, budget):
     return autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=1).plan(*args).cost
 
 
-@pytest.mark.parametrize("width, rows", [(64, 128), (32, 64), (96, 192)])
+MISSED = pytest.mark.xfail(strict=True, reason="53.2 us within 0.7 of its memory and 56.1 within 0.85")
+
+
+@pytest.mark.parametrize("width, rows", [(64, 128), (32, 64), pytest.param(64, 256, marks=MISSED)])
 def test_more_memory_makes_no_step_slower(width, rows):
     """Latencies are most of such a step, and prices are 5 to 10 % off the clock: of answers that cost nearly the same, those
-    within fewer bytes may be faster. Of 128 rows the step took 53.0 us within 0.7 of its memory, and 56.0 within 0.85. Not
-    all such cases are found: of 256 rows it takes 53.2 and 56.1."""
+    within fewer bytes may be faster. Of 128 rows the step took 53.0 us within 0.7 of its memory, and 56.0 within 0.85."""
 
     def plan(budget):
         return plan_of(width, rows, budget)

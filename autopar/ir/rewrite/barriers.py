@@ -73,8 +73,11 @@ def _without_barriers(body: Jaxpr, scan: Region) -> Jaxpr:
         if kind_of(eqn) != "barrier" or not constant.union(given).issuperset(variables(eqn.invars)):
             eqns.append(reading(eqn, passed))
             continue
-        through = list(zip(eqn.invars, eqn.outvars, strict=True))
-        stay = [(atom, var) for atom, var in through if constant.intersection(variables([atom]))]
-        passed.update((var, atom) for atom, var in through if (atom, var) not in stay)
+        stay: list[tuple[Atom, Var]] = []
+        for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+            if constant.isdisjoint(variables([atom])):
+                passed[var] = atom
+            else:
+                stay.append((atom, var))
         eqns += [_barrier(eqn, stay)] if stay else []
     return make_jaxpr(body.invars, [known_as(atom, passed) for atom in body.outvars], eqns) if passed else body

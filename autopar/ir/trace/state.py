@@ -136,10 +136,10 @@ def find_batch(program: Program, state: Iterable[int], sure: bool = True) -> tup
     if len(set(candidates.values())) > 1:
         by_size = _leaves_by_size(program, arguments, candidates)
         rows = rows_are_samples(program.jaxpr, by_size) or _scanned_by_steps(program, arguments, candidates)
-        several = _of_several_sizes(program, arguments, state) if sure and len(rows) != 1 else ()
-        if sure and len(rows) != 1 and len({candidates.get(n) for n in several}) != 1:
-            return several
-        if len(rows) > 1 and sure:
+        if sure and len(rows) != 1:
+            several = _of_several_sizes(program, arguments, state)
+            if len({candidates.get(n) for n in several}) != 1:
+                return several
             rows = sizes_of_most_work(program.jaxpr, {size: by_size[size] for size in rows})
         if len(rows) == 1:
             return tuple(number for number, size in candidates.items() if size == rows[0])

@@ -138,7 +138,8 @@ def sizes_of_most_work(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> lis
     Weights of classes or losses have fewer: gradients are linear in them, but the forward pass does not read them.
     """
     work = {size: _work_by_samples(jaxpr, inputs) for size, inputs in groups.items()}
-    return [size for size in work if work[size] >= (1 - TUNING.work_of_samples) * max(work.values())]
+    most = max(work.values(), default=0.0)
+    return [size for size in work if work[size] >= (1 - TUNING.work_of_samples) * most]
 
 
 def first_of_samples(jaxpr: Jaxpr, ways: Sequence[Mapping[int, int]]) -> Mapping[int, int] | None:
