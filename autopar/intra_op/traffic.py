@@ -58,6 +58,17 @@ def find_traffic(graph: Graph) -> dict[int, Traffic]:
     return graph.cached("traffic", lambda: _Finder(graph).all_traffic())
 
 
+def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
+    """The stored values that each operation reads: its operands, or what they are recomputed from; by its node's index."""
+    finder = _Finder(graph)
+    return {
+        node.index: tuple(
+            dict.fromkeys(leaf for var in finder.read[node.index] for leaf in finder.leaves_of(finder.origin(var)))
+        )
+        for node in finder.ops
+    }
+
+
 def is_pointwise(node: Node | Compute) -> bool:
     """Whether an operation is elementwise, as far as a compiler can tell."""
     rule = node.rule
