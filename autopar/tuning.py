@@ -40,8 +40,7 @@ class Tuning:
     """Part of the forward and backward passes' work. Scans of one length are split between stages if they do at least this:
     a smaller scan is no chain of layers, and splitting it makes programs longer for nothing."""
     fission_operations: int = 16
-    """Operations per element that an equation reads or writes. Shared equations with no more are computed once per result of
-    a split condition: that costs less than keeping their results."""
+    """Operations per element of an equation. Shared ones with no more are computed once per result of a split condition."""
     fission_room: float = 1.25
     """Conditions are merged while the bytes of their results are at most this many times those of the largest alone."""
 
@@ -77,8 +76,7 @@ class Tuning:
     untied_seconds: float = 0.5
     """Seconds. The best answer is solved without ties if that takes no longer, whatever it may win."""
     proved_seconds: float = 5.0
-    """Seconds. If the best answer was found two axes at a time, a lower bound is computed if that takes no longer, whatever it
-    may win: without a bound its gap is unknown."""
+    """Seconds. An answer found two axes at a time has no gap: a bound is computed if that takes no longer."""
     misjudged: float = 3e-3
     """Part of the step. If the best plan takes longer or less than its price by more, its mesh is planned once more as if it
     were the only one: priced otherwise, it may have a better plan."""
@@ -154,6 +152,10 @@ class Tuning:
     """Seconds for each pair of a round."""
     solver_pairs_per_second: float = 3.5e4
     """Pairs of its problem that the ILP solver gets through in a second, roughly."""
+    loose_gap: float = 200.0
+    """Times as long, for a relative gap of one between bound and incumbent: of a loose relaxation it proves little."""
+    asked_part: float = 1 / 8
+    """Part of the solver's seconds that one solve may take, by its estimate, where all work repays."""
     rough_gap: float = 1e-2
     """Part of the cost. Where such a gap is allowed, the first answer of message passing within it is taken."""
     small_core: int = 60_000
@@ -165,8 +167,7 @@ class Tuning:
     huge_core: int = 2_000_000
     """Pairs. Beyond this (three axes as a whole) message passing alone has to do: there are no more rounds after the first."""
     large_gap: float = 2e-3
-    """Part of the cost: that gap. It is also left where bytes have a price, and where message passing leaves the ILP more than
-    `early_core` pairs: to prove the last of it may take half a minute."""
+    """Part of the cost: that gap. It is also left where bytes have a price, and where the ILP gets over `early_core` pairs."""
     promising_choices: int = 8
     """The most choices per node that the ILP gets of a larger core, beside those around the best answer known."""
     fewer_choices: tuple[int, ...] = (8, 4, 2)
@@ -251,8 +252,7 @@ class Tuning:
     around_turns: int = 5
     """The same with the exposure that the best answer of a mesh shows, as long as its gap is more than `rough_gap`."""
     exposure_same: float = 5e-3
-    """Part of the step. If the simulated time is this near to the expected one, the problem is not solved again: that would
-    win 0.2 % of a step for about a second of planning."""
+    """Part of the step. Where the simulated time is this near to the expected one, solving again would win 0.2 %."""
     known_far: float = 0.01
     """Part of the step. A well-known plan that is expected to take this much longer than the best one is skipped."""
     loop_turns: int = 3

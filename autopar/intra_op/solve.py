@@ -196,8 +196,8 @@ class _Core:
             room = self.ascent.upper - lower
             if room <= self.allowed or (self.limit.is_spent and np.isfinite(self.ascent.upper)):
                 break
-            worth = self.limit.steps * won
-            most = worth * TUNING.solver_pairs_per_second - self.solved_pairs
+            worth, loose = self.limit.worth(won), room / self.whole if np.isfinite(room) else 0.0
+            most = worth * TUNING.solver_pairs_per_second / (1 + TUNING.loose_gap * loose) - self.solved_pairs
             tables = TUNING.table_entries * min(1.0, worth)  # a second of work at most
             slack = part * room
             if part == TUNING.room_parts[0]:  # the incumbent of messages may be far from optimal, the bound seldom is

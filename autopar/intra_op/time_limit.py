@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 
 from autopar.options import repays
+from autopar.tuning import TUNING
 
 
 class Work:
@@ -62,6 +63,15 @@ class TimeLimit:
     def repays(self, won_seconds: float, work_seconds: float) -> bool:
         """As in `options.repays`; nothing does once planning is to end."""
         return not self.is_over and repays(self.steps, won_seconds, work_seconds)
+
+    def worth(self, won_seconds: float) -> float:
+        """Seconds that one solve may take, by its estimate, for what it wins in each step.
+
+        Where all work repays: those of a usual training, or a part of the budget, which has to do for other solves, too.
+        """
+        if self.steps < math.inf:
+            return self.steps * won_seconds
+        return max(TUNING.asked_part * self.seconds, TUNING.repaying_steps * won_seconds)
 
     @property
     def is_over(self) -> bool:
