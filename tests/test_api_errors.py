@@ -181,12 +181,13 @@ def test_a_batch_whose_arrays_differ_in_rows(method):
         planned(DataParallel(), step, (state(), graph), batch_argnums=1, cluster=cluster)
 
 
-def test_no_batch():
+@pytest.mark.parametrize("method", [DataParallel(), ShardParallel(num_microbatches=2)], ids=str)
+def test_no_batch(method):
     def step(s):
         return jax.tree.map(jnp.tanh, s)
 
-    with raises(BatchError, "no batch to split", "batch_argnums", "ShardParallel()"):
-        planned(DataParallel(), step, (state(),))
+    with raises(BatchError, "no batch to split", "batch_argnums", "holds them in its state", "ShardParallel()"):
+        planned(method, step, (state(),))
     assert planned(ShardParallel(), step, (state(),)).cost.step_seconds > 0
 
 

@@ -126,7 +126,8 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Batch, name: str = "the batch
             given=f"num_microbatches={count}",
             wrong=name,
             do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
-            "for a step without a batch (one whole graph), use ShardParallel() or Auto(), with num_microbatches=1.",
+            "for a step without a batch (it draws its own samples, holds them in its state, or works on one whole graph), use "
+            "ShardParallel() or Auto(), with num_microbatches=1.",
             candidates={},
         )
     for size in sizes:

@@ -58,7 +58,8 @@ def _reason(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn) -
     needed = _needed(jaxpr, solution, cause)
     if _loop_that_ends(cause, eqn) is not None:
         return (
-            f"it goes on until all samples of the whole batch have ended ({needed}), and those of a microbatch may end before."
+            f"how long it goes on depends on all samples of the whole batch ({needed}): with those of a microbatch alone, it "
+            "may end at another turn."
         ), (
             ", or let each sample end by itself (jax.vmap of a loop over one sample), or after a fixed number of turns "
             "(lax.scan)"

@@ -118,7 +118,7 @@ def test_a_loop_that_ends_with_its_last_sample():
     def around_another(params: Tree, batch: Tree) -> jax.Array:
         return lax.fori_loop(0, 2, lambda _, loss: loss + lax.stop_gradient(while_any_loss(params, batch)), 0.0)
 
-    told = "(?s)until all samples of the whole batch have ended.*each sample end by itself.*fixed number of turns"
+    told = "(?s)how long it goes on depends on all samples of the whole batch.*each sample end by itself.*fixed number of turns"
     for loss in (while_any_loss, around_another):
         with pytest.raises(MicrobatchError, match=told) as info:
             split_case(Case(sgd(loss)), 2)
