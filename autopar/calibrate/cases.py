@@ -193,28 +193,36 @@ def _bytes(dtype: str, count: int, rows: int, columns: int, depth: int) -> float
 
 
 def _convolutions(is_cpu: bool) -> Iterator[Case]:
+    """A convolution with both of its gradients, which take longer than it does; then convolutions alone."""
     if is_cpu:
-        cases = [(4, 16, 64, "float32"), (2, 32, 32, "float32")]
+        sizes = [(4, 16, 64, "float32"), (2, 32, 32, "float32")]
     else:
-        cases = [(64, 32, 512, "bfloat16"), (64, 64, 128, "bfloat16")]
-    for images, side, channels, dtype in cases:
+        sizes = [(64, 32, 512, "bfloat16"), (64, 64, 128, "bfloat16")]
+
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def with_gradients(x: jax.Array, w: jax.Array) -> jax.Array:
+        own, of_filter = jax.grad(lambda x, w: jnp.mean(convolved(x, w) ** 2), argnums=(0, 1))(x, w)
+        return x * 0.5 + SMALL * own + SMALL * of_filter.sum()
+
+    def alone(x: jax.Array, x0: jax.Array, w: jax.Array) -> jax.Array:
+        return x0 * 0.5 + SMALL * convolved(x, w)
+
+    for number, (images, side, channels, dtype) in enumerate((sizes[0], *sizes)):
         pixels = images * side * side
         num_bytes = (2 * pixels * channels + 9 * channels * channels) * jnp.dtype(dtype).itemsize
         kernel = Product(1, pixels, channels, 9 * channels, num_bytes, (dtype, dtype), is_convolution=True)
-        shape = (images, side, side, channels)
-
-        def turn(x: jax.Array, x0: jax.Array, w: jax.Array) -> jax.Array:
-            made = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            return x0 * 0.5 + SMALL * made
-
-        yield Case(
-            "convolution",
-            f"{images} images of {side} x {side} x {channels}, 3 x 3, {dtype}",
-            (shape, shape, (3, 3, channels, channels)),
-            dtype,
-            turn,
-            (kernel, MemoryPass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize)),
-        )
+        text = f"{images} images of {side} x {side} x {channels}, 3 x 3, {dtype}"
+        shape, window = (images, side, side, channels), (3, 3, channels, channels)
+        if number:
+            kernels = (kernel, MemoryPass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize))
+            yield Case("convolution", text, (shape, shape, window), dtype, alone, kernels)
+        else:
+            given = shape, window
+            run, all_kernels = emitted(with_gradients, given, dtype, {0: frozenset({0})}, is_cpu)
+            turn = run if is_cpu else with_gradients
+            yield Case("convolution", f"{text}, with its gradients", given, dtype, turn, all_kernels)
 
 
 def _attention(is_cpu: bool) -> Iterator[Case]:

@@ -156,14 +156,19 @@ def _is_scattered(eqn: JaxprEqn, operand: int) -> bool:
 def _convolution(
     eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
 ) -> Product:
-    """The implicit product of a convolution: pixels are rows, output channels columns, elements under the window depth."""
+    """The implicit product of a convolution: pixels are rows, output channels columns, elements under the window depth.
+
+    In the gradient of a filter, channels are rows, and samples, which lie before them, are summed.
+    """
     params = eqn.params
-    _, rhs_spec, out_spec = params["dimension_numbers"]
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     groups = max(1, min(max(params["feature_group_count"], params["batch_group_count"]), shapes[1][rhs_spec[0]]))
     columns = max(1, shapes[1][rhs_spec[0]] // groups)
     rows = max(1, num_elements(shapes[2]) // max(1, shapes[2][out_spec[1]]))
     depth = max(1, round(flops / (_work(eqn) * groups * rows * columns)))
-    return Product(groups, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn), True)
+    is_turned = lhs_spec[1] < lhs_spec[0]
+    work, is_highest = _work(eqn), _is_highest(eqn)
+    return Product(groups, rows, columns, depth, num_bytes, dtypes, is_highest, work, True, is_turned)
 
 
 def _work(eqn: JaxprEqn) -> float:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
+from autopar.ir.rules.on_platforms import convolved_on_cpu
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
 from autopar.ir.rules.terms import factors_of, lengths_of, new_term, rule_of
@@ -106,4 +107,6 @@ def _local_convolution(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Seq
     for count in ("feature_group_count", "batch_group_count"):
         if params[count] > 1:
             params[count] //= shard.num_shards(_GROUP)
+    if shard.platform == "cpu":
+        return convolved_on_cpu(eqn, params, operands)
     return bind_eqn(eqn, *operands, params=params)

@@ -2,11 +2,13 @@
 
 In:     an equation and its local operands; on CPUs the equation that reads its result.
 Out:    on CPUs its results, on GPUs the operands to run it with.
-Method: on CPUs two forms, measured with JAX 0.10.2 and 0.11.2. A product that contracts the leading dims of both operands, as
+Method: on CPUs three forms, measured with JAX 0.10.2 and 0.11.2. A product that contracts the leading dims of both operands, as
         gradients of weights do, goes to Eigen's thread pool, whose threads wake each other for small parts; with the rows of
         the first operand brought to the front by a copy, it goes to YNNPACK, in 0.5 to 0.85 of the time. A reduction whose
         operand has a dim of length one, as with one sample on each device, takes up to seven times as long as without in
-        JAX 0.10.2, and the same in 0.11.2.
+        JAX 0.10.2, and the same in 0.11.2. A convolution whose dims have another order than Eigen's, as both gradients have,
+        is brought into that order by XLA, but not in loops (`conv_canonicalization.cc` walks through the entry computation
+        alone): there it takes 5 to 30 times as long.
         On GPUs XLA knows the gradient of a strided convolution by its input from the reversed kernel, and calls cuDNN's kernel
         for it. If anything stands between, such as a wait, it spreads the cotangent by zeros instead: a copy as large as the
         input, and, for a stride of two, four times the FLOPs (`MatchBackwardInput` in `conv_rewriter.cc`). So the kernel is
@@ -17,7 +19,8 @@ Method: on CPUs two forms, measured with JAX 0.10.2 and 0.11.2. A product that c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +43,17 @@ def bind_on_cpu(eqn: JaxprEqn, operands: Sequence[jax.Array], reader: JaxprEqn |
     if _reduces(eqn) and 1 in operands[0].shape and any(operands[0].shape[d] > 1 for d in eqn.params["axes"]):
         return [_without_units(eqn, operands[0])]
     return bind_eqn(eqn, *operands)
+
+
+def convolved_on_cpu(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Run a convolution with samples first and channels last, as Eigen computes it; `params`: the local ones."""
+    lhs, rhs, out = params["dimension_numbers"]
+    last, spatial = len(lhs) - 1, tuple(range(1, len(lhs) - 1))
+    dims = lax.ConvDimensionNumbers((0, last, *spatial), (last, last - 1, *range(last - 1)), (0, last, *spatial))
+    image = lax.transpose(operands[0], (lhs[0], *lhs[2:], lhs[1]))
+    kernel = lax.transpose(operands[1], (*rhs[2:], rhs[1], rhs[0]))
+    (made,) = bind_eqn(eqn, image, kernel, params={**params, "dimension_numbers": dims})
+    return [lax.transpose(made, np.argsort((out[0], *out[2:], out[1])))]
 
 
 def _contracts_leading(eqn: JaxprEqn) -> bool:

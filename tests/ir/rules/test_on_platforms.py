@@ -8,7 +8,7 @@ from jax import lax
 
 import autopar
 from autopar._jax import bind_eqn
-from autopar.ir.rules.on_platforms import as_on_gpus, bind_on_cpu
+from autopar.ir.rules.on_platforms import as_on_gpus, bind_on_cpu, convolved_on_cpu
 from tests.ir.rules.harness import only_eqn
 
 
@@ -146,3 +146,45 @@ def test_the_kernel_of_a_strided_gradient_is_reversed_last(strides, reversals):
     steps = [e.primitive.name for e in jax.make_jaxpr(run)(cotangent, kernel).eqns]
     assert steps.count("rev") == reversals
     assert steps[-1] == "conv_general_dilated" and (steps[-2] == "rev") == bool(reversals)
+
+
+def convolution(dims, shapes, **params):
+    """A convolution with strides of two and its two gradients, each as (its equation, its operands)."""
+    arrays, ndim = numbers(*shapes), len(shapes[0])
+    forward = lambda x, w: lax.conv_general_dilated(x, w, (2,) * (ndim - 2), "SAME", dimension_numbers=dims, **params)  # noqa: E731
+    made = jnp.sin(forward(*arrays))
+    x, w = arrays
+    for fun, given in (
+        (forward, (x, w)),
+        (lambda w, y: jax.linear_transpose(lambda x: forward(x, w), x)(y)[0], (w, made)),
+        (lambda x, y: jax.linear_transpose(lambda w: forward(x, w), w)(y)[0], (x, made)),
+    ):
+        jaxpr = jax.make_jaxpr(fun)(*given)
+        eqn = next(e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated")
+        yield eqn, numbers(*(var.aval.shape for var in eqn.invars))
+
+
+@pytest.mark.parametrize(
+    "dims, shapes, params",
+    [
+        (("NHWC", "HWIO", "NHWC"), [(4, 8, 6, 3), (3, 3, 3, 5)], {}),
+        (("NCHW", "OIHW", "NCHW"), [(4, 3, 8, 6), (5, 3, 3, 3)], {}),
+        (("NHWC", "HWIO", "NHWC"), [(4, 8, 6, 4), (3, 3, 2, 6)], {"feature_group_count": 2}),
+        (("NCW", "WIO", "NWC"), [(4, 3, 9), (3, 3, 5)], {}),
+        (("NDHWC", "OIDHW", "NCDHW"), [(2, 4, 4, 4, 3), (5, 3, 2, 2, 2)], {}),
+    ],
+    ids=["channels last", "channels first", "groups", "one dim", "three dims"],
+)
+def test_convolutions_have_eigens_order_of_dims_in_loops_too(dims, shapes, params):
+    for eqn, arrays in convolution(dims, shapes, **params):
+        (made,), (expected,) = convolved_on_cpu(eqn, eqn.params, arrays), bind_eqn(eqn, *arrays)
+        np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-4)
+
+        def loop(x, w, eqn=eqn):
+            made = lambda near: convolved_on_cpu(eqn, eqn.params, (x + near, w))[0]  # noqa: E731
+            return lax.fori_loop(0, 3, lambda _, near: made(near).sum(), 0.0)
+
+        hlo = jax.jit(loop).lower(*arrays).compile().as_text()
+        labels = {line.split("dim_labels=")[1].split(",")[0] for line in hlo.splitlines() if " convolution(" in line}
+        spatial = "012"[: len(shapes[0]) - 2]
+        assert labels == {f"b{spatial}f_{spatial}io->b{spatial}f"} or params  # XLA splits groups itself
