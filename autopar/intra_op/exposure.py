@@ -86,9 +86,9 @@ class Exposure:
         return sum(self._counted_seconds(one) * (1.0 if one.kind is None else self.of(one.kind)) for one in shown)
 
     def misjudges(self, shown: Sequence[Shown]) -> float:
-        """Seconds by which the prices of a program's conversions, under this exposure, differ from those exposed in it."""
-        priced = sum(one.priced_seconds * (1.0 if one.kind is None else self.of(one.kind)) for one in shown)
-        return abs(priced - sum(one.exposed_seconds for one in shown))
+        """Seconds by which the prices of a program's conversions, under this exposure, differ from those under its own."""
+        own = self.as_in(shown, self)
+        return abs(sum((self.of(one.kind) - own.of(one.kind)) * one.priced_seconds for one in shown if one.kind))
 
     def _counted_seconds(self, one: Shown) -> float:
         return one.seconds

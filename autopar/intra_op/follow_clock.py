@@ -128,21 +128,21 @@ def solve_around(
     """Solve with the exposure that the best program alone shows, then with that of it and the programs so found.
 
     The exposure shown by several programs is true of none: the best may look slower than it is, and others faster.
-    Ends where what is off is no exposure: collectives that the program shares, which its choices pay one by one. Arguments as
-    in `follow_clock`, turns, the gap to end at, and a memory budget. Returns the fastest, priced by its own exposure if that
-    leaves a smaller gap."""
+    Ends where the best leaves a small gap by its own exposure, and what is off is no exposure: collectives that the program
+    shares, which its choices pay one by one. Arguments as in `follow_clock`, turns, the gap to end at, and a memory budget.
+    Returns the fastest, priced by its own exposure if that leaves a smaller gap."""
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
-    first, is_small = best.step_seconds, _is_small(best)
+    first, is_small, judged = best.step_seconds, _is_small(best), best
     for turn in range(turns):
-        off = _seconds_off(best) / best.step_seconds if turn < TUNING.exposure_turns else 0.0
-        if before is None or max(best.gap, off) <= gap or instance.limit.is_over:
+        off = _seconds_off(judged) / best.step_seconds if turn < TUNING.exposure_turns else 0.0
+        if before is None or max(judged.gap, off) <= gap or instance.limit.is_over:
             break
         exposure = exposure_after(last).as_in(shown, before)
         problem, solution = instance.solve_under(exposure)
         if not solution.choices:
             break
-        other = best.repriced(problem, solution.bound, exposure)
-        best = min(best, other, key=lambda sharded: sharded.gap)
+        judged = best.repriced(problem, solution.bound, exposure)
+        best = min(best, judged, key=lambda sharded: sharded.gap)
         if solution.choices in tried and not doubted:
             doubted, exposure = True, exposure.doubtful()  # it may be one of several such answers
             problem, solution = instance.solve_under(exposure)
@@ -152,7 +152,7 @@ def solve_around(
         last = instance.read_off(problem, solution, exposure)
         shown += show(last.graph, last.body, last.exposed_seconds)
         if last.fits(budget) and last.step_seconds < best.step_seconds:
-            best = last
+            best = judged = last
         elif best.step_seconds < first and not is_small:
             break  # a turn after one that won seldom wins once another did not
         if problem.rows and solution.gap > TUNING.rough_gap:

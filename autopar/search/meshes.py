@@ -42,6 +42,7 @@ class Searched:
         tried: What was tried or left out: (what, its seconds or why not).
         failure: Why a mesh has no plan: of the failures the one that needs least memory, or the last.
         pruned: Meshes that were abandoned, since no plan on them beats the best.
+        compared: Meshes on which well-known plans were compared.
         unaided: The first plan, if the search on its mesh began without what other plans had shown.
         untied: The plan of the best mesh as if it were the only one, its ties undone.
     """
@@ -50,6 +51,7 @@ class Searched:
     tried: list[tuple[str, str]]
     failure: AutoparError | None = None
     pruned: list[LogicalMesh] = field(default_factory=list)
+    compared: list[LogicalMesh] = field(default_factory=list)
     unaided: Sharded | None = None
     untied: Sharded | None = None
 
@@ -106,6 +108,7 @@ def search_meshes(
             searched.tried.append((str(mesh), error.summary))
         else:
             searched.unaided = sharded if exposure is None else searched.unaided
+            searched.compared += [mesh] * compare
             searched.results.append(sharded)
             searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
     report("", 1.0, *_best_known(searched))
@@ -160,13 +163,13 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     make it many times as long; then those nearly as fast that are priced below it, or are as fast but for next to nothing and
     leave a gap. On one host so is the best on three axes that leaves one, where that is short beside all steps.
     """
-    best, hosts = searched.best, request.cluster.hosts
+    best, hosts, hides = searched.best, request.cluster.hosts, request.cluster.device.achieved.overlap > 0
     known = request.narrowed.seconds if request.narrowed else math.inf
     if (1 - TUNING.untied_near) * best.step_seconds > known:
         return
     misjudged = abs(1 - best.solution.objective / best.step_seconds)
     is_short = any(sharded.problem.rows for sharded in searched.results)
-    near = (1 + TUNING.untied_near) * best.step_seconds if request.cluster.device.achieved.overlap else 0.0
+    near = (1 + TUNING.untied_near) * best.step_seconds if hides else 0.0
     # The others were not solved as a whole, as they would be now.
     whole = [s.problem for s in searched.results if len(s.mesh.shape) < 3 or _is_small(s.problem)]
     all_seconds = sum(map(planning_seconds, whole))
@@ -175,6 +178,8 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     left_named = TUNING.named_seconds
     for sharded in sorted(searched.results, key=_rank):
         takes, worth = planning_seconds(sharded.problem), TUNING.unaided_part * best.step_seconds
+        # Where nothing hides, plans on other meshes have shown nothing.
+        is_aided = hides or sharded.mesh not in searched.compared
         is_asked = sharded is best and misjudged > TUNING.misjudged and not _is_priced_as(best, searched.unaided)
         is_near = sharded.step_seconds <= near
         is_quick = is_near and takes <= TUNING.untied_seconds
@@ -187,7 +192,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
             part = TUNING.named_part * request.options.repaying_steps * best.step_seconds
             is_doubted = sharded is best and is_close and len(best.mesh.shape) > 2 and takes <= part
         thorough = is_doubted and not is_short and takes <= left_named
-        chosen = (is_asked or is_quick) and repaid or thorough or (is_near and takes <= left)
+        chosen = (is_asked or is_quick) and is_aided and repaid or thorough or (is_near and takes <= left)
         if sharded is searched.unaided or not chosen:
             continue
         left -= takes

@@ -78,6 +78,13 @@ def test_what_hides_may_hide_by_half():
     assert doubtful.of((True, "f", 1.0, False)) == 1.0 and doubtful.after([]) == Exposure(0.1)
 
 
+@pytest.mark.parametrize("least, seconds", [(0.1, 3.0), (0.5, 2.0), (1.0, 0.0)])
+def test_a_price_is_misjudged_by_what_another_exposure_changes(least, seconds):
+    """Nothing hides more than the device lets it, and an immediate reduction counts in full: to solve again was in vain."""
+    shown = [Shown(SAMPLES, 4.0, 1.0, 4.0), Shown(None, 5.0, 1.0, 5.0)]
+    assert Exposure(least).misjudges(shown) == pytest.approx(seconds)
+
+
 def test_other_plans_are_compared_as_was_known_before():
     """What one program alone showed of its conversions is not said of another's."""
     sharded = sharded_of(plan_of(False, 3, 1e12, 0.0, width=64, batch=64))

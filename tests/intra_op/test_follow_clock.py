@@ -10,11 +10,13 @@ import pytest
 
 from autopar.intra_op import follow_clock as following
 from autopar.intra_op import shard as sharding
+from autopar.intra_op.costs import Prices
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.instance import Instance
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.time_limit import TimeLimit
 from tests.intra_op.test_exposure import sharded_with
+from tests.intra_op.test_lanes import device
 from tests.tuned import tune
 
 
@@ -126,6 +128,33 @@ def test_what_is_off_for_another_reason_than_exposure_is_not_solved_around(monke
     assert known.gap == 0 and own.misjudges(shown) == pytest.approx(0.0, abs=1e-9)
     instance = types.SimpleNamespace(limit=TimeLimit(60.0))  # it can solve nothing
     assert following.solve_around(instance, known, known, [], 4) is known
+
+
+@pytest.mark.parametrize(("bound", "solved"), [(0.999, 1), (0.9, 2)])
+def test_turns_around_the_best_end_where_its_own_exposure_leaves_no_gap(monkeypatch, bound, solved):
+    """Its first price, too high, proves nothing and left no gap: Wide ResNet was solved three times around one answer."""
+    tune(monkeypatch, following, untied_nodes=0)
+    found = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=4)
+    dear = dataclasses.replace(found.solution, objective=2 * found.step_seconds, bound=2 * found.step_seconds)
+    shown = show(found.graph, found.body, found.exposed_seconds)
+    in_full = Exposure(0.1, {one.kind[:3]: (1.0, 1.0) for one in shown if one.kind is not None})
+    known, slower = dataclasses.replace(found, exposure=in_full, solution=dear), 1.1 * found.compute_seconds
+    asked = []
+
+    def solve_under(exposure):
+        asked.append(exposure)
+        least = dataclasses.replace(found.solution, choices=(len(asked),), bound=bound * found.step_seconds)
+        return prices.problem(exposure), least
+
+    prices = Prices(found.graph, device(0.9), found.class_of, found.allowed.masks)
+    instance = types.SimpleNamespace(
+        class_of=found.class_of,
+        solve_under=solve_under,
+        read_off=lambda *_: dataclasses.replace(found, compute_seconds=slower),
+        limit=TimeLimit(60.0),
+    )
+    assert following.solve_around(instance, known, known, [], 2).step_seconds == found.step_seconds
+    assert len(asked) == solved
 
 
 @pytest.mark.parametrize(("rows", "solved"), [((), 4), ((MemoryRow("the end", {}, 0.0),), 1)])

@@ -139,6 +139,24 @@ def test_the_best_mesh_is_not_planned_again_where_the_same_exposure_was_seen_to_
     assert asked == ([] if is_alike else [best.mesh])
 
 
+@pytest.mark.parametrize("cluster, compared, again", [("", True, False), ("", False, True), ("1x8 h100", True, True)])
+def test_where_nothing_hides_the_best_mesh_is_planned_once(monkeypatch, cluster, compared, again):
+    """Other plans have then shown nothing: with the same well-known plans, a small GPT's second search was half of all."""
+    asked = []
+    monkeypatch.setattr(meshes, "search_meshes", lambda request, chosen, report, alone, like: asked.extend(chosen))
+
+    def of(seconds, shape):
+        known = {"problem": SimpleNamespace(costs=[0] * 1300, edges={}, rows=[]), "gap": 0.0}
+        return SimpleNamespace(**vars(plan(seconds, *shape)) | known | {"solution": SimpleNamespace(objective=1.0)})
+
+    first, best = of(0.95, (8,)), of(0.9, (2, 4))
+    machine = Cluster.of(cluster) if cluster else Cluster.local()
+    request = Request(SimpleNamespace(name="step"), None, machine, Auto())
+    searched = Searched([first, best], [], compared=[first.mesh, best.mesh][: 1 + compared], unaided=first)
+    meshes.search_unaided(request, searched, silent)
+    assert (best.mesh in asked) == again
+
+
 @pytest.mark.parametrize(
     "price, seconds, gap, asked_for",
     [
