@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.calibrate.blocks import blocks
-from autopar.calibrate.cases import all_cases
+from autopar.calibrate.cases import Case, all_cases
 from autopar.calibrate.fit import Sample, as_measured, fit
 from autopar.calibrate.timing import copied, dispatch, fresh_memory, shared_cores, turn_times, undisturbed
-from autopar.errors import ClusterError, ProfileError, check_number
+from autopar.errors import ClusterError, ProfileError, check_number, warn
 from autopar.mesh import Achieved, Device, Link, MachineProfile
 from autopar.mesh.find_device import known_device
 
@@ -64,7 +64,7 @@ def calibrate(
 
     Args:
         devices: Devices of one host, of one kind; `jax.devices()` by default.
-        seconds: Approximate time budget; cases that do not fit are left out.
+        seconds: Approximate time budget; cases that do not fit are left out, with a warning if nothing of a kind fits.
         save: File to write the profile to.
         show_progress: Whether to draw a progress bar on stderr.
 
@@ -88,21 +88,24 @@ def calibrate(
     check_number("calibrate", "seconds", seconds, kind=ProfileError, do=do, path="")
     started = time.monotonic()
     if not show_progress:
-        samples, own = _measure(devices, started + seconds, lambda text, done: None)
+        samples, own, left = _measure(devices, started + seconds, lambda text, done: None)
     else:
         columns = BarColumn(24), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(*columns, console=Console(file=sys.stderr, force_jupyter=False), transient=True) as bar:
             task = bar.add_task("calibrating", total=1.0)
             tell: Tell = lambda text, done: bar.update(task, description=text, completed=done)  # noqa: E731
-            samples, own = _measure(devices, started + seconds, tell)
+            samples, own, left = _measure(devices, started + seconds, tell)
+    _warn_of_unknown(samples, left, seconds)
     profile = _profile(devices, samples, own, time.monotonic() - started)
     if save is not None:
         profile.save(save)
     return profile
 
 
-def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[Sample], dict[str, Any]]:
-    """Measure the cases, and the overhead of programs: fields of `Achieved`."""
+def _measure(
+    devices: Sequence[Any], deadline: float, tell: Tell
+) -> tuple[list[Sample], dict[str, Any], Sequence[Case]]:
+    """Measure the cases, and the overhead of programs: fields of `Achieved`. Also returns the cases left for want of time."""
     tell("starting programs", 0.0)
     is_cpu = devices[0].platform == "cpu"
     cases = all_cases(len(devices), is_cpu, blocks(is_cpu))
@@ -114,8 +117,10 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
             own |= fresh_memory(devices, FRESH_BYTES)
     samples: list[Sample] = []
     stretched: list[float] = []
+    left: Sequence[Case] = ()
     for number, case in enumerate(cases):
         if samples and time.monotonic() > deadline:
+            left = cases[number:]
             break
         tell(f"{case.kind}: {case.text}", number / len(cases))
         try:
@@ -132,7 +137,18 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
             do="run `autopar doctor`, which tries the devices one thing after the other.",
             path="",
         )
-    return samples, own
+    return samples, own, left
+
+
+def _warn_of_unknown(samples: Sequence[Sample], left: Sequence[Case], seconds: float) -> None:
+    """Warn if nothing of a kind was measured for want of time: what is fitted to it keeps its starting value."""
+    unknown = sorted({case.kind for case in left if case.is_fitted} - {sample.case.kind for sample in samples})
+    if unknown:
+        warn(
+            f"calibrate: {seconds:g} seconds were enough for {len(samples)} measurements, and {len(left)} were left out. "
+            f"Not measured at all, and so as in the catalog or guessed: {', '.join(unknown)}. "
+            "Allow more seconds, and run nothing else on the machine meanwhile."
+        )
 
 
 def _profile(devices: Sequence[Any], samples: Sequence[Sample], own: dict[str, Any], seconds: float) -> MachineProfile:

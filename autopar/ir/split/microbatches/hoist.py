@@ -90,7 +90,7 @@ class Hoist:
             return False
         if all_split and not all(self._divides(var, dims[0]) for var in eqn.outvars):
             return False
-        cone = self._cone(samples, self.cost[eqn])
+        cone = self._cone(inputs_of(eqn), self.cost[eqn])  # those that are whole, too: they may be joins of the loop
         if cone is None:
             return False
         self.gathered = self.gathered or Cause(eqn, next(iter(samples)))

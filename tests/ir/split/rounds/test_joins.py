@@ -86,8 +86,11 @@ def centred_loss(params: Tree, batch: Tree) -> jax.Array:
     return (z**2).mean()
 
 
-def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> list[Any]:
-    """What the phases compute: all microbatches once for what lies between their halves, and again for the rest."""
+def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any], joins: int = 1) -> list[Any]:
+    """What the phases compute: all microbatches once for what lies between their halves, and again for the rest.
+
+    `joins`: how often that happens, where what lies between halves waits for what else does.
+    """
     values: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def work_out(eqns, wanted):
@@ -111,8 +114,9 @@ def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> li
                 values[result.var] = sum(parts)
 
     work_out(split.before, [v for eqn in split.before for v in eqn.outvars])
-    loop()
-    work_out(split.between, [v for eqn in split.between for v in eqn.outvars])
+    for _ in range(joins):
+        loop()
+        work_out(split.between, [v for eqn in split.between for v in eqn.outvars])
     loop()
     there = [v for v in values if v not in {v for eqn in split.after for v in eqn.outvars}]
     return evaluate(make_jaxpr(there, jaxpr.outvars, split.after), *(values[v] for v in there))
@@ -252,6 +256,26 @@ def test_pairs_that_are_read_by_rows_and_by_columns(loss, count):
     pairs = {(BATCH, BATCH), (2 * BATCH, 2 * BATCH)}
     assert any(var.aval.shape in pairs for eqn in split.between for var in eqn.outvars)
     found = in_two_halves(jaxpr, split, program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
+    assert_same(program.unflatten_outputs(found), full_batch(case))
+
+
+def ranked_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Statistics of the losses' ranks: the worst half, a quantile, the median, and all losses weighted by their rank."""
+    losses = squares(params, batch)
+    worst = losses[jnp.argsort(-losses)[: BATCH // 2]].mean()
+    ranked, _ = jax.lax.sort((losses, batch["label"]), num_keys=2)
+    weighted = (ranked * jnp.arange(BATCH)).mean()
+    return worst + jnp.quantile(losses, 0.9) + jnp.median(losses) + weighted
+
+
+@pytest.mark.parametrize("count", (2, 4))
+def test_what_is_cheap_is_not_done_before_what_it_reads_between(count):
+    """A sort also reads numbers of the batch's labels, which are there before the loop; the losses are not."""
+    case = Case(sgd(ranked_loss))
+    program, batch = trace_case(case)
+    jaxpr, split = split_at_joins(program.jaxpr, count, batch)
+    check_phases(jaxpr)(split)
+    found = in_two_halves(jaxpr, split, program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))), joins=2)
     assert_same(program.unflatten_outputs(found), full_batch(case))
 
 
