@@ -351,17 +351,17 @@ class _Phases:
         total = 0.0
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
             phase = self.solution.phase[eqn]
-            gathers = any(a in late or isinstance(self.solution.of(a), Split) for a in inputs_of(eqn))
+            gathered = [a for a in inputs_of(eqn) if a in late or isinstance(self.solution.of(a), Split)]
             if eqn in self.whole:
                 continue
-            if gathers and phase in ("between", "after"):
+            if gathered and phase in ("between", "after"):
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
                 if total > limit and (cost > limit / 2 or self.of_backward is not None):
                     causes = [
                         self.late[var] for var in eqn.outvars if var in self.late
                     ]  # a callback may have no result
-                    cause = causes[0] if causes else Cause(eqn, inputs_of(eqn)[0])
+                    cause = causes[0] if causes else Cause(eqn, gathered[0])
                     self.note_waiting(cause, eqn)
 
 

@@ -162,7 +162,7 @@ def _in_rounds(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
         try:
             return jaxpr, write_phases(jaxpr, decide(jaxpr, joins=joins))
         except SamplesWaitError as waits:
-            error = waits.error
+            error = too_much_at_once(waits.error, TUNING.joined_work) if waits.is_late_work else waits.error
             better, more = with_rounds(jaxpr, (*waits.sums, *waits.complete))
             if better is jaxpr:
                 better, more = with_rounds(jaxpr, waits.samples)

@@ -306,6 +306,25 @@ def test_what_to_do_about_a_loop_that_ends_for_all_samples():
     assert "pairs" not in str(info.value)
 
 
+def test_a_loop_that_ends_for_all_samples_before_two_updates():
+    """What is too much at once is told of the samples that the loop reads, not of the parameters."""
+
+    def step(state, batch):
+        params, w = state["params"], state["params"]["w1"]
+        x, square = batch["x"] - batch["x"].mean(0), jnp.ones_like(w)
+        z = jax.lax.while_loop(lambda z: jnp.sum(z**2) > 1, lambda z: jnp.tanh(z @ w @ square @ square) / 2, x)
+        for _ in range(2):
+            value, grads = jax.value_and_grad(lambda params: jnp.mean((z @ params["w2"]) ** 2))(params)
+            params = {**params, "w2": params["w2"] - 0.1 * grads["w2"]}
+        return {**state, "params": params}, {"loss": value}
+
+    program, batch = trace_case(Case(step))
+    with pytest.raises(
+        MicrobatchError, match=rf"(?s)`while`.*operand of shape \({BATCH}, {WIDTH}\).*more than 20% of the work"
+    ):
+        split_at_joins(program.jaxpr, 2, batch)
+
+
 def test_a_scan_that_adds_up_gradients_is_no_loop_of_steps():
     """Samples wait for others before it: the error names these, and not the scan."""
 
