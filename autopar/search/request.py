@@ -64,9 +64,11 @@ class Request:
         return self.options_of(self.method)
 
     def options_of(self, method: Method) -> Options:
-        """The options of a method that may differ from the request's."""
+        """The options of a method that may differ from the request's, which then says what repays: each microbatch gains."""
         options = dataclasses.replace(method.options(), ends=self.ends)
-        return dataclasses.replace(options, repaying_steps=math.inf) if self.thorough else options
+        gaining = self.method.options().repaying_steps * (getattr(method, "num_microbatches", None) or 1)
+        steps = math.inf if self.thorough else min(options.repaying_steps, gaining)
+        return dataclasses.replace(options, repaying_steps=steps)
 
     @property
     def budget_bytes(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from autopar.intra_op.problem import Problem, num_pairs, planning_seconds
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.search import meshes
+from autopar.search.request import Request
 from tests.intra_op.test_exposure import sharded_of
 from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
@@ -55,6 +58,15 @@ def test_what_bounds_leave_open_is_left_where_the_rest_takes_longer(solved, seed
     solved.clear()
     assert solve(problem, seconds=TimeLimit(60.0, steps=1e6)).objective == pytest.approx(exact.objective)
     assert sum(solved) > 0
+
+
+def test_a_stage_of_auto_is_planned_for_as_many_steps():
+    """A small step within memory was planned as one stage, too, for 45 s, since a pipeline by name is planned thoroughly."""
+    request = Request(None, None, CLUSTER, autopar.Auto(steps=100))
+    staged = autopar.PipelineParallel(num_stages=1, num_microbatches=4)
+    assert request.options_of(staged).repaying_steps == 400, "each microbatch gains"
+    assert dataclasses.replace(request, method=staged).options.repaying_steps == math.inf
+    assert dataclasses.replace(request, thorough=True).options_of(staged).repaying_steps == math.inf
 
 
 def test_a_further_axis_multiplies_choices():
