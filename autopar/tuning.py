@@ -188,6 +188,8 @@ class Tuning:
     """Pairs of a neighbourhood with memory rows, to which elimination does not apply: larger ones are skipped."""
     polish_node_seconds: float = 1.3e-3
     """Seconds for each node of a problem, roughly."""
+    exchanged_nodes: tuple[int, ...] = (1_000_000, 24, 6, 1)
+    """Nodes that take over another answer's choices together, in successive exchanges."""
     polish_core: int = 1_000
     """The most pairs that elimination may leave of a neighbourhood for the solver."""
     axis_gain: float = 1e-4
@@ -306,8 +308,7 @@ class Tuning:
     one_array: float = 0.02
     """Part of its time that a stage may lose to shard its part of a stack like the others: one array for the user."""
     borders_doubt: float = 0.05
-    """Part by which the clock of borders, which knows of nothing that stages send within, may be wrong: others as near to the
-    best are planned, too, if that takes next to no time."""
+    """Part by which the clock of borders, which knows of nothing that stages send within, may be wrong: others are planned."""
     borders_seconds: float = 0.5
     """Seconds: the most that one such plan may take."""
     near: float = 0.05
@@ -371,8 +372,7 @@ class Tuning:
     few_microbatches: tuple[int, ...] = (1, 2)
     """Further numbers tried where there is no backward pass: then the pipeline fills at once."""
     guesses_solved: int = 12
-    """The most times that layers are sharded for a candidate: for its number of microbatches, where scaling only guesses, or
-    within memory, where they do not fit as first sharded."""
+    """The most times that layers are sharded for a candidate: for its number of microbatches, or within memory."""
     finalists: int = 2
     """The fewest pipelines of the table that are planned in full."""
     most_finalists: int = 16

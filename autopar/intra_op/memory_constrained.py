@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.intra_op.polish import exchange
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.solve import Solve, solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
@@ -142,7 +143,7 @@ class _Search:
     def allowed(self, gap: float) -> float:
         """The gap at which solves with rows may stop: `gap`, or a rough one where the difference repays no solve."""
         won = TUNING.rough_gap * self.base.objective
-        return gap if self.limit.repays(won, self.cut_seconds) else max(gap, TUNING.rough_gap)
+        return gap if self.cut_seconds <= self.limit.worth(won) else max(gap, TUNING.rough_gap)
 
     def cut_below(self, priced: Solution, gap: float, num_planes: int) -> Solution:
         """The better of an answer at a price on bytes, if there is one, and of one by cutting planes, if that may repay."""
@@ -216,8 +217,7 @@ class _Search:
         self, costs: list[np.ndarray], rows: Sequence[MemoryRow], share: float, gap: float
     ) -> tuple[Solution, list[MemoryRow]]:
         """The least assignment within a share of the rows' budgets, and the rows that it violates."""
-        aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
-        answer = solve(Problem(costs, self.problem.edges, aimed), self.solver, self.limit, gap)
+        answer = solve(Problem(costs, self.problem.edges, _shares(rows, share)), self.solver, self.limit, gap)
         return answer, self.broken_rows(answer.choices) if answer.choices else []
 
     def by_price(self, gap: float) -> Solution:
@@ -260,7 +260,9 @@ class _Search:
             if self.limit.is_over:
                 break
             price = high / TUNING.price_step if high else TUNING.price_step * price
-        mixed = self.mix(rows, answers, self.allowed(gap))
+        room = best.objective - lower if best is not None else np.inf
+        is_quick = self.cut_seconds > self.limit.worth(TUNING.hoped * room)
+        mixed = self.mix(rows, answers, self.allowed(gap), is_quick)
         if mixed is not None and (best is None or mixed.objective < best.objective):
             best = mixed
         if best is None:
@@ -268,7 +270,19 @@ class _Search:
             return dataclasses.replace(base, choices=(), bound=lower, status="infeasible")
         return best.bounded(lower)
 
-    def mix(self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float) -> Solution | None:
+    def exchanged(
+        self, rows: Sequence[MemoryRow], answers: Sequence[Solution], share: float
+    ) -> tuple[Solution, list[MemoryRow]]:
+        """As `aim`, by exchanges between answers."""
+        within = Problem(self.problem.costs, self.problem.edges, _shares(rows, share))
+        choices = exchange(within, [answer.choices for answer in answers])
+        cost = self.problem.cost(choices) if choices else np.inf
+        answer = Solution(choices, cost, 0.0, "feasible" if choices else "infeasible", "exchanges")
+        return answer, self.broken_rows(choices) if choices else []
+
+    def mix(
+        self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float, is_quick: bool
+    ) -> Solution | None:
         """The least assignment within the rows that takes each node's choice from one of `answers`."""
         costs = []
         for node, cost in enumerate(self.problem.costs):
@@ -277,7 +291,9 @@ class _Search:
             costs.append(np.where(mask, cost, np.inf))
         share = 1.0
         for attempt in range(2 * TUNING.price_mixes):
-            answer, broken = self.aim(costs, rows, share, gap)
+            answer, broken = self.exchanged(rows, answers, share) if is_quick else self.aim(costs, rows, share, gap)
+            if not answer.choices and is_quick:
+                answer, broken = self.aim(costs, rows, share, gap)
             if not broken:
                 mixed = f"{answer.solver}, what prices on memory found"
                 return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
@@ -288,3 +304,8 @@ class _Search:
                 share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
             rows = [*rows, *broken]
         return None
+
+
+def _shares(rows: Sequence[MemoryRow], share: float) -> list[MemoryRow]:
+    """The rows within a share of their budgets."""
+    return [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]

@@ -12,7 +12,8 @@ Method: the nodes of one neighbourhood at a time are solved for exactly, with al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 
@@ -54,18 +55,53 @@ def polish(
     return dataclasses.replace(found, choices=tuple(choices), objective=cost, bound=min(found.bound, cost))
 
 
-def _neighbourhoods(of: Neighbours, size: int) -> Iterator[list[int]]:
-    """Connected sets of about `size` nodes that together cover all."""
+def exchange(problem: Problem, answers: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The best answer within the problem's rows, after exchanges: connected nodes take their choices from another answer.
+
+    A descent, so that the result need not be the least of its kind; where none of the answers meets the rows, ().
+    """
+    fitting = [choices for choices in answers if problem.fits(choices)]
+    if not fitting:
+        return ()
+    begun = min(fitting, key=problem.cost)
+    of, choices, before = Neighbours(problem), list(begun), None
+    while choices != before:
+        before = list(choices)
+        for other, size in itertools.product(answers, TUNING.exchanged_nodes):
+            apart = {node for node, choice in enumerate(choices) if choice != other[node]}
+            for nodes in _neighbourhoods(of, size, apart):
+                now, changed = _cost_around(of, choices, nodes), list(choices)
+                for node in nodes:
+                    changed[node] = other[node]
+                if _cost_around(of, changed, nodes) < now * (1 - 1e-9) and problem.fits(changed):
+                    choices = changed
+    return tuple(choices)
+
+
+def _cost_around(of: Neighbours, choices: Sequence[int], nodes: Sequence[int]) -> float:
+    """Cost of some nodes, and of the edges that end at one of them."""
+    cost, inside = 0.0, set(nodes)
+    for node in nodes:
+        cost += of.costs[node].item(choices[node])
+        for other, matrix in of.around[node]:
+            if other not in inside or node < other:
+                cost += matrix.item(choices[node], choices[other])
+    return cost
+
+
+def _neighbourhoods(of: Neighbours, size: int, among: Container[int] | None = None) -> Iterator[list[int]]:
+    """Connected sets of about `size` nodes that together cover all, or all `among` these."""
+    among = range(len(of.around)) if among is None else among
     seen: set[int] = set()
     for start in range(len(of.around)):
-        if start in seen:
+        if start in seen or start not in among:
             continue
         found, queue = {start: None}, [start]
         for node in queue:
             if len(found) >= size:
                 break
             for other, _ in of.around[node]:
-                if other not in found and len(found) < size:
+                if other not in found and other in among and len(found) < size:
                     found[other] = None
                     queue.append(other)
         seen.update(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.intra_op import polish as polishing
-from autopar.intra_op.polish import _neighbourhoods, polish
-from autopar.intra_op.problem import Neighbours, Problem, Solution
+from autopar.intra_op.polish import _neighbourhoods, exchange, polish
+from autopar.intra_op.problem import MemoryRow, Neighbours, Problem, Solution
 from autopar.intra_op.time_limit import TimeLimit
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
@@ -70,3 +70,34 @@ def test_without_time_nothing_changes():
 def test_what_is_proved_is_left_alone():
     found = Solution((0, 0), 3.0, 3.0, "optimal", "any")
     assert polish(Problem([np.zeros(2), np.zeros(2)]), found, TimeLimit(1.0)) is found
+
+
+def test_layers_take_turns_with_what_is_dear_and_small():
+    """One price gives equal layers equal choices; within the budget half of them may have the cheap one. Their choices are
+    exchanged together: within one layer a mixture costs more than either."""
+    layers, apart = 6, np.array([[0.0, 9.0], [9.0, 0.0]])
+    costs = [np.array([1.0, 2.0])] * 2 * layers
+    edges = {(2 * k, 2 * k + 1): apart for k in range(layers)}
+    bytes_of = {node: np.array([4.0, 1.0]) for node in range(2 * layers)}
+    problem = Problem(costs, edges, [MemoryRow("all", bytes_of, 30.0 + 1)])
+    cheap, small = (0,) * 2 * layers, (1,) * 2 * layers
+    found = exchange(problem, [cheap, small])
+    assert problem.fits(found) and problem.cost(found) == brute_force(problem).objective == 2 * layers + 6
+    problem.rows.append(MemoryRow("less", bytes_of, 5.0))
+    assert exchange(problem, [cheap, small]) == ()
+
+
+def test_exchanges_keep_rows_and_lose_nothing():
+    better = 0
+    for seed in range(40):
+        problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
+        random = np.random.default_rng(seed)
+        answers = [tuple(int(random.integers(len(cost))) for cost in problem.costs) for _ in range(4)]
+        fitting, found = [one for one in answers if problem.fits(one)], exchange(problem, answers)
+        assert bool(found) == bool(fitting)
+        if fitting:
+            least = min(map(problem.cost, fitting))
+            assert problem.fits(found) and brute_force(problem).objective <= problem.cost(found) <= least
+            assert all(choice in {one[node] for one in answers} for node, choice in enumerate(found))
+            better += problem.cost(found) < least
+    assert better > 15, better
