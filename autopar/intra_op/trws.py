@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 
 from autopar.intra_op.batches import Layout
-from autopar.intra_op.problem import PROVED, Problem, num_pairs
+from autopar.intra_op.problem import Problem, num_pairs
 from autopar.tuning import TUNING
 
 _FORBIDDEN = 1e3
@@ -49,10 +49,8 @@ class Ascent:
         self.best: tuple[int, ...] = ()
         self._excess: tuple[np.ndarray, ...] | None = None
 
-    def run(self, rounds: int, gap: float = PROVED, enough: float = np.inf, content: bool = False) -> Self:
+    def run(self, rounds: int, gap: float = 1e-6, enough: float = np.inf, content: bool = False) -> Self:
         """Pass messages forward and back, and read assignments from them; returns the ascent itself.
-
-        Once the bound stands still, it mostly is the cost of the best assignment: they are read then, and less often later.
 
         Args:
             rounds: Number of rounds, at most.
@@ -60,21 +58,14 @@ class Ascent:
             enough: Stop when the lower bound is at least this.
             content: Read no assignment where the incumbent is within the gap.
         """
-        before, self._excess, due = self.lower, None, 1
-        upper, wanted = self.upper, self._wanted(gap)
+        before, self._excess = self.lower, None
         look = TUNING.message_look if self._pairs <= TUNING.huge_core else TUNING.message_look // 2
         for number in range(1, rounds + 1):
-            last = self.lower
             self._round()
-            if self.lower >= min(enough, wanted):
+            if self.lower >= min(enough, self._wanted(gap)):
                 break
-            if number >= due and self.lower - last <= PROVED * abs(self.lower):
-                self._read()
-                due = 2 * number
-                if self.lower >= self._wanted(PROVED):
-                    return self
             if number % look == 0:
-                missing = min(upper, 1.1 * abs(self.lower)) - self.lower
+                missing = min(self.upper, 1.1 * abs(self.lower)) - self.lower
                 if self.lower - before <= TUNING.message_stalled * min(missing, 0.01 * abs(self.lower)):
                     break
                 before = self.lower
