@@ -261,8 +261,7 @@ class _Search:
                 break
             price = high / TUNING.price_step if high else TUNING.price_step * price
         room = best.objective - lower if best is not None else np.inf
-        is_quick = self.cut_seconds > self.limit.worth(TUNING.hoped * room)
-        mixed = self.mix(rows, answers, self.allowed(gap), is_quick)
+        mixed = self.mix(rows, answers, self.allowed(gap), room)
         if mixed is not None and (best is None or mixed.objective < best.objective):
             best = mixed
         if best is None:
@@ -280,15 +279,17 @@ class _Search:
         answer = Solution(choices, cost, 0.0, "feasible" if choices else "infeasible", "exchanges")
         return answer, self.broken_rows(choices) if choices else []
 
-    def mix(
-        self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float, is_quick: bool
-    ) -> Solution | None:
-        """The least assignment within the rows that takes each node's choice from one of `answers`."""
+    def mix(self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float, room: float) -> Solution | None:
+        """The least assignment within the rows that takes each node's choice from one of `answers`; by exchanges if what it
+        may win, `room` at most, repays no ILP."""
+        kept = [{answer.choices[node] for answer in answers} for node in range(len(self.problem.costs))]
         costs = []
-        for node, cost in enumerate(self.problem.costs):
+        for cost, own in zip(self.problem.costs, kept, strict=True):
             mask = np.zeros(len(cost), bool)
-            mask[[answer.choices[node] for answer in answers]] = True
+            mask[list(own)] = True
             costs.append(np.where(mask, cost, np.inf))
+        pairs = sum(len(kept[one]) * len(kept[other]) for one, other in self.problem.edges)
+        is_quick = pairs * len(rows) / TUNING.solver_pairs_per_second > self.limit.worth(TUNING.hoped * room)
         share = 1.0
         for attempt in range(2 * TUNING.price_mixes):
             answer, broken = self.exchanged(rows, answers, share) if is_quick else self.aim(costs, rows, share, gap)
