@@ -40,7 +40,7 @@ class Tuning:
     """Part of the forward and backward passes' work. Scans of one length are split between stages if they do at least this:
     a smaller scan is no chain of layers, and splitting it makes programs longer for nothing."""
     fission_operations: int = 16
-    """Operations per element of an equation. Shared ones with no more are computed once per result of a split condition."""
+    """Operations per element of an equation. Shared ones with no more are done for each result: to keep theirs costs more."""
     fission_room: float = 1.25
     """Conditions are merged while the bytes of their results are at most this many times those of the largest alone."""
 
@@ -76,7 +76,7 @@ class Tuning:
     untied_seconds: float = 0.5
     """Seconds. The best answer is solved without ties if that takes no longer, whatever it may win."""
     proved_seconds: float = 5.0
-    """Seconds. An answer found two axes at a time has no gap: a bound is computed if that takes no longer."""
+    """Seconds. An answer found two axes at a time has no known gap without a bound: that is computed if it takes no longer."""
     misjudged: float = 3e-3
     """Part of the step. If the best plan takes longer or less than its price by more, its mesh is planned once more as if it
     were the only one: priced otherwise, it may have a better plan."""
@@ -167,7 +167,7 @@ class Tuning:
     huge_core: int = 2_000_000
     """Pairs. Beyond this (three axes as a whole) message passing alone has to do: there are no more rounds after the first."""
     large_gap: float = 2e-3
-    """Part of the cost: that gap. It is also left where bytes have a price, and where the ILP gets over `early_core` pairs."""
+    """Part of the cost: that gap. Also left where bytes have a price, or the ILP would take long: over `early_core` pairs."""
     promising_choices: int = 8
     """The most choices per node that the ILP gets of a larger core, beside those around the best answer known."""
     fewer_choices: tuple[int, ...] = (8, 4, 2)
@@ -254,7 +254,7 @@ class Tuning:
     around_turns: int = 5
     """The same with the exposure that the best answer of a mesh shows, as long as its gap is more than `rough_gap`."""
     exposure_same: float = 5e-3
-    """Part of the step. Where the simulated time is this near to the expected one, solving again would win 0.2 %."""
+    """Part of the step. So near to the expected time nothing is solved again: that would win 0.2 % for a second of planning."""
     known_far: float = 0.01
     """Part of the step. A well-known plan that is expected to take this much longer than the best one is skipped."""
     loop_turns: int = 3
@@ -308,7 +308,7 @@ class Tuning:
     one_array: float = 0.02
     """Part of its time that a stage may lose to shard its part of a stack like the others: one array for the user."""
     borders_doubt: float = 0.05
-    """Part by which the clock of borders, which knows of nothing that stages send within, may be wrong: others are planned."""
+    """Part by which the clock of borders, blind to what stages send within, may be wrong: others this near are planned, too."""
     borders_seconds: float = 0.5
     """Seconds: the most that one such plan may take."""
     near: float = 0.05
@@ -372,7 +372,7 @@ class Tuning:
     few_microbatches: tuple[int, ...] = (1, 2)
     """Further numbers tried where there is no backward pass: then the pipeline fills at once."""
     guesses_solved: int = 12
-    """The most times that layers are sharded for a candidate: for its number of microbatches, or within memory."""
+    """The most times that layers are sharded for a candidate: where its time is a guess by scaling, or it exceeds memory."""
     finalists: int = 2
     """The fewest pipelines of the table that are planned in full."""
     most_finalists: int = 16

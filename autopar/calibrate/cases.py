@@ -198,31 +198,44 @@ def _convolutions(is_cpu: bool) -> Iterator[Case]:
         sizes = [(4, 16, 64, "float32"), (2, 32, 32, "float32")]
     else:
         sizes = [(64, 32, 512, "bfloat16"), (64, 64, 128, "bfloat16")]
-
-    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-    def with_gradients(x: jax.Array, w: jax.Array) -> jax.Array:
-        own, of_filter = jax.grad(lambda x, w: jnp.mean(convolved(x, w) ** 2), argnums=(0, 1))(x, w)
-        return x * 0.5 + SMALL * own + SMALL * of_filter.sum()
-
-    def alone(x: jax.Array, x0: jax.Array, w: jax.Array) -> jax.Array:
-        return x0 * 0.5 + SMALL * convolved(x, w)
-
-    for number, (images, side, channels, dtype) in enumerate((sizes[0], *sizes)):
+    yield _with_gradients(*sizes[0], is_cpu)
+    for images, side, channels, dtype in sizes:
         pixels = images * side * side
         num_bytes = (2 * pixels * channels + 9 * channels * channels) * jnp.dtype(dtype).itemsize
         kernel = Product(1, pixels, channels, 9 * channels, num_bytes, (dtype, dtype), is_convolution=True)
-        text = f"{images} images of {side} x {side} x {channels}, 3 x 3, {dtype}"
-        shape, window = (images, side, side, channels), (3, 3, channels, channels)
-        if number:
-            kernels = (kernel, MemoryPass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize))
-            yield Case("convolution", text, (shape, shape, window), dtype, alone, kernels)
-        else:
-            given = shape, window
-            run, all_kernels = emitted(with_gradients, given, dtype, {0: frozenset({0})}, is_cpu)
-            turn = run if is_cpu else with_gradients
-            yield Case("convolution", f"{text}, with its gradients", given, dtype, turn, all_kernels)
+        shape = (images, side, side, channels)
+
+        def turn(x: jax.Array, x0: jax.Array, w: jax.Array) -> jax.Array:
+            return x0 * 0.5 + SMALL * _convolved(x, w)
+
+        yield Case(
+            "convolution",
+            _of_images(images, side, channels, dtype),
+            (shape, shape, (3, 3, channels, channels)),
+            dtype,
+            turn,
+            (kernel, MemoryPass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize)),
+        )
+
+
+def _with_gradients(images: int, side: int, channels: int, dtype: str, is_cpu: bool) -> Case:
+    shapes = (images, side, side, channels), (3, 3, channels, channels)
+
+    def turn(x: jax.Array, w: jax.Array) -> jax.Array:
+        own, of_filter = jax.grad(lambda x, w: jnp.mean(_convolved(x, w) ** 2), argnums=(0, 1))(x, w)
+        return x * 0.5 + SMALL * own + SMALL * of_filter.sum()
+
+    run, kernels = emitted(turn, shapes, dtype, {0: frozenset({0})}, is_cpu)
+    text = f"{_of_images(images, side, channels, dtype)}, with its gradients"
+    return Case("convolution", text, shapes, dtype, run if is_cpu else turn, kernels)
+
+
+def _convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def _of_images(images: int, side: int, channels: int, dtype: str) -> str:
+    return f"{images} images of {side} x {side} x {channels}, 3 x 3, {dtype}"
 
 
 def _attention(is_cpu: bool) -> Iterator[Case]:

@@ -138,7 +138,7 @@ class _Search:
     @property
     def cut_seconds(self) -> float:
         """Seconds that a solve with the rows takes, roughly."""
-        return num_pairs(self.problem) * len(self.problem.rows) / TUNING.solver_pairs_per_second
+        return _solve_seconds(num_pairs(self.problem), self.problem.rows)
 
     def allowed(self, gap: float) -> float:
         """The gap at which solves with rows may stop: `gap`, or a rough one where the difference repays no solve."""
@@ -289,7 +289,7 @@ class _Search:
             mask[list(own)] = True
             costs.append(np.where(mask, cost, np.inf))
         pairs = sum(len(kept[one]) * len(kept[other]) for one, other in self.problem.edges)
-        is_quick = pairs * len(rows) / TUNING.solver_pairs_per_second > self.limit.worth(TUNING.hoped * room)
+        is_quick = _solve_seconds(pairs, rows) > self.limit.worth(TUNING.hoped * room)
         share = 1.0
         for attempt in range(2 * TUNING.price_mixes):
             answer, broken = self.exchanged(rows, answers, share) if is_quick else self.aim(costs, rows, share, gap)
@@ -305,6 +305,11 @@ class _Search:
                 share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
             rows = [*rows, *broken]
         return None
+
+
+def _solve_seconds(pairs: int, rows: Sequence[MemoryRow]) -> float:
+    """Estimated seconds of an ILP with so many pairs of choices and these rows."""
+    return pairs * len(rows) / TUNING.solver_pairs_per_second
 
 
 def _shares(rows: Sequence[MemoryRow], share: float) -> list[MemoryRow]:

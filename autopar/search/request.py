@@ -65,10 +65,10 @@ class Request:
 
     def options_of(self, method: Method) -> Options:
         """The options of a method that may differ from the request's, which then says what repays: each microbatch gains."""
-        options = dataclasses.replace(method.options(), ends=self.ends)
+        options = method.options()
         gaining = self.method.options().repaying_steps * (getattr(method, "num_microbatches", None) or 1)
         steps = math.inf if self.thorough else min(options.repaying_steps, gaining)
-        return dataclasses.replace(options, repaying_steps=steps)
+        return dataclasses.replace(options, ends=self.ends, repaying_steps=steps)
 
     @property
     def budget_bytes(self) -> float:

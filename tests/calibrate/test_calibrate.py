@@ -21,6 +21,7 @@ from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
 from autopar.calibrate.timing import CALL_SECONDS, _enough_turns, dispatch, fresh_memory, shared_cores, undisturbed
 from autopar.calibrate.words import profile_text
 from autopar.cli import main
+from autopar.cost.kernels import Product
 from autopar.errors import ClusterError, ProfileError
 from autopar.mesh import Achieved, Cluster, Device, Link, MachineProfile, find_device
 from tests.small_mlp import make_batch, make_params, train_step
@@ -261,3 +262,13 @@ def test_cases_run_in_the_forms_of_steps():
         made = jax.make_jaxpr(case.turn)(*arrays)
         assert [v.aval.shape for v in made.jaxpr.outvars] == [case.shapes[0]]
         assert "optimization_barrier" in str(made)
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_a_convolution_is_measured_with_its_gradients(is_cpu):
+    """That of the filter sums over samples, which lie before the channels: it is priced as such a product, the others not."""
+    first = next(case for case in cases_of(is_cpu) if case.kind == "convolution")
+    found = [kernel for kernel in first.kernels if isinstance(kernel, Product)]
+    assert len(found) == 3 and all(kernel.is_convolution for kernel in found)
+    assert len({kernel.rows * kernel.columns * kernel.depth for kernel in found}) == 1
+    assert [kernel.depth for kernel in found if kernel.is_turned] == [math.prod(first.shapes[0][:3])]
