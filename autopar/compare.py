@@ -292,8 +292,8 @@ def _cells(row: Row, has_price: bool, has_watts: bool) -> tuple[str, ...]:
         f"{row.rate:,.0f}",
         bytes_text(max(cost.peak_bytes)),
         bytes_text(row.left_bytes),
-        f"{row.exposed_seconds / cost.step_seconds:.0%}",
-        f"{cost.bubble_seconds / cost.step_seconds:.0%}",
+        f"{row.exposed_seconds / (cost.step_seconds or 1):.0%}",
+        f"{cost.bubble_seconds / (cost.step_seconds or 1):.0%}",
         *("?" if value is None else f"{value:.3g}" for value in more),
     )
 

@@ -275,3 +275,15 @@ def test_state_that_is_cast_is_split_all_the_same():
         for _ in range(2):
             got, expected = ours(got, BATCH)[0], jitted(expected, BATCH)[0]
     np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("method", [autopar.Auto(), METHOD, autopar.Inference()])
+@pytest.mark.parametrize(
+    "nothing",
+    [lambda state, batch: None, lambda state, batch: state, lambda state, batch: 3.0],
+    ids=["None", "state", "3"],
+)
+def test_a_step_that_computes_nothing(nothing, method):
+    run = autopar.parallelize(nothing, method=method)
+    check(run(state(), BATCH), jax.jit(nothing)(state(), BATCH))
+    assert run.latest().plan.cost.step_seconds == 0

@@ -230,3 +230,8 @@ def test_what_is_no_cluster(text, part):
 def test_arrays_do_as_arguments():
     arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), arguments())
     assert autopar.compare(train_step, arrays, [cluster(2)], ["ddp"]).rows[0].plan is not None
+
+
+def test_a_step_that_computes_nothing():
+    row = str(autopar.compare(lambda params: params, ({"w": jnp.eye(8)},), ["8 h100"], ["auto"])).splitlines()[-1]
+    assert "0%" in row

@@ -134,8 +134,9 @@ def solve_around(
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     first, is_small, judged = best.step_seconds, _is_small(best), best
     for turn in range(turns):
-        off = _seconds_off(judged) / best.step_seconds if turn < TUNING.exposure_turns else 0.0
-        if before is None or max(judged.gap, off) <= gap or instance.limit.is_over:
+        off = _seconds_off(judged) if turn < TUNING.exposure_turns else 0.0
+        is_true = judged.gap <= gap and off <= gap * best.step_seconds
+        if before is None or is_true or instance.limit.is_over:
             break
         exposure = exposure_after(last).as_in(shown, before)
         problem, solution = instance.solve_under(exposure)

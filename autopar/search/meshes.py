@@ -165,7 +165,7 @@ def search_unaided(request: Request, searched: Searched, report: Report) -> None
     """
     best, hosts, hides = searched.best, request.cluster.hosts, request.cluster.device.achieved.overlap > 0
     known = request.narrowed.seconds if request.narrowed else math.inf
-    if (1 - TUNING.untied_near) * best.step_seconds > known:
+    if not best.step_seconds or (1 - TUNING.untied_near) * best.step_seconds > known:
         return
     misjudged = abs(1 - best.solution.objective / best.step_seconds)
     is_short = any(sharded.problem.rows for sharded in searched.results)
