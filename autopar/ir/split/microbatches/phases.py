@@ -201,7 +201,7 @@ class _Phases:
             solution.placement_of.update((var, Split(self.drawn[var])) for var in eqn.outvars if var in self.drawn)
             return at + 1
         if not matters and (self.asks_own(eqn) or self.is_handed_out(eqn)):
-            return self.end_loop(at, False, Cause(eqn, inputs_of(eqn)[0]))
+            return self.end_loop(at, False, self.reads_samples(eqn))
         try:
             made = self.solver.equation(eqn, inside=False)
         except StuckError as stuck:
@@ -228,7 +228,7 @@ class _Phases:
         ready = not late and self.hoist.take_up_front(inputs_of(eqn))
         self.solution.phase[eqn] = "before" if ready else "after"
         if not ready:
-            cause = self.late[late[0]] if late else Cause(eqn, inputs_of(eqn)[0])
+            cause = self.late[late[0]] if late else self.reads_samples(eqn)
             self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
 
@@ -312,6 +312,10 @@ class _Phases:
         """Note that samples wait; only the first error is told, and each takes a walk through the whole program."""
         self.error = self.error or self.refusal(cause, eqn)
         self.waiting[eqn] = None
+
+    def reads_samples(self, eqn: JaxprEqn) -> Cause:
+        """The cause of an equation that no strategy was tried for: the first operand that a microbatch does not have whole."""
+        return Cause(eqn, next(a for a in inputs_of(eqn) if self.solution.of(a) != REPLICATED))
 
     def is_handed_out(self, eqn: JaxprEqn) -> bool:
         """Whether an equation makes a result in host memory, where the rows of microbatches cannot be reordered or added up."""

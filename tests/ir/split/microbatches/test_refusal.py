@@ -12,19 +12,23 @@ from jax import lax
 
 from autopar.errors import BatchError, MicrobatchError
 from autopar.ir.split.microbatches import phases
+from autopar.ir.split.microbatches.phases import find_phases
 from autopar.ir.split.microbatches.refusal import refusal
+from autopar.ir.split.microbatches.waiting import SamplesWaitError
 from tests.ir.split.cases import (
     BATCH,
     HERE,
     Case,
     Tree,
     cases_in_parts,
+    descend,
     mlp,
     primitives_in,
     sgd,
     sgd_of_state,
     split_case,
     squares,
+    trace_case,
     traced,
     typed_key,
 )
@@ -181,3 +185,25 @@ def test_only_the_error_that_is_told_is_written(monkeypatch):
     with pytest.raises(MicrobatchError, match="sub"):
         split_case(Case(sgd(batch_norm_loss)), 2)
     assert len(written) == 1
+
+
+def test_a_loop_of_steps_is_told_of_the_samples_that_it_reads():
+    """It runs after the loop over microbatches, and samples wait for it; the first that it reads are parameters."""
+
+    def step(state, batch):
+        params = state["params"]
+        x = jnp.tanh(mlp(params, batch["x"]))
+
+        def turn(judge, _):
+            grads = jax.grad(lambda judge: jnp.vdot(judge, params["w2"][:4, :1]) + jnp.mean((x @ judge) ** 2))(judge)
+            return judge - 0.1 * grads, None
+
+        judge, _ = jax.lax.scan(turn, params["w2"][:4, :1], None, length=3)
+        value, grads = jax.value_and_grad(lambda params: jnp.mean(mlp(params, batch["x"]) @ judge))(params)
+        return {**state, "params": descend(params, grads)}, {"loss": value}
+
+    program, batch = trace_case(Case(step))
+    (loop,) = (eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
+    with pytest.raises(SamplesWaitError) as info:
+        find_phases(program.jaxpr, 2, batch, whole=[loop])
+    assert f"operand of shape ({BATCH}, 4)" in str(info.value.error)
