@@ -402,6 +402,15 @@ def test_the_users_own_exception_passes():
         autopar.parallelize(broken)(state(), batch())
 
 
+def test_a_step_that_was_written_for_each_device():
+    def for_each(state, batch):
+        return jax.lax.pmean(train_step(state, batch), "batch")
+
+    with pytest.raises(NameError, match="unbound axis name") as info:
+        autopar.parallelize(for_each)(state(), batch())
+    assert any("leave out `pmean`" in note for note in info.value.__notes__)
+
+
 # Plan files
 
 

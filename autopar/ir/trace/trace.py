@@ -153,6 +153,13 @@ def _key_impls(avals: Sequence[Aval]) -> tuple[str | None, ...]:
     return tuple(key_impl_name(aval) if is_key(aval) else None for aval in avals)
 
 
+_FOR_EACH_DEVICE = (
+    "autopar: `{0}` is written for each of several devices, as for `jax.pmap`. Write it for one device, which sees the whole "
+    "batch: leave out `pmean` and its like (a mean over the batch is one over all devices), and pass state and batch "
+    "without a leading dim of devices. Or pass it with its `jax.pmap`: parallelize(jax.pmap({0}, axis_name=...))."
+)
+
+
 def _traced(
     fn: Function,
     call: SplitCall,
@@ -182,6 +189,10 @@ def _traced(
                 closed, captured, out_tree = trace(with_constants(fn))
             except TypeError:
                 raise error from None
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            error.add_note(_FOR_EACH_DEVICE.format(name))
+        raise
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
             f"`{name}` uses a value that was left over from another trace.",
