@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 
 from autopar.intra_op.batches import Layout
-from autopar.intra_op.problem import Problem, num_pairs
+from autopar.intra_op.problem import PROVED, Problem, num_pairs
 from autopar.tuning import TUNING
 
 _FORBIDDEN = 1e3
@@ -49,8 +49,11 @@ class Ascent:
         self.best: tuple[int, ...] = ()
         self._excess: tuple[np.ndarray, ...] | None = None
 
-    def run(self, rounds: int, gap: float = 1e-6, enough: float = np.inf, content: bool = False) -> Self:
+    def run(self, rounds: int, gap: float = PROVED, enough: float = np.inf, content: bool = False) -> Self:
         """Pass messages forward and back, and read assignments from them; returns the ascent itself.
+
+        Ends once the bound stands still, and the same assignment is read that was read in half as many rounds, and costs as
+        much as the bound: of assignments of equal cost, more rounds then seldom show another.
 
         Args:
             rounds: Number of rounds, at most.
@@ -59,18 +62,26 @@ class Ascent:
             content: Read no assignment where the incumbent is within the gap.
         """
         before, self._excess = self.lower, None
+        due, seen = 1, tuple[int, ...]()
         look = TUNING.message_look if self._pairs <= TUNING.huge_core else TUNING.message_look // 2
         for number in range(1, rounds + 1):
+            last = self.lower
             self._round()
             if self.lower >= min(enough, self._wanted(gap)):
                 break
+            if number >= due and self.lower - last <= PROVED * abs(self.lower):
+                due, (choices, cost) = 2 * number, self._read()
+                if choices == seen and cost - self.lower <= PROVED * abs(cost):
+                    self.offer(choices, cost)
+                    return self
+                seen = choices
             if number % look == 0:
                 missing = min(self.upper, 1.1 * abs(self.lower)) - self.lower
                 if self.lower - before <= TUNING.message_stalled * min(missing, 0.01 * abs(self.lower)):
                     break
                 before = self.lower
         if not (content and self.lower >= self._wanted(gap)):
-            self._read()
+            self.offer(*self._read())
         return self
 
     def _wanted(self, gap: float) -> float:
@@ -88,20 +99,22 @@ class Ascent:
         if cost < self.upper or not self.best:
             self.best, self.upper = tuple(choices), min(self.upper, cost)
 
-    def _read(self) -> None:
+    def _read(self) -> tuple[tuple[int, ...], float]:
         """Read assignments: level by level, from either end, the best choices given those of the levels before and the
-        messages from the levels after."""
+        messages from the levels after. Returns the better one, and its cost."""
         levels = self.layout.levels
+        found: list[tuple[tuple[int, ...], float]] = []
         for forward in (True, False):
             choices = np.zeros(self.layout.num_nodes, np.int64)
             for level in levels if forward else reversed(levels):
                 later = level.heard_later.sums(self.messages)
                 told = later if forward else level.heard.sums(self.messages) - later
                 level.choose(choices, level.costs + told, level.into if forward else level.out)
-            self._sweep(choices)
+            found.append(self._swept(choices))
+        return min(found, key=lambda read: read[1])
 
-    def _sweep(self, choices: np.ndarray) -> None:
-        """Offer an assignment after coordinate descent over single nodes."""
+    def _swept(self, choices: np.ndarray) -> tuple[tuple[int, ...], float]:
+        """An assignment after coordinate descent over single nodes, and its cost; `choices` are changed."""
         cost = self.problem.cost(self.layout.in_order(choices))
         for _ in range(TUNING.message_sweeps):
             before, last = choices.copy(), cost
@@ -112,7 +125,7 @@ class Ascent:
             cost = self.problem.cost(self.layout.in_order(choices))
             if not cost < last:
                 break
-        self.offer(self.layout.in_order(choices), cost)
+        return self.layout.in_order(choices), cost
 
     def _round(self) -> None:
         """Forward and back; the messages stay those of the best bound."""
