@@ -124,26 +124,33 @@ def solve_around(
     turns: int,
     gap: float = TUNING.rough_gap,
     budget: float = np.inf,
+    fastest: float = np.inf,
 ) -> Sharded:
     """Solve with the exposure that the best program alone shows, then with that of it and the programs so found.
 
     The exposure shown by several programs is true of none: the best may look slower than it is, and others faster.
     Ends where the best leaves a small gap by its own exposure, and what is off is no exposure: collectives that the program
-    shares, which its choices pay one by one. Arguments as in `follow_clock`, turns, the gap to end at, and a memory budget.
+    shares, which its choices pay one by one; and where memory rows leave much of the gap. A large problem is given up once its
+    bound shows that no answer beats the best, or the `fastest` step known, by as much as repays a solve. Arguments as in
+    `follow_clock`, turns, the gap to end at, and a memory budget.
     Returns the fastest, priced by its own exposure if that leaves a smaller gap."""
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     first, is_small, judged = best.step_seconds, _is_small(best), best
     for turn in range(turns):
         off = _seconds_off(judged) if turn < TUNING.exposure_turns else 0.0
         is_true = judged.gap <= gap and off <= gap * best.step_seconds
-        if before is None or is_true or instance.limit.is_over:
+        if before is None or is_true or _is_left_by_rows(judged) or instance.limit.is_over:
             break
         exposure = exposure_after(last).as_in(shown, before)
-        problem, solution = instance.solve_under(exposure)
-        if not solution.choices:
+        won = TUNING.solve_share * planning_seconds(best.problem) / instance.limit.steps
+        beat = np.inf if is_small else min(best.step_seconds, fastest) - won
+        problem, solution = instance.solve_under(exposure, beat)
+        if not solution.choices and solution.status != "pruned":
             break
         judged = best.repriced(problem, solution.bound, exposure)
         best = min(best, judged, key=lambda sharded: sharded.gap)
+        if solution.status == "pruned":
+            break
         if solution.choices in tried and not doubted:
             doubted, exposure = True, exposure.doubtful()  # it may be one of several such answers
             problem, solution = instance.solve_under(exposure)
@@ -156,8 +163,6 @@ def solve_around(
             best = judged = last
         elif best.step_seconds < first and not is_small:
             break  # a turn after one that won seldom wins once another did not
-        if problem.rows and solution.gap > TUNING.rough_gap:
-            break  # what is left is of the memory rows: no exposure closes it
     return best
 
 
@@ -220,6 +225,11 @@ def _misjudged(sharded: Sharded) -> bool:
     now, before = sharded.exposure.after(shown), sharded.exposure
     wrong = sum(abs(now.of(one.kind) - before.of(one.kind)) * one.seconds for one in shown if one.kind is not None)
     return wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much
+
+
+def _is_left_by_rows(sharded: Sharded) -> bool:
+    """Whether much of what is left between an answer and its bound is of memory rows: no exposure closes that."""
+    return bool(sharded.problem.rows) and sharded.solution.gap > TUNING.rough_gap
 
 
 def _is_small(sharded: Sharded) -> bool:

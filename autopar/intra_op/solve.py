@@ -62,8 +62,8 @@ def solve(
         core = _solve_with_rows(reduced.problem, solver, limit, gap, constant)
     else:
         core = _solve_core(reduced.problem, solver, limit, gap, known - constant, constant, begun, content)
-    if core.status == "infeasible":
-        return core
+    if core.status == "infeasible" or (core.status == "pruned" and not core.choices):
+        return dataclasses.replace(core, objective=np.inf, bound=core.bound + constant)
     choices, objective = tuple(start), problem.cost(start) if start and core.choices == begun else np.inf
     if not objective <= (core.objective + constant) * (1 + 1e-9):  # else no eliminated node has a better choice
         choices = reduced.expand(core.choices)
@@ -169,10 +169,11 @@ class _Core:
         ascent, limit = self.ascent, self.limit
         # Depends on size and not on time, so that the same problem always has the same answer.
         stages = TUNING.message_rounds[: 3 - (self.pairs > TUNING.large_core) - (self.pairs > TUNING.huge_core)]
+        beaten = (self.known + self.constant) * (1 - self.gap) - self.constant
         for stage, rounds in enumerate(stages, 1):
             rounds = rounds // 2 if self.is_rough else rounds
-            ascent.run(rounds, gap=self.gap, enough=self.known * (1 - PROVED), content=self.content)
-            if ascent.lower + self.constant >= (self.known + self.constant) * (1 - self.gap):
+            ascent.run(rounds, gap=self.gap, enough=max(beaten, self.known * (1 - PROVED)), content=self.content)
+            if ascent.lower >= beaten:
                 return Solution(ascent.best, ascent.upper, ascent.lower, "pruned", self.how)
             room, self.whole = ascent.upper - ascent.lower, abs(ascent.upper + self.constant)
             if np.isfinite(ascent.upper) and (room <= self.allowed or self.is_rough or limit.is_spent):

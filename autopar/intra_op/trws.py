@@ -58,7 +58,7 @@ class Ascent:
         Args:
             rounds: Number of rounds, at most.
             gap: Stop at this relative gap.
-            enough: Stop when the lower bound is at least this.
+            enough: Stop when the lower bound is at least this, and read no assignment then.
             content: Read no assignment where the incumbent is within the gap.
         """
         before, self._excess = self.lower, None
@@ -80,7 +80,7 @@ class Ascent:
                 if self.lower - before <= TUNING.message_stalled * min(missing, 0.01 * abs(self.lower)):
                     break
                 before = self.lower
-        if not (content and self.lower >= self._wanted(gap)):
+        if self.lower < enough and not (content and self.lower >= self._wanted(gap)):
             self.offer(*self._read())
         return self
 

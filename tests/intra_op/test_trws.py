@@ -108,6 +108,7 @@ def test_the_ascent_ends_where_it_is_told_to():
     full = Ascent(problem).run(100)
     some = Ascent(problem).run(100, enough=0.5 * full.lower)
     assert 0.5 * full.lower <= some.lower <= full.lower + 1e-9
+    assert full.best and not some.best
 
 
 @pytest.mark.parametrize("is_steady", [True, False])
