@@ -172,14 +172,14 @@ def measured_after():
     return step, params, lambda k: {"x": normal(k, BATCH, WIDTH), "y": normal(k + 9, BATCH, 4)}
 
 
-def shuffled():
+def shuffled(others=lambda samples, order: samples[order]):
     """Manifold mixup: between two layers each sample meets another one, from whatever microbatch."""
     params = layers(0, WIDTH, WIDTH, WIDTH, 4)
 
     def step(params, batch):
         def loss_of(params):
             x = jnp.tanh(mlp(params[:1], batch["x"]))
-            x, y = (0.7 * a + 0.3 * a[batch["order"]] for a in (x, batch["y"]))
+            x, y = (0.7 * a + 0.3 * others(a, batch["order"]) for a in (x, batch["y"]))
             return jnp.mean((mlp(params[1:], x) - y) ** 2)
 
         loss, grads = jax.value_and_grad(loss_of)(params)
@@ -190,6 +190,21 @@ def shuffled():
         return {"x": normal(k, BATCH, WIDTH), "y": normal(k + 9, BATCH, 4), "order": order}
 
     return step, params, batch
+
+
+def augmented():
+    """Mixup of samples that were augmented at such length that no stage does it for all of them at once."""
+    params = layers(0, WIDTH, WIDTH, 4)
+
+    def step(params, batch):
+        x = batch["x"]
+        for _ in range(6):
+            x = jnp.tanh(x @ jnp.eye(WIDTH, k=1) + 0.1)
+        x, y = (0.7 * a + 0.3 * jnp.flip(a, 0) for a in (jnp.where(x > 0, jnp.roll(x, 3, 0), x), batch["y"]))
+        loss, grads = jax.value_and_grad(lambda params: jnp.mean((mlp(params, x) - y) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step, params, lambda k: {"x": normal(k, BATCH, WIDTH), "y": normal(k + 9, BATCH, 4)}
 
 
 def epochs(turns=2):
@@ -271,6 +286,13 @@ CELLS = [
     (4, ranked, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (2, measured_after, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (3, shuffled, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
+    (
+        3,
+        lambda: shuffled(lambda samples, _: jnp.flip(samples, 0)),
+        autopar.PipelineParallel(num_stages=2, num_microbatches=4),
+    ),
+    (3, lambda: shuffled(lambda samples, _: jnp.roll(samples, 3, 0)), autopar.ThreeD(2, 1, 2, num_microbatches=2)),
+    (3, augmented, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (4, epochs, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (3, batches_of_steps, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
     (3, batches_of_steps, autopar.PipelineParallel(num_stages=2, num_microbatches=1)),

@@ -144,7 +144,7 @@ class _Phases:
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
         self.of_samples: dict[JaxprEqn, float] = {}  # the work of what depends on samples
-        self.waiting: dict[JaxprEqn, None] = {}
+        self.waiting: dict[JaxprEqn, Cause] = {}
         self.error: MicrobatchError | None = None  # of the first of them
         self.copies = copies_of_arguments(jaxpr) if apart else {}
         self.copied = {var for eqn in self.copies for var in eqn.outvars}
@@ -311,7 +311,7 @@ class _Phases:
     def note_waiting(self, cause: Cause, eqn: JaxprEqn) -> None:
         """Note that samples wait; only the first error is told, and each takes a walk through the whole program."""
         self.error = self.error or self.refusal(cause, eqn)
-        self.waiting[eqn] = None
+        self.waiting[eqn] = cause
 
     def reads_samples(self, eqn: JaxprEqn) -> Cause:
         """The cause of an equation that no strategy was tried for: the first operand that a microbatch does not have whole."""

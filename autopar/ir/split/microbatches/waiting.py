@@ -14,9 +14,12 @@ from collections.abc import Collection, Iterable, Mapping
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import ancestors, inputs_of, makers, read_by
+from autopar.ir.region import is_region
+from autopar.ir.rules import rule_for
 from autopar.ir.split.microbatches.local_statistics import SampleSums
 from autopar.ir.split.placement import Partial, Split
 from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.solver import Cause
 
 
 class SamplesWaitError(Exception):
@@ -26,13 +29,14 @@ class SamplesWaitError(Exception):
         error: The error for the user.
         sums: Partial sums of the step that are waited for: were they known before the loop, these samples would not wait.
         samples: Split values of the step that are waited for whole, where no sums are.
+        moved: Equations that put samples in another order, for which others wait, with what they read; no sums are waited for.
         rows: Split values that the waiting equations read.
         summed: Split values that are added up in `sums`.
         complete: Partial sums that equations after the loop read, waited for or not.
         incomplete: All values of the step that are known only after the last microbatch.
         solution: The solution so far.
         is_late_work: No sample waits, but too much work would be done on all samples at once.
-        is_for_rows: All of `sums` are uneven (`Solver.uneven`): samples wait for rows of others.
+        is_for_rows: Samples wait for rows of others alone: all of `sums` are uneven (`Solver.uneven`), or all are `moved`.
     """
 
     def __init__(
@@ -40,32 +44,36 @@ class SamplesWaitError(Exception):
         jaxpr: Jaxpr,
         solution: LoopSolution,
         error: MicrobatchError,
-        waiting: Collection[JaxprEqn],
-        late: Collection[Var],
+        waiting: Mapping[JaxprEqn, Cause],
+        late: Mapping[Var, Cause],
         is_late_work: bool = False,
         uneven: Collection[Var] = (),
     ):
         """`error`: of the first of `waiting`, the equations on samples that would run after the loop; `late`: values made
-        there; `uneven`: see `Solver`."""
+        there; both with their causes; `uneven`: see `Solver`."""
         super().__init__()
         self.is_late_work = is_late_work
         self.error, self.solution, maker = error, solution, makers(jaxpr.eqns)
         sums: dict[Var, None] = {}
         samples: dict[Var, None] = {}
         rows: dict[Var, None] = {}
+        causes: dict[Cause, None] = {}
         dependent: dict[Var, None] = {}
         for eqn in jaxpr.eqns:
             if not dependent.keys().isdisjoint(inputs_of(eqn)):
                 dependent.update(dict.fromkeys(eqn.outvars if solution.phase.get(eqn) == "after" else ()))
             elif eqn in waiting:
-                needs = _needed(eqn, maker, late)
+                behind = _behind(eqn, maker, late)
+                needs = [var for var in behind if var not in late]
                 needed_sums = [var for var in needs if isinstance(solution.of(var), Partial)]
                 sums.update(dict.fromkeys(needed_sums))
                 samples.update(dict.fromkeys(() if needed_sums else _in_parts(needs, solution)))
+                causes.update(dict.fromkeys([late[var] for var in behind if var in late] or [waiting[eqn]]))
                 rows.update(dict.fromkeys(_in_parts(inputs_of(eqn), solution)))
                 dependent.update(dict.fromkeys(eqn.outvars))
         self.sums, self.samples, self.rows = tuple(sums), tuple(samples), tuple(rows)
-        self.is_for_rows = bool(sums) and all(var in uneven for var in sums)
+        self.moved = tuple(cause for cause in causes if not sums and _moves_samples(cause, solution))
+        self.is_for_rows = all(var in uneven for var in sums) if sums else len(self.moved) == len(causes)
         known = SampleSums(jaxpr)
         roots = (root for var in sums for root in known.terms_of(solution, var))
         added_up = (var for var in read_by(maker[root] for root in roots if root in maker) if var in maker)
@@ -83,10 +91,16 @@ def _in_parts(values: Iterable[Var], solution: LoopSolution) -> list[Var]:
     return [var for var in values if isinstance(solution.of(var), Split)]
 
 
-def _needed(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], late: Collection[Var]) -> list[Var]:
-    """The values of the loop that an equation needs from all microbatches."""
+def _moves_samples(cause: Cause, solution: LoopSolution) -> bool:
+    """Whether a cause computes nothing, and reads samples."""
+    computes = is_region(cause.eqn) or rule_for(cause.eqn).flops
+    return not computes and isinstance(solution.of(cause.operand), Split)
+
+
+def _behind(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], late: Collection[Var]) -> list[Var]:
+    """The values of the loop that an equation needs from all microbatches, and the late ones between these and it."""
     read = inputs_of(eqn)
     first = [a for a in read if a in late] or read
     found = ancestors(first, lambda var: inputs_of(maker[var]) if var in late else ())
     # Its other operands are of its own microbatch.
-    return [var for var in found if var not in late and (var in first or var not in read)]
+    return [var for var in found if var in late or var in first or var not in read]

@@ -32,15 +32,21 @@ def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEq
     return _with_copies(jaxpr, {var for var in wanted if var not in later}, readers)
 
 
-def with_rounds(jaxpr: Jaxpr, values: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
-    """The program in which all readers of some values read copies, and the copying equations; itself, if nothing reads them.
+def with_rounds(
+    jaxpr: Jaxpr, values: Iterable[Var], readers: Container[JaxprEqn] | None = None
+) -> tuple[Jaxpr, list[JaxprEqn]]:
+    """The program in which the readers of some values read copies, and the copying equations; itself, if nothing reads them.
 
-    `values`: joint results of a pass, such as gradients by which parameters move before the next forward pass: equations on
-    the copies run between these passes. Arguments among them are there before any pass.
+    Args:
+        values: Joint results of a pass, such as gradients by which parameters move before the next forward pass: equations
+            on the copies run between these passes. Arguments among them are there before any pass.
+        readers: The equations that read copies; None: all, and what the program returns is copied, too.
     """
     made = makers(jaxpr.eqns)
-    better, joins = _with_copies(jaxpr, {var for var in values if var in made}, set(jaxpr.eqns))
-    copies = {join.invars[0]: join.outvars[0] for join in joins}
+    better, joins = _with_copies(
+        jaxpr, {var for var in values if var in made}, set(jaxpr.eqns) if readers is None else readers
+    )
+    copies = {join.invars[0]: join.outvars[0] for join in joins} if readers is None else {}
     outvars = [known_as(a, copies) for a in jaxpr.outvars]
     return (make_jaxpr(jaxpr.invars, outvars, better.eqns) if joins else jaxpr), joins
 
