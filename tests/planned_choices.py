@@ -11,7 +11,7 @@ from autopar.intra_op.restrict import Allowed
 from autopar.ir.program import Program
 from autopar.report.plan import Plan
 from autopar.search.describe import describe_plan
-from autopar.search.one_mesh import count_of
+from autopar.search.methods import count_of
 from autopar.search.request import Request
 from autopar.streams.assemble import assemble_step
 

@@ -291,6 +291,11 @@ def _check_count(method: str, name: str, value: object) -> None:
 Method = Auto | Inference | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
 
 
+def count_of(method: Method) -> int:
+    """The number of microbatches that a method asks for; 1 if it leaves that open."""
+    return getattr(method, "num_microbatches", None) or 1
+
+
 def method_text(method: Method) -> str:
     """The method as written in Python, without settings at their defaults."""
     if isinstance(method, Follow):

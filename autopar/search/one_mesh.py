@@ -36,16 +36,10 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics
 from autopar.plan.words import mesh_text
-from autopar.search.methods import DataParallel, Method, ThreeD
+from autopar.search.methods import DataParallel, Method, ThreeD, count_of
 from autopar.search.pins import find_pins
 from autopar.search.request import Request
 from autopar.tuning import TUNING
-
-
-def count_of(method: Method) -> int:
-    """The number of microbatches that a method asks for; 1 if it leaves that open."""
-    return getattr(method, "num_microbatches", None) or 1
-
 
 STACKED: Pass[Rewritten] = Pass(
     "stacked",

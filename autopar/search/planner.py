@@ -45,9 +45,10 @@ from autopar.search.methods import (
     Method,
     PipelineParallel,
     ThreeD,
+    count_of,
 )
 from autopar.search.offload import Planned, check_hosts, within_memory
-from autopar.search.one_mesh import count_of, in_microbatches
+from autopar.search.one_mesh import in_microbatches
 from autopar.search.padding import lengths_that_do_not_divide, padded_program, worth_padding
 from autopar.search.parts import finds_what_it_made
 from autopar.search.pins import find_pins

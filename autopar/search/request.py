@@ -16,7 +16,7 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
-from autopar.search.methods import Method
+from autopar.search.methods import Method, count_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Request:
     def options_of(self, method: Method) -> Options:
         """The options of a method that may differ from the request's, which then says what repays: each microbatch gains."""
         options = method.options()
-        gaining = self.method.options().repaying_steps * (getattr(method, "num_microbatches", None) or 1)
+        gaining = self.method.options().repaying_steps * count_of(method)
         steps = math.inf if self.thorough else min(options.repaying_steps, gaining)
         return dataclasses.replace(options, ends=self.ends, repaying_steps=steps)
 
