@@ -71,9 +71,7 @@ def _kernel(
     if not computes:
         turned_bytes = sum(traffic.counts[k] * sizes[traffic.touched[k]] for k in traffic.turned)
         return MemoryPass(num_bytes, traffic.launches, "samples" if traffic.on_samples else "parameters", turned_bytes)
-    flops = node.rule.flops * share
-    dtypes = tuple(atom.aval.dtype.name for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number))
-    dtypes = dtypes or ("bool",) * len(eqn.invars)  # no number among them: a product of masks
+    flops, dtypes = node.rule.flops * share, _multiplied(eqn)
     match eqn.primitive.name:
         case "dot_general":
             return _product(eqn, shapes, num_bytes, dtypes, sizes)
@@ -81,17 +79,18 @@ def _kernel(
             return _convolution(eqn, shapes, flops, num_bytes, dtypes)
     if grouped is not None:
         num_bytes += 2 * grouped.masked_bytes
-        if len(shapes[0]) == 2 and len(shapes[1]) == 3:
-            groups, depth, columns = shapes[1]  # local
-            if grouped.masked_bytes:
-                rows = shapes[0][0] * grouped.num_devices
-                return Product(1, rows, columns, groups * depth, num_bytes, dtypes[:2])
-            # The device's rows belong to all groups, unless rows were sent to their groups.
-            of_groups = groups if grouped.num_devices > 1 else eqn.invars[1].aval.shape[0]
-            return Product(groups, math.ceil(shapes[0][0] / of_groups), columns, depth, num_bytes, dtypes[:2])
-        if grouped.masked_bytes and len(shapes[-1]) == 3:  # each group's sum runs over the rows of all groups
-            flops *= eqn.outvars[0].aval.shape[0]
+        lengths = _lengths_of_groups(eqn, shapes, grouped)
+        if lengths is not None:
+            return Product(*lengths, num_bytes, dtypes)
     return FusedProducts(flops, num_bytes, dtypes)
+
+
+def _multiplied(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Dtypes of what is multiplied: the first two arrays of real numbers; indices, lengths and statistics stand with them."""
+    types = [atom.aval.dtype for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number)]
+    inexact = [dtype for dtype in types if jax.dtypes.issubdtype(dtype, np.inexact)]
+    names = tuple(dtype.name for dtype in (inexact or types)[:2])
+    return names or ("bool", "bool")  # no number among them: a product of masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,29 @@ def _grouped(node: Node, strategy: Strategy, mesh: LogicalMesh) -> _Grouped | No
         return None
     num_devices = math.prod(mesh.size_of(axis) for axis in strategy.exchanged_over)
     return _Grouped(num_devices, masked_bytes(node.eqn, strategy, mesh) if is_masked(node.eqn, mesh) else 0)
+
+
+def _lengths_of_groups(
+    eqn: JaxprEqn, shapes: Sequence[Shape], grouped: _Grouped
+) -> tuple[int, int, int, int] | None:
+    """Number of products, and rows, columns and depth of each, of a grouped product; None: its groups are of batch dims.
+
+    The device's rows belong to all groups, unless rows were sent to their groups. Masked ones are in every product.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    ((of_lhs, of_rhs), (batch, _)), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    lhs, rhs, out = shapes[0], shapes[1], shapes[-1]  # local
+    if batch or len(lhs) != 2 or len(out) + len(rhs) != 5:
+        return None
+    sums_rows = ragged in of_lhs
+    at = 0 if sums_rows else numbers.rhs_group_dimensions[0]
+    groups, all_groups = (out[at], eqn.outvars[0].aval.shape[at]) if sums_rows else (rhs[at], eqn.invars[1].aval.shape[at])
+    own = math.ceil(lhs[ragged] / (groups if grouped.num_devices > 1 else all_groups))
+    rows, is_masked = lhs[ragged] * grouped.num_devices, grouped.masked_bytes > 0
+    if sums_rows:
+        return groups, out[1], out[2], rows if is_masked else own
+    depth, columns = rhs[of_rhs[0]], out[-1]
+    return (1, rows, columns, groups * depth) if is_masked else (groups, own, columns, depth)
 
 
 def _product(
