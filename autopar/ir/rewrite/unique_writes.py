@@ -10,6 +10,7 @@ Method: match each comparison (`eq`) by the equations that define its operands; 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,18 +85,19 @@ def _is_numbered(updates: Atom, known: KnownValues) -> bool:
     _, add = known.definition(updates)
     if add is None or add.primitive.name != "add" or not jnp.issubdtype(add.outvars[0].aval.dtype, jnp.unsignedinteger):
         return False
-    if updates.aval.size >= np.iinfo(updates.aval.dtype).max:
-        return False
     ones = [known.uniform_value(atom) for atom in add.invars]
-    return any(one == 1 and _is_counted(add.invars[1 - k], known) for k, one in enumerate(ones))
+    most = np.iinfo(updates.aval.dtype).max
+    return any(one == 1 and _counts_to(add.invars[1 - k], known) < most for k, one in enumerate(ones))
 
 
-def _is_counted(atom: Atom, known: KnownValues) -> bool:
-    """Whether a value is an `iota`, reshaped or broadcast."""
+def _counts_to(atom: Atom, known: KnownValues) -> float:
+    """How many numbers an `iota` counts that a value is, reshaped or broadcast; inf: it is none."""
     _, eqn = known.definition(atom)
     while eqn is not None and eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze", "expand_dims"):
         _, eqn = known.definition(eqn.invars[0])
-    return eqn is not None and eqn.primitive.name == "iota"
+    if eqn is None or eqn.primitive.name != "iota":
+        return math.inf
+    return eqn.outvars[0].aval.shape[eqn.params["dimension"]]
 
 
 def _looks_there(gather: JaxprEqn, scatter: JaxprEqn, known: KnownValues) -> bool:

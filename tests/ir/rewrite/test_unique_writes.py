@@ -41,6 +41,14 @@ def test_sorted_rows(dims):
     assert not counts["scatter"] and not counts["eq"]
 
 
+def test_more_elements_than_32_bits_count():
+    """Rows are numbered, not elements."""
+    rows = jax.ShapeDtypeStruct((2**20, 2**12), jnp.bfloat16), jax.ShapeDtypeStruct((2**20,), jnp.int32)
+    flat, _ = flatten(*open_jaxpr(jax.make_jaxpr(gradient_of(put_back))(*rows)))
+    counts = primitives_in(resolve_unique_writes(flat).eqns)
+    assert not counts["scatter"] and not counts["eq"]
+
+
 def test_in_a_loop():
     """What loops have in common stands outside of them."""
 
