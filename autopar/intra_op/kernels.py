@@ -113,9 +113,7 @@ def _grouped(node: Node, strategy: Strategy, mesh: LogicalMesh) -> _Grouped | No
     return _Grouped(num_devices, masked_bytes(node.eqn, strategy, mesh) if is_masked(node.eqn, mesh) else 0)
 
 
-def _lengths_of_groups(
-    eqn: JaxprEqn, shapes: Sequence[Shape], grouped: _Grouped
-) -> tuple[int, int, int, int] | None:
+def _lengths_of_groups(eqn: JaxprEqn, shapes: Sequence[Shape], grouped: _Grouped) -> tuple[int, int, int, int] | None:
     """Number of products, and rows, columns and depth of each, of a grouped product; None: its groups are of batch dims.
 
     The device's rows belong to all groups, unless rows were sent to their groups. Masked ones are in every product.
@@ -127,7 +125,8 @@ def _lengths_of_groups(
         return None
     sums_rows = ragged in of_lhs
     at = 0 if sums_rows else numbers.rhs_group_dimensions[0]
-    groups, all_groups = (out[at], eqn.outvars[0].aval.shape[at]) if sums_rows else (rhs[at], eqn.invars[1].aval.shape[at])
+    stack, local = (eqn.outvars[0], out) if sums_rows else (eqn.invars[1], rhs)
+    groups, all_groups = local[at], stack.aval.shape[at]
     own = math.ceil(lhs[ragged] / (groups if grouped.num_devices > 1 else all_groups))
     rows, is_masked = lhs[ragged] * grouped.num_devices, grouped.masked_bytes > 0
     if sums_rows:

@@ -1,7 +1,7 @@
 """Sinks casts of gradients to 16 bits out of loops and branches, so that only complete sums over samples are narrowed.
 
 In:     a flat program in which the gradient of a 16-bit parameter is computed in 32 bits and cast down inside a `scan` or a
-        branch, as `jax.grad` writes it.
+        branch, as `jax.grad` writes it; the parameter may itself be cast there from 32 bits, and its gradient back to them.
 Out:    the same function, with the cast after the loop; a sum over the trips of a loop is carried in 32 bits until then.
 Method: a microbatch computes a partial sum of a gradient, and a partial sum must not be narrowed (`rules/linearity.py`). The
         cast is found behind operations that only move or add values, which then run in 32 bits. Only in backward passes:
@@ -10,7 +10,7 @@ Method: a microbatch computes a partial sum of a gradient, and a partial sum mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -44,24 +44,39 @@ def _region(region: Region) -> list[JaxprEqn]:
     bindings: list[Binding] = []
     before, after = Equations(), Equations()
     for b in region.bindings:
-        found = [wide.dtype_behind(atom) for wide, atom in zip(inside, b.outputs, strict=True)]
+        rounded = _rounded(b, inside)
+        outputs = rounded or b.outputs
+        found = [wide.dtype_behind(atom) for wide, atom in zip(inside, outputs, strict=True)]
         dtype = max((dtype for dtype in found if dtype is not None), key=lambda d: d.itemsize, default=None)
         moves = inside[0].is_sum_of(b.var, b.value) if b.role == "carry" else is_backward(eqn)
         if dtype is None or b.result is None or not moves:
             bindings.append(b)
             continue
         entering = {var: new_var(_of_dtype(var, dtype)) for var in b.variables}
-        leaving = [wide.widened(atom, dtype, entering) for wide, atom in zip(inside, b.outputs, strict=True)]
+        leaving = [wide.widened(atom, dtype, entering) for wide, atom in zip(inside, outputs, strict=True)]
         outer, result = b.operand, new_var(_of_dtype(b.result, dtype))
         if outer is not None:
             outer = before.call_one(partial(lax.convert_element_type, new_dtype=dtype), [outer])
         inner = tuple(None if var is None else entering[var] for var in b.inputs)
         bindings.append(Binding(b.role, outer, inner, tuple(leaving), result))
-        narrow = partial(lax.convert_element_type, new_dtype=b.result.aval.dtype)
-        after.define(b.result, narrow, [result], eqn.source_info)
+        narrowed = rounded[0].aval.dtype if rounded else b.result.aval.dtype
+        after.define(b.result, partial(_through, narrowed, b.result.aval.dtype), [result], eqn.source_info)
     if not after and all(a is b for a, b in zip(bodies, region.bodies, strict=True)):
         return [eqn]
     return [*before, region.rebuild(bindings, [wide.eqns for wide in inside]), *after]
+
+
+def _rounded(binding: Binding, inside: Sequence[_Wide]) -> list[Var]:
+    """The 16-bit values that a region's wider results are cast from, as of parameters that layers cast; (): there are none."""
+    if binding.role == "carry" or binding.result is None:
+        return []
+    found = [wide.cast_from(atom) for wide, atom in zip(inside, binding.outputs, strict=True)]
+    known = [var for var in found if var is not None]
+    return known if len(known) == len(found) and len({var.aval.dtype for var in known}) == 1 else []
+
+
+def _through(narrow: np.dtype, wide: np.dtype, x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(lax.convert_element_type(x, narrow), wide)
 
 
 def _of_dtype(var: Var, dtype: np.dtype) -> Aval:
@@ -85,6 +100,15 @@ class _Wide:
             return eqn.invars[0].aval.dtype
         found = [self.dtype_behind(a) for a in eqn.invars] if self.passes_on(eqn) else []
         return max((d for d in found if d is not None), key=lambda d: d.itemsize, default=None)
+
+    def cast_from(self, atom: Atom | None) -> Var | None:
+        """The 16-bit value that a wider one was cast from; None: it was not."""
+        eqn = self.made_by.get(atom) if isinstance(atom, Var) else None
+        if eqn is None or eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
+            return None
+        (source,), (target,) = eqn.invars, eqn.outvars
+        floats = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in (source, target))
+        return source if floats and source.aval.dtype.itemsize == 2 < target.aval.dtype.itemsize else None
 
     def passes_on(self, eqn: JaxprEqn) -> bool:
         """Whether an equation only moves or adds its operands, in one dtype, and at most one equation reads its result."""

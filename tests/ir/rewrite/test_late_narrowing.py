@@ -96,6 +96,27 @@ def test_gradients_that_cancel(name):
             assert np.abs(ours - truth).max() <= scale * 2**-8 + 1.5 * np.abs(theirs - truth).max(), program
 
 
+def test_parameters_that_layers_cast():
+    """A layer rounds its 32-bit parameters to 16 bits, so their gradients are rounded, too: once, not for each microbatch."""
+
+    def layer(h, scale):
+        normed = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+        return h + jnp.tanh(normed * scale.astype(HALF).astype(jnp.float32)), None
+
+    def step(p, batch):
+        out = lambda p: jax.lax.scan(jax.checkpoint(layer), batch["x"], p)[0]  # noqa: E731
+        value, gradient = jax.value_and_grad(lambda p: jnp.sum(out(p) * batch["y"].astype(jnp.float32)))(p)
+        return p - gradient, {"loss": value}
+
+    p, batch = jnp.ones((3, 8)), samples()
+    traced = trace_step(step, (p, batch))
+    flat = narrow_late(traced.jaxpr)
+    check_program(flat)
+    program = accumulate(flat, split_microbatches(flat, 2, find_roles(traced, (1,)).batch))
+    ours, theirs = eval_jaxpr(program, (), *jax.tree.leaves((p, batch)))[0], jax.jit(step)(p, batch)[0]
+    np.testing.assert_allclose(p - ours, p - theirs, rtol=2**-7, atol=1e-4)
+
+
 def test_what_is_stacked_going_forward_stays_narrow():
     def step(p, batch):
         hidden = jax.lax.scan(lambda h, w: (jnp.tanh(h * w), h.astype(HALF)), batch["x"], jnp.ones((3, 8)))[1]
