@@ -1,24 +1,25 @@
 """Splits the batch of each training step in a loop, or in a branch, into microbatches of its own.
 
 In:     a flat program, its batch inputs, the number of microbatches.
-Out:    the program in which each turn of a loop that takes gradients, and each such branch, has a loop over microbatches
-        (`rounds.py`); and these loops, which the step around them runs on all samples.
-Method: critics trained several times before the generator, epochs over minibatches, descent until convergence, line searches
-        with gradients: no microbatch can go from turn to turn alone, for the next turn needs the gradient of all. The batch
+Out:    the program in which each turn of a loop that takes gradients, or tries how far to go along them, and each branch
+        that takes gradients, has a loop over microbatches (`rounds.py`); and these loops, which the step around them runs on
+        all samples.
+Method: critics trained several times before the generator, epochs over minibatches, descent until convergence, line searches:
+        no microbatch can go from turn to turn alone, for the next turn needs the gradient, or the loss, of all. The batch
         of a turn is not known; every group of its inputs that depend on the step's batch and hold equally many samples is
         tried. The phases prove it (`phases.py`): they are exact for any rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TypeAlias
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import descendants, inputs_of
-from autopar.ir.gradient import takes_gradients
-from autopar.ir.region import Region, region_of
+from autopar.ir.gradient import is_backward, made_by_backward, takes_gradients
+from autopar.ir.region import Region, kind_of, region_of
 from autopar.ir.split.microbatches.refusal import refused
 from autopar.ir.split.placement import Batch
 from autopar.ir.split.rounds.steps import dims_of_samples, holds_steps
@@ -34,21 +35,30 @@ def split_turns(jaxpr: Jaxpr, count: int, batch: Batch, split: SplitTurn) -> tup
     Raises `MicrobatchError`: a turn cannot be split into microbatches.
     """
     of_batch = descendants(jaxpr.eqns, given=(jaxpr.invars[k] for k in batch))
+    led = made_by_backward(jaxpr)
+    not_led = dict.fromkeys(var for var in of_batch if var not in led)
     eqns: list[JaxprEqn] = []
     loops: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if any(a in of_batch for a in inputs_of(eqn)) and holds_steps(eqn):
-            eqn = _in_microbatches(eqn, of_batch, count, split)
+        given = of_batch if holds_steps(eqn) else not_led if _tries_gradients(eqn, led) else {}
+        if any(a in given for a in inputs_of(eqn)):
+            eqn = _in_microbatches(eqn, given, count, split)
             loops.append(eqn)
         eqns.append(eqn)
     return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), loops) if loops else (jaxpr, [])
+
+
+def _tries_gradients(eqn: JaxprEqn, led: Container[Var]) -> bool:
+    """Whether an equation is a loop whose turns only judge, by the loss, a step that gradients have led to: backtracking."""
+    return kind_of(eqn) == "while" and not is_backward(eqn) and any(a in led for a in inputs_of(eqn))
 
 
 def _in_microbatches(eqn: JaxprEqn, of_batch: dict[Var, None], count: int, split: SplitTurn) -> JaxprEqn:
     region = region_of(eqn)
     bodies = list(region.bodies)
     for k, body in enumerate(bodies):
-        if takes_gradients(body):
+        reads_batch = any(True for _ in _batches(region, k, of_batch, count))
+        if takes_gradients(body) or (reads_batch and not holds_steps(eqn)):
             bodies[k] = _split_body(region, k, of_batch, count, split)
     return region.with_bodies(bodies)
 

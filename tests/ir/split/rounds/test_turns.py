@@ -11,6 +11,7 @@ import pytest
 from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
+from autopar.ir.gradient import is_backward
 from autopar.ir.region import equations_within
 from autopar.ir.split.rounds.rounds import accumulate_in_rounds
 from tests.ir.split.cases import Case, Tree, assert_same, cases_in_parts, descend, full_batch, mlp, squares, traced
@@ -84,6 +85,17 @@ def line_search(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     return {**state, "params": jax.tree.map(lambda p, g: p - stride * g, state["params"], grads)}, {"loss": there}
 
 
+def backtracking(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The stride is halved until the loss is smaller by a part of what the gradient promises; no turn takes a gradient."""
+    loss_of = lambda params: squares(params, batch).mean()  # noqa: E731
+    value, grads = jax.value_and_grad(loss_of)(state["params"])
+    slope = sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads))
+    moved = lambda stride: jax.tree.map(lambda p, g: p - stride * g, state["params"], grads)  # noqa: E731
+    too_far = lambda stride: (loss_of(moved(stride)) > value - 0.9 * stride * slope) & (stride > 1e-4)  # noqa: E731
+    stride = jax.lax.while_loop(too_far, lambda stride: stride / 2, jnp.float32(4))
+    return {**state, "params": moved(stride)}, {"loss": value, "stride": stride}
+
+
 def normed(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Batch statistics in every layer of a turn."""
 
@@ -103,6 +115,7 @@ CASES = {
     "epochs": Case(epochs),
     "until good": Case(until_good),
     "line search": Case(line_search),
+    "backtracking": Case(backtracking),
 }
 
 
@@ -116,20 +129,21 @@ def test_equal(case, count):
     assert_same(found, full_batch(case))
 
 
-def test_products_are_of_microbatches():
+@pytest.mark.parametrize("case, rows, times", [("epochs", 4, 4), ("backtracking", 8, 11)])
+def test_products_are_of_microbatches(case, rows, times):
     """No product of a turn has more rows than a microbatch of a minibatch; there are as many of them."""
-    program, batch = traced(CASES["epochs"])
+    program, batch = traced(CASES[case])
 
     def rows_of_products(jaxpr):
         """Of products with the first weights, how many rows each has, and how often it runs."""
         found = Counter()
         for eqn, times in equations_within(jaxpr):
-            if eqn.primitive.name == "dot_general" and eqn.invars[1].aval.shape == (16, 16):
+            if eqn.primitive.name == "dot_general" and eqn.invars[1].aval.shape == (16, 16) and not is_backward(eqn):
                 found[eqn.outvars[0].aval.shape[0]] += times
         return found
 
     whole, split = rows_of_products(program.jaxpr), rows_of_products(accumulate_in_rounds(program.jaxpr, 2, batch))
-    assert whole == {4: 4} and split == {2: 8}
+    assert whole == {rows: times} and split == {rows // 2: 2 * times}
 
 
 def test_what_no_turn_can_split_is_refused():
