@@ -325,6 +325,8 @@ class Tuning:
     """Part of the search over pipelines that the costs of layers take; for progress."""
     third_axis_equations: int = 8000
     """A step with more equations is not sharded over three axes where nothing fits on two: microbatches are tried instead."""
+    third_axis_bytes: float = 1.1
+    """Times the budget. The same of a step whose least bytes found on two axes are more: a third axis saved none of them."""
     second_axis_gain: float = 1e-2
     """Part of the step that a second axis must win, for a third to be tried: where it won 0.5 %, the third won 0.02 %."""
     third_axis_gain: float = 1e-3
@@ -346,8 +348,7 @@ class Tuning:
     stages_solves: float = 8.0
     """Times the time to shard the step on one mesh: what a search for stages takes otherwise, roughly."""
     clock_doubt: float = 5e-3
-    """Part of the cost by which a mesh may be priced above the best so far and still be simulated faster. Problems of no more
-    than `small_mesh_pairs` are solved to see."""
+    """Part of the cost. Problems of up to `small_mesh_pairs` priced above the best by less are solved: the clock may differ."""
     descent_doubt: float = 0.03
     """Likewise for larger problems on three axes, which only descend from answers on other meshes."""
     small_mesh_pairs: int = 1_000_000
@@ -355,8 +356,7 @@ class Tuning:
     accumulation_bytes: float = 0.1
     """Part of the bytes needed that twice as many microbatches must save, where nothing fits yet."""
     exposure_guessed: float = 0.05
-    """Part of the step. Before a number of microbatches is simulated, exposed communication is guessed from another number: a
-    problem whose lower bound is above the best step by more is given up."""
+    """Part of the step. For a new number of microbatches exposure is guessed: a bound above the best step by more ends it."""
     accumulation_meshes: int = 3
     """Meshes that are tried with microbatches: the best of those tried without."""
     stages_gain: float = 0.1

@@ -98,7 +98,16 @@ class Instance:
         search, free = self.budget_search, free or self.solve_freely(problem, beat)
         if not np.isfinite(search.budget):
             return free
-        how = self.solver, self.limit, beat, self.gap, search.is_hopeless, self._solve_one, self._learnt
+        how = (
+            self.solver,
+            self.limit,
+            beat,
+            self.gap,
+            search.is_hopeless,
+            self._may_send_less,
+            self._solve_one,
+            self._learnt,
+        )
         return solve_constrained(problem, self._broken_rows, *how, num_planes, free=free)
 
     def solve_within(self, budget: float, exposure: Exposure, beat: float) -> tuple[Problem, Solution]:
@@ -145,13 +154,23 @@ class Instance:
             self._lowered = {choices: lower(self.graph, choices, self.bucket)}
         return self._lowered[choices]
 
-    def send_less(self, problem: Problem) -> bool:
-        """Make messages smaller from here on if they are part of why nothing fits; rows read off with larger ones go."""
-        last = () if self.budget_search.is_hopeless() else next(iter(self._moments.values()), ())
-        smaller = smaller_bucket(last[0], self.graph.mesh) if last else None
+    def send_less(self, to_fit: bool) -> bool:
+        """Make messages smaller from here on if they are part of why nothing fits, or, unless it is `to_fit`, more would."""
+        smaller = self._smaller_bucket(to_fit)
         if smaller is not None:
-            self.bucket, self._lowered, self._moments, problem.rows[:] = smaller, {}, {}, []
+            self.bucket, self._lowered, self._moments = smaller, {}, {}
         return smaller is not None
+
+    def _may_send_less(self) -> bool:
+        """Whether smaller messages may make something fit."""
+        return self._smaller_bucket() is not None
+
+    def _smaller_bucket(self, to_fit: bool = True) -> int | None:
+        """The most bytes to send as one message, if messages are part of why nothing fits, or of the fullest moment."""
+        search = self.budget_search
+        last = () if search.is_hopeless() else next(iter(self._moments.values()), ())
+        excess = search.least.num_bytes - search.budget if to_fit and np.isfinite(search.least.num_bytes) else 0.0
+        return smaller_bucket(last[0], self.graph.mesh, excess) if last else None
 
     def _broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
         """The memory rows that an assignment violates; the search notes it."""

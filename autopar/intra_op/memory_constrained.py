@@ -45,6 +45,7 @@ def solve_constrained(
     known: float = np.inf,
     gap: float = PROVED,
     is_hopeless: Callable[[], bool] = lambda: False,
+    may_send_less: Callable[[], bool] = lambda: False,
     solve_one: Solve = solve,
     learnt: Learnt | None = None,
     num_planes: int = TUNING.cutting_planes,
@@ -60,6 +61,7 @@ def solve_constrained(
         known: As in `solve`.
         gap: As in `solve`.
         is_hopeless: Whether it is proved that nothing fits; called once a row is violated.
+        may_send_less: Whether smaller messages may be why something fits: then what no price makes fit is not sought longer.
         solve_one: Solves problems without rows.
         learnt: What earlier problems taught; updated.
         num_planes: How often a small problem is solved with rows as cutting planes.
@@ -76,7 +78,7 @@ def solve_constrained(
     if not rows:
         return base
     problem.rows.extend(rows)
-    search = _Search(problem, base, broken_rows, solver, limit, solve_one, known, learnt or Learnt())
+    search = _Search(problem, base, broken_rows, solver, limit, solve_one, known, learnt or Learnt(), may_send_less)
     unlikely = least_share(problem) > 1.0
     if is_hopeless() or is_far_over(problem) or (unlikely and not search.fits_somehow()):
         return dataclasses.replace(base, choices=(), status="infeasible")
@@ -109,6 +111,7 @@ class _Search:
         solve_one: Solves problems without rows.
         known: As in `solve`.
         learnt: What earlier problems taught; updated.
+        may_send_less: As in `solve_constrained`.
     """
 
     problem: Problem
@@ -119,6 +122,7 @@ class _Search:
     solve_one: Solve
     known: float
     learnt: Learnt
+    may_send_less: Callable[[], bool]
 
     def fits_somehow(self) -> bool:
         """Whether an answer that fits is found by pricing bytes above all seconds, though the rows say that none fits."""
@@ -260,8 +264,11 @@ class _Search:
             if self.limit.is_over:
                 break
             price = high / TUNING.price_step if high else TUNING.price_step * price
-        room = best.objective - lower if best is not None else np.inf
-        mixed = self.mix(rows, answers, self.allowed(gap), room)
+        # An answer that is known elsewhere leaves as much to be won as one that is found here; none leaves the step itself.
+        least = min(self.known, best.objective if best is not None else np.inf)
+        room = min(least - lower, base.objective)
+        is_left = best is None and self.may_send_less()
+        mixed = None if is_left else self.mix(rows, answers, self.allowed(gap), room, least < np.inf)
         if mixed is not None and (best is None or mixed.objective < best.objective):
             best = mixed
         if best is None:
@@ -279,9 +286,12 @@ class _Search:
         answer = Solution(choices, cost, 0.0, "feasible" if choices else "infeasible", "exchanges")
         return answer, self.broken_rows(choices) if choices else []
 
-    def mix(self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float, room: float) -> Solution | None:
+    def mix(
+        self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float, room: float, is_known: bool
+    ) -> Solution | None:
         """The least assignment within the rows that takes each node's choice from one of `answers`; by exchanges if what it
-        may win, `room` at most, repays no ILP."""
+        may win, `room` at most, repays no ILP. If they find none, by one nevertheless, unless another answer `is_known`, and
+        it would not repay if it won all of that."""
         kept = [{answer.choices[node] for answer in answers} for node in range(len(self.problem.costs))]
         costs = []
         for cost, own in zip(self.problem.costs, kept, strict=True):
@@ -289,11 +299,13 @@ class _Search:
             mask[list(own)] = True
             costs.append(np.where(mask, cost, np.inf))
         pairs = sum(len(kept[one]) * len(kept[other]) for one, other in self.problem.edges)
-        is_quick = _solve_seconds(pairs, rows) > self.limit.worth(TUNING.hoped * room)
+        seconds = _solve_seconds(pairs, rows)
+        is_quick = seconds > self.limit.worth(TUNING.hoped * room)
+        is_left = is_known and seconds > self.limit.worth(room)
         share = 1.0
         for attempt in range(2 * TUNING.price_mixes):
             answer, broken = self.exchanged(rows, answers, share) if is_quick else self.aim(costs, rows, share, gap)
-            if not answer.choices and is_quick:
+            if not answer.choices and is_quick and not is_left:
                 answer, broken = self.aim(costs, rows, share, gap)
             if not broken:
                 mixed = f"{answer.solver}, what prices on memory found"

@@ -28,7 +28,7 @@ from autopar.intra_op.graph import Graph
 from autopar.intra_op.instance import Instance
 from autopar.intra_op.liveness import ONE_PROGRAM, Waiting
 from autopar.intra_op.memory_constrained import is_far_over
-from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
+from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Restrict, narrowed_problem
 from autopar.intra_op.setting import SHARD, Setting, check_setting
@@ -117,13 +117,25 @@ def shard(
     wider = instance.prices.problem(expected) if known else problem
     for other in known if best is not None or not is_far_over(problem) else ():
         best = _with_known(instance, best, other, wider, expected, tried, misled)
-    while best is None and not instance.limit.is_over and instance.send_less(problem):
+    while _may_win_in_less(instance, best) and instance.send_less(to_fit=best is None):
+        problem = Problem(problem.costs, problem.edges)
         solution = instance.solve(problem)
         if solution.choices:
-            best, _ = follow_clock(instance, instance.read_off(problem, solution, exposure), [solution.choices])
+            found, _ = follow_clock(instance, instance.read_off(problem, solution, exposure), [solution.choices])
+            if best is not None and best.step_seconds <= found.step_seconds:
+                break
+            best = found
     if best is None:
         instance.budget_search.explain(problem, instance.gaps_of)
     return best
+
+
+def _may_win_in_less(instance: Instance, best: Sharded | None) -> bool:
+    """Whether smaller messages may win: nothing fits, or memory costs the best answer so much that another solve repays."""
+    if best is None or not best.problem.rows:
+        return best is None and not instance.limit.is_over
+    won, takes = TUNING.hoped * best.gap * best.step_seconds, TUNING.solve_share * planning_seconds(best.problem)
+    return best.gap > TUNING.rough_gap and instance.limit.repays(won, takes)
 
 
 def settle(

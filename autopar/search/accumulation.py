@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, needed_bytes
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import planning_seconds
 from autopar.ir.program import Program
-from autopar.mesh import Device, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.search.meshes import Searched, search_meshes
 from autopar.search.one_mesh import in_microbatches
 from autopar.search.progress import Report
@@ -65,7 +65,7 @@ def search_accumulation(
             whole.tried.append((f"{count} microbatches", error.summary))
             break
         searched = Searched([], [])
-        beat, exposure = _to_beat(found or whole, count, request.cluster.device)
+        beat, exposure = _to_beat(found or whole, count, request)
         search_meshes(request.of(split), best_meshes(meshes, found or whole), told, searched, beat, exposure)
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
         if searched.pruned and not searched.results:
@@ -93,15 +93,16 @@ def repays_room(request: Request, known: Searched) -> bool:
     return request.options.repays(won, planning_seconds(best.problem))
 
 
-def _to_beat(known: Searched | Accumulated, count: int, device: Device) -> tuple[float, Exposure | None]:
+def _to_beat(known: Searched | Accumulated, count: int, request: Request) -> tuple[float, Exposure | None]:
     """The objective that another number of microbatches has to beat, and a guess of the exposure there."""
     before, searched = (known.count, known.searched) if isinstance(known, Accumulated) else (1, known)
-    if not searched.results:
-        return math.inf, None
-    # Not by the exposure of the best program alone: the others would be priced otherwise than what they have to beat.
-    best = searched.best.as_compared(device)
-    exposure = None if best.exposure is None else best.exposure.in_microbatches(before, count)
-    return (1 + TUNING.exposure_guessed) * max(best.step_seconds, best.solution.objective), exposure
+    least, exposure = request.beat, None
+    if searched.results:
+        # Not by the exposure of the best program alone: the others would be priced otherwise than what they have to beat.
+        best = searched.best.as_compared(request.cluster.device)
+        exposure = None if best.exposure is None else best.exposure.in_microbatches(before, count)
+        least = min(least, max(best.step_seconds, best.solution.objective))
+    return (1 + TUNING.exposure_guessed) * least, exposure
 
 
 def memory_binds(searched: Searched) -> bool:

@@ -276,8 +276,10 @@ def _not_worth_it(request: Request, searched: Searched, mesh: LogicalMesh) -> st
         return "left out: planning was to end"
     if not searched.results:
         # There is no starting point, and a step that does not fit on two axes seldom fits on three.
-        is_large = len(request.program.jaxpr.eqns) > TUNING.third_axis_equations
-        return "left out: nothing fits on fewer axes" if searched.failure and is_large and len(mesh.shape) > 2 else ""
+        needed = needed_bytes(searched.failure)
+        is_far = TUNING.third_axis_bytes * request.budget_bytes < needed < math.inf
+        is_long = len(request.program.jaxpr.eqns) > TUNING.third_axis_equations or is_far
+        return "left out: nothing fits on fewer axes" if searched.failure and is_long and len(mesh.shape) > 2 else ""
     widest, best = max(searched.results, key=lambda sharded: len(sharded.mesh.shape)), searched.best
     takes = planning_seconds(widest.problem, len(mesh.shape), len(widest.mesh.shape))
     won = best.step_seconds - best.shared_seconds

@@ -41,7 +41,7 @@ class Solved:
 
     Attributes:
         known: Key of a stage and its terms -> its plan.
-        counted: Key of a stage and a budget -> its plan with all memory counted (not `all_again`).
+        counted: Key of a stage and a budget -> its plan with all memory counted (not `all_again`), and the `in_flight` of it.
         graphs: Program -> its graph on some mesh, to reuse what does not depend on the mesh.
         tables: Mesh -> caches shared by all programs on it.
         pieces: Cut step, borders, ... -> the tasks and programs of its stages, shared by schedules.
@@ -49,7 +49,7 @@ class Solved:
     """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
-    counted: dict[Hashable, StagePlan] = field(default_factory=dict)
+    counted: dict[Hashable, tuple[StagePlan, int]] = field(default_factory=dict)
     graphs: dict[StageProgram, Graph] = field(default_factory=dict)
     tables: dict[LogicalMesh, Tables] = field(default_factory=dict)
     pieces: dict[Hashable, tuple[Tasks, list[StageProgram]]] = field(default_factory=dict)
@@ -142,8 +142,8 @@ def solve_stage(
         counted = solved.counted.get((*same, options.memory_budget_bytes)) if all_again else None
         if peak_bytes_here(endless, all_again, in_flight) <= terms.budget_bytes:
             solved.known[key] = endless
-        elif counted is not None and _is_near(counted, endless, gap):
-            solved.known[key] = counted
+        elif counted is not None and (_is_near(counted[0], endless, gap) or _counts_alike(*counted, in_flight)):
+            solved.known[key] = counted[0]
     device = terms.cluster.device
     if key in solved.known:
         return take_over(program, solved.known[key], device, solved.key_of)
@@ -152,7 +152,7 @@ def solve_stage(
     made = plan_stage(program, graph, device, options, restrict, all_again, gap, in_flight)
     solved.known[key] = made
     if not all_again:
-        solved.counted[*same, options.memory_budget_bytes] = made
+        solved.counted[*same, options.memory_budget_bytes] = made, in_flight
     solved.graphs.setdefault(program, graph)
     return made
 
@@ -160,6 +160,11 @@ def solve_stage(
 def _is_near(stage: StagePlan, endless: StagePlan, gap: float) -> bool:
     """Whether a stage costs at most `gap` more than with unlimited memory."""
     return stage.sharded.solution.objective <= (1 + gap) * endless.sharded.solution.objective
+
+
+def _counts_alike(stage: StagePlan, counted: int, in_flight: int) -> bool:
+    """Whether nothing that may be recomputed takes part in the peak of a stage planned with so many microbatches `counted`."""
+    return counted == in_flight and peak_bytes_here(stage, True, in_flight) == peak_bytes_here(stage, False, in_flight)
 
 
 def given_choices(

@@ -232,3 +232,27 @@ def test_no_time_is_spent_on_what_is_far_over(monkeypatch):
 
         assert solve_constrained(Problem([np.array([0.0, 1.0])]), broken).status == "infeasible"
         assert len(seen) == looks
+
+
+TAKING_TURNS = {node: np.array([10.0, 0.0]) for node in (0, 1)}, {node: np.array([0.0, 10.0]) for node in (0, 1)}
+"""Bytes at two moments: two layers with equal choices fit only if they choose differently, and no price tells them to."""
+
+
+@pytest.mark.parametrize(
+    "known, may_send_less, finds", [(np.inf, False, True), (2.1, False, False), (np.inf, True, False)]
+)
+def test_what_no_price_makes_fit_is_mixed_by_an_ilp_only_where_nothing_else_may_do(
+    monkeypatch, known, may_send_less, finds
+):
+    """Not if a plan is known that it can hardly beat, and not before smaller messages were tried."""
+    tune(monkeypatch, memory_constrained, rows_core=0)
+    rows = [MemoryRow(str(k), sizes, 10.0) for k, sizes in enumerate(TAKING_TURNS)]
+
+    def broken(choices):
+        return [row for row in rows if row.used(choices) > row.budget_bytes]
+
+    problem = Problem([np.array([1.0, 1.01])] * 2, {(0, 1): np.zeros((2, 2))})
+    found = solve_constrained(
+        problem, broken, seconds=TimeLimit(60.0, 1e-6), known=known, may_send_less=lambda: may_send_less
+    )
+    assert (found.status == "feasible") is finds and bool(found.choices) is finds

@@ -65,3 +65,19 @@ def test_the_memory_of_a_slower_known_plan_is_not_computed(monkeypatch):
         )
     plan_of(64, 128, None)
     assert len(measured) < len(lowered)
+
+
+def test_smaller_messages_are_tried_where_memory_makes_the_step_dear():
+    """Something fits with all gradients in one message, and takes a seventh longer than what fits with four."""
+    rows = {name: jax.ShapeDtypeStruct((512, 256), jnp.float32) for name in ("x", "y")}
+    args = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4, rows
+
+    def plan(budget=None):
+        method = autopar.Auto(memory_budget_bytes=budget, offload="never")
+        cluster = autopar.Cluster.of("8 h100")
+        return autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=1).plan(*args)
+
+    free, tight = plan(), plan(3_500_000)
+    assert max(free.cost.peak_bytes) > 1.2 * max(tight.cost.peak_bytes) and max(tight.cost.peak_bytes) <= 3_500_000
+    assert tight.stages[0].bucket_bytes < free.stages[0].bucket_bytes
+    assert tight.cost.step_seconds < 1.05 * free.cost.step_seconds

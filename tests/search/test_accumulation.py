@@ -14,6 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.intra_op.exposure import Exposure, show
 from autopar.search.accumulation import _to_beat
 from autopar.search.meshes import Searched
+from autopar.search.request import Request
 from autopar.tuning import TUNING
 from tests.planned_mlp import CLUSTER, arguments, train_step
 
@@ -93,7 +94,11 @@ def test_another_number_has_to_beat_what_is_priced_alike(roomy):
     faster, in_full = dataclasses.replace(sharded, compute_seconds=0.9 * sharded.compute_seconds), Exposure(1.0)
     shown = show(faster.graph, faster.body, faster.exposed_seconds)
     alone = dataclasses.replace(faster, exposure=in_full.as_in(shown, in_full))
-    beat, exposure = _to_beat(Searched([alone], []), 4, QUICK.device)
+    request = Request(None, None, QUICK, autopar.Auto())
+    beat, exposure = _to_beat(Searched([alone], []), 4, request)
     priced = alone.as_compared(QUICK.device).solution.objective
     assert beat >= priced > (1 + TUNING.exposure_guessed) * alone.step_seconds, "on the clock it is faster"
     assert exposure == in_full.in_microbatches(1, 4)
+    beaten = dataclasses.replace(request, beat=0.5 * priced)
+    for searched in (Searched([alone], []), Searched([], [])):
+        assert _to_beat(searched, 4, beaten)[0] == (1 + TUNING.exposure_guessed) * beaten.beat, "a step known elsewhere"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from autopar.errors import NoPlanFoundError
 from autopar.intra_op.exposure import Exposure, OwnExposure
 from autopar.mesh import Cluster, LogicalMesh, logical_mesh
 from autopar.search import meshes
@@ -45,6 +46,18 @@ def test_the_walk_ends_after_two_that_are_slower(of_three_axes, is_left_out):
     results += [plan(seconds, *shape) for seconds, shape in zip(of_three_axes, shapes, strict=False)]
     why = meshes._not_worth_it(request, Searched(results, []), LogicalMesh((16, 2, 2)))
     assert bool(why) is is_left_out and ("slower than one before" in why or not is_left_out)
+
+
+@pytest.mark.parametrize("needed, is_left_out", [(105, False), (120, True), (math.inf, False)])
+def test_no_third_axis_where_two_need_much_more_than_there_is(needed, is_left_out):
+    """Of a small step, too. Where they need a little more, or failed for another reason, it is tried."""
+    facts = {} if needed == math.inf else {"budget_bytes": 100, "needed_bytes": needed}
+    failure = NoPlanFoundError("no.", given="", wrong="", do="", **facts)
+    program = SimpleNamespace(jaxpr=SimpleNamespace(eqns=()))
+    request = SimpleNamespace(options=SimpleNamespace(is_over=False), program=program, budget_bytes=100.0)
+    searched = Searched([], [], failure)
+    assert bool(meshes._not_worth_it(request, searched, LogicalMesh((2, 2, 2)))) is is_left_out
+    assert not meshes._not_worth_it(request, searched, LogicalMesh((2, 4)))
 
 
 @pytest.mark.parametrize("shape, is_left_out", [((4, 2, 8), True), ((8, 2, 4), False)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -222,6 +224,30 @@ def test_a_stage_that_fits_as_it_is_is_sharded_once(monkeypatch):
     with pytest.raises(InfeasibleError):  # microbatches in flight do not fit
         make_step(memory_budget_bytes=budget, recompute="cheap").plan(*ARGUMENTS["unrolled"])
     assert sharded and len(sharded) == len(dict.fromkeys(map(id, sharded)))
+
+
+@pytest.mark.parametrize("again, sharded", [(0, 2), (8, 3)])
+def test_a_stage_whose_peak_holds_nothing_that_runs_again_is_sharded_once_within_memory(monkeypatch, again, sharded):
+    """Not to count what may run again then changes nothing."""
+    program, asked, budget = planned("unrolled").origin.pipeline.stages[0].program, [], 1000
+    mesh = planned("unrolled").origin.pipeline.stages[0].mesh
+
+    def plan_stage(*args):
+        asked.append(args)
+        return SimpleNamespace(sharded=SimpleNamespace(solution=SimpleNamespace(objective=float(len(asked)))))
+
+    def peak_bytes_here(stage, all_again, in_flight):
+        return budget + 1 if stage.sharded.solution.objective == 1 else budget - again * all_again
+
+    monkeypatch.setattr(solve_stages, "plan_stage", plan_stage)
+    monkeypatch.setattr(solve_stages, "peak_bytes_here", peak_bytes_here)
+    monkeypatch.setattr(solve_stages, "take_over", lambda program, known, *rest: known)
+    terms = Terms(autopar.Cluster(1, 1, SLOW, QUICK), PipelineParallel(num_stages=1).options(), Solved())
+    for bytes_there, all_again in ((math.inf, False), (budget, False), (budget, True)):
+        options = dataclasses.replace(terms.options, memory_budget_bytes=bytes_there)
+        own = dataclasses.replace(terms, options=options, all_again=all_again)
+        found = solve_stages.solve_stage(program, mesh, own, None, ())
+    assert len(asked) == sharded == found.sharded.solution.objective
 
 
 def test_layers_stay_in_loops_where_nothing_that_runs_again_can_win():
