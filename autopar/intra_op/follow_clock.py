@@ -30,7 +30,8 @@ def is_behind(sharded: Sharded, fastest: float) -> bool:
 def follow_clock(
     instance: Instance, first: Sharded, tried: list[tuple[int, ...]], fastest: float = np.inf
 ) -> tuple[Sharded, Sharded]:
-    """Solve again with the exposure that the clock showed of the answer before, until both agree.
+    """Solve again with the exposure that the clock showed of the answer before, until both agree, or memory rows leave most of
+    what is between an answer and its bound.
 
     Args:
         instance: The program on its mesh.
@@ -44,6 +45,8 @@ def follow_clock(
     best = last = first
     for _ in range(1, TUNING.exposure_turns):
         if instance.limit.is_over or not _misjudged(last) or not _repays_turn(instance, last):
+            break
+        if last is not first and _is_left_by_rows(last):
             break
         exposure = exposure_after(last)
         problem, solution = instance.solve_under(exposure, (1 + TUNING.known_far) * min(best.step_seconds, fastest))

@@ -197,3 +197,27 @@ def test_a_gap_that_memory_leaves_is_not_closed_by_exposure(given, rows, solved)
     loose = dataclasses.replace(loose, problem=dataclasses.replace(found.problem, rows=list(given)))
     following.solve_around(instance, loose, found, [], 4)
     assert len(asked) == solved
+
+
+@pytest.mark.parametrize(("rows", "solved"), [((), 2), ((MemoryRow("the end", {}, 0.0),), 1)])
+def test_the_clock_is_followed_once_where_memory_leaves_a_gap(monkeypatch, rows, solved):
+    """On 2048x8 H100 the first mesh of Llama-405B was solved twice more, each with a gap of a third, and stayed as it was."""
+    tune(monkeypatch, following, exposure_turns=3)
+    found = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=4)
+    open_ = dataclasses.replace(found.solution, bound=found.solution.objective / 2)
+    found = dataclasses.replace(found, exposure=Exposure(0.1), solution=open_, problem=found.problem)
+    monkeypatch.setattr(following, "_misjudged", lambda sharded: True)
+    asked = []
+
+    def solve_under(exposure, beat):
+        asked.append(exposure)
+        return dataclasses.replace(found.problem, rows=list(rows)), dataclasses.replace(open_, choices=(len(asked),))
+
+    def read_off(problem, solution, exposure):
+        return dataclasses.replace(found, problem=problem, solution=solution, exposure=exposure)
+
+    instance = types.SimpleNamespace(
+        limit=TimeLimit(60.0), solve_under=solve_under, read_off=read_off, nodes=lambda choices: choices
+    )
+    following.follow_clock(instance, found, [])
+    assert len(asked) == solved
