@@ -122,16 +122,19 @@ def _on_device(
     number = arrays[-1] if plan.needs_number else arrays[number_at] if number_at is not None else None
     operands = []
     for value, array in zip(plan.inputs, arrays, strict=False):
-        array = array[0] if value.type.is_vector else array
-        if value.kind == "piece":
-            array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
-        # XLA crashes where an empty array enters a manual computation and is read (jaxlib 0.11.2, on CPUs).
-        operands.append(array if array.size else jnp.zeros(array.shape, array.dtype))
+        is_piece = value.kind == "piece"
+        if not array.size:  # XLA crashes where one enters a manual computation and is read (jaxlib 0.11.2, on CPUs)
+            array = jnp.zeros(array.shape[value.type.is_vector + is_piece :], array.dtype)
+        else:
+            array = array[0] if value.type.is_vector else array
+            array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False) if is_piece else array
+        operands.append(array)
     made = run_body(body(number), operands, mesh.axis_sizes, platform)
     stacks, results = iter(arrays[len(plan.inputs) :]), list[jax.Array]()
     for value, array in zip(plan.outputs, made, strict=False):
         if value.kind == "rows":
-            array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(value.type.dtype), number, 0)
+            stack, rows = next(stacks), array.astype(value.type.dtype)
+            array = lax.dynamic_update_index_in_dim(stack, rows, number, 0) if rows.size else jnp.zeros_like(stack)
         results.append(array[None] if value.type.is_vector else array)
     for value in plan.outputs[len(made) :]:
         assert value.placement is not None, "only sums and rows begin empty"
