@@ -76,6 +76,14 @@ def _reason(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn) -
                 f"it puts samples (operand of shape {shape}) in one dim with rows that are no whole number of batches: "
                 "of these a microbatch has no part of its own."
             ), f"{advice}, or give what is not of the samples to the model in a call of its own"
+        case "slice" | "split" if isinstance(placement, Split):
+            return (
+                f"it cuts samples (operand of shape {shape}) into parts that do not divide into microbatches: of these a "
+                "microbatch has no part of its own."
+            ), (
+                ", or cut them where each part divides by the number of microbatches (jax.lax.map: with a batch_size that "
+                f"divides the batch){advice}"
+            )
         case "scan" if not isinstance(placement, Partial) and _goes_by_trips(cause):
             return (
                 f"it goes over samples trip by trip (operand of shape {shape}), and from trip to trip it carries more "

@@ -106,11 +106,17 @@ def test_refused(case, count, request):
     assert ('microbatch_semantics="per_microbatch"' in message) == of_sums
 
 
+def chunked_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Five samples at a time, and what is left."""
+    return lax.map(lambda x: jnp.mean(mlp(params, x) ** 2), batch["x"], batch_size=5).mean()
+
+
 def test_why_not():
-    """A scan over samples and a row behind samples are no batch statistics."""
+    """A scan over samples, a row behind samples and parts of the batch are no batch statistics."""
     cases = {
         running_loss: "(?s)more than sums.*pass them with samples first.*training step.*once for each",
         uneven_loss: "no whole number of batches",
+        chunked_loss: "(?s)cuts samples .*batch_size that divides the batch",
     }
     for loss, words in cases.items():
         with pytest.raises(MicrobatchError, match=words) as info:
