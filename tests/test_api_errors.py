@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -336,6 +337,18 @@ def test_a_leaf_that_is_no_array():
         autopar.parallelize(train_step)(state(), {**batch(), "y": "labels"})
     with raises(TraceError, "state/w", "an"):
         planned(arguments=({**state(), "w": object()}, batch()))
+    with raises(TraceError, "batch/y", "a OfAnotherLibrary of float99", "numpy.asarray"):
+        autopar.parallelize(train_step)(state(), {**batch(), "y": OfAnotherLibrary()})
+    with warnings.catch_warnings(), raises(TraceError, "batch/y", "next(...)"):
+        warnings.simplefilter("ignore")  # of JAX
+        autopar.parallelize(train_step)(state(), {**batch(), "y": iter([1])})
+
+
+class OfAnotherLibrary:
+    dtype = "float99"
+
+    def __array__(self):
+        return np.zeros(3)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
 from autopar._jax import (
@@ -283,14 +284,26 @@ def _aval_of(leaf: object, path: str, name: str) -> Aval:
     except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"argument `{path}` of `{name}` is not an array.",
-            given=f"{path} = {leaf!r:.80}, a {type(leaf).__name__}",
+            given=f"{path} = {' '.join(repr(leaf).split()):.80}, a {type(leaf).__name__}"
+            + (f" of {leaf.dtype}" if hasattr(leaf, "dtype") else ""),
             wrong=f"every leaf of the arguments becomes an array on the devices, and this cannot: {error}"
             if isinstance(error, OverflowError)
             else "every leaf of the arguments becomes an array on the devices, and this cannot.",
-            do="name the whole argument in static_argnums or static_argnames if the program depends on it, "
-            "leave the leaf out of the pytree, or make it an array.",
+            do=_instead_of(leaf),
             path=path,
         ) from None
+
+
+def _instead_of(leaf: object) -> str:
+    """What to pass for a leaf that is no array."""
+    if isinstance(leaf, Iterator):
+        return "pass what it yields, one batch in each call: next(...)."
+    if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray):  # another library's
+        return "pass numpy.asarray(...) of it."
+    return (
+        "name the whole argument in static_argnums or static_argnames if the program depends on it, leave the leaf out of the "
+        "pytree, or make it an array."
+    )
 
 
 def _tracer_text(tracer: object) -> str:
