@@ -46,7 +46,7 @@ def follow_clock(
     for _ in range(1, TUNING.exposure_turns):
         if instance.limit.is_over or not _misjudged(last) or not _repays_turn(instance, last):
             break
-        if last is not first and _is_left_by_rows(last):
+        if last is not first and not _is_small(last) and _is_left_by_rows(last):
             break
         exposure = exposure_after(last)
         problem, solution = instance.solve_under(exposure, (1 + TUNING.known_far) * min(best.step_seconds, fastest))
@@ -142,7 +142,8 @@ def solve_around(
     for turn in range(turns):
         off = _seconds_off(judged) if turn < TUNING.exposure_turns else 0.0
         is_true = judged.gap <= gap and off <= gap * best.step_seconds
-        if before is None or is_true or _is_left_by_rows(judged) or instance.limit.is_over:
+        is_stuck = (turn > 0 or not is_small) and _is_left_by_rows(judged)
+        if before is None or is_true or is_stuck or instance.limit.is_over:
             break
         exposure = exposure_after(last).as_in(shown, before)
         won = TUNING.solve_share * planning_seconds(best.problem) / instance.limit.steps

@@ -180,8 +180,9 @@ def test_a_large_problem_is_not_solved_to_the_end_where_its_bound_shows_that_it_
     ("given", "rows", "solved"),
     [((), (), 4), ((), (MemoryRow("the end", {}, 0.0),), 1), ((MemoryRow("the end", {}, 0.0),), (), 0)],
 )
-def test_a_gap_that_memory_leaves_is_not_closed_by_exposure(given, rows, solved):
+def test_a_gap_that_memory_leaves_is_not_closed_by_exposure(monkeypatch, given, rows, solved):
     """Ten solves of Llama-405B, each with the same gap of two fifths, were seven seconds of its planning."""
+    tune(monkeypatch, following, untied_nodes=0)
     found = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=4)
     asked = []
 
@@ -202,7 +203,7 @@ def test_a_gap_that_memory_leaves_is_not_closed_by_exposure(given, rows, solved)
 @pytest.mark.parametrize(("rows", "solved"), [((), 2), ((MemoryRow("the end", {}, 0.0),), 1)])
 def test_the_clock_is_followed_once_where_memory_leaves_a_gap(monkeypatch, rows, solved):
     """On 2048x8 H100 the first mesh of Llama-405B was solved twice more, each with a gap of a third, and stayed as it was."""
-    tune(monkeypatch, following, exposure_turns=3)
+    tune(monkeypatch, following, exposure_turns=3, untied_nodes=0)
     found = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=4)
     open_ = dataclasses.replace(found.solution, bound=found.solution.objective / 2)
     found = dataclasses.replace(found, exposure=Exposure(0.1), solution=open_, problem=found.problem)
