@@ -73,7 +73,7 @@ class SamplesWaitError(Exception):
                 dependent.update(dict.fromkeys(eqn.outvars))
         self.sums, self.samples, self.rows = tuple(sums), tuple(samples), tuple(rows)
         self.moved = tuple(cause for cause in causes if not sums and _moves_samples(cause, solution))
-        self.is_for_rows = all(var in uneven for var in sums) if sums else len(self.moved) == len(causes)
+        self.is_for_rows = all(var in uneven for var in sums) if sums else 0 < len(self.moved) == len(causes)
         known = SampleSums(jaxpr)
         roots = (root for var in sums for root in known.terms_of(solution, var))
         added_up = (var for var in read_by(maker[root] for root in roots if root in maker) if var in maker)

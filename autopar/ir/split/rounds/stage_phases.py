@@ -165,9 +165,8 @@ def _in_rounds(jaxpr: Jaxpr, decide: Decide) -> tuple[Jaxpr, Microbatches]:
             error = too_much_at_once(waits.error, TUNING.joined_work) if waits.is_late_work else waits.error
             better, more = with_rounds(jaxpr, (*waits.sums, *waits.complete))
             if better is jaxpr:
-                moved = [
-                    cause.operand for cause in waits.moved
-                ]  # other readers go on with the rows of their microbatch
+                # Other readers go on with the rows of their microbatch.
+                moved = [cause.operand for cause in waits.moved]
                 better, more = with_rounds(jaxpr, moved, {cause.eqn for cause in waits.moved})
             if better is jaxpr:
                 better, more = with_rounds(jaxpr, waits.samples)
