@@ -108,11 +108,39 @@ class KnownValues:
         return len(atom.aval.shape) == 1 and self.counts(atom) == 0
 
     def is_order(self, var: Var) -> bool:
-        """Whether a value is a permutation as `argsort` makes it: a `sort` carries a counting operand along."""
-        _, sort = self.definition(var)
-        if sort is None or sort.primitive.name != "sort" or len(var.aval.shape) != 1:
+        """Whether a value is a permutation as `argsort` makes it, or writes as its inverse.
+
+        A `sort` carries a counting operand along; a `scatter` writes such numbers to the places of a permutation.
+        """
+        _, eqn = self.definition(var)
+        if eqn is None or len(var.aval.shape) != 1:
             return False
-        return self.is_count(sort.invars[[out is var for out in sort.outvars].index(True)])
+        if eqn.primitive.name == "scatter":
+            return self.is_count(eqn.invars[2]) and self.writes_each(eqn)
+        if eqn.primitive.name != "sort":
+            return False
+        return self.is_count(eqn.invars[[out is var for out in eqn.outvars].index(True)])
+
+    def writes_each(self, scatter: JaxprEqn) -> bool:
+        """Whether a scatter writes each row of its operand once: its indices are a permutation of them."""
+        table, indices, updates = scatter.invars
+        numbers = scatter.params["dimension_numbers"]
+        dims = tuple(numbers.scatter_dims_to_operand_dims)
+        if len(dims) != 1 or dims != tuple(numbers.inserted_window_dims) or numbers.operand_batching_dims:
+            return False
+        rows = table.aval.shape[dims[0]]
+        if (
+            scatter.params["update_jaxpr"] is not None
+            or updates.aval.size != table.aval.size
+            or indices.aval.size != rows
+        ):
+            return False
+        ends = [atom for atom, eqn in self.expression(indices, ()) if eqn is None and isinstance(atom, Var)]
+        leaves = list(dict.fromkeys(ends))
+        if len(leaves) != 1 or leaves[0].aval.shape != (rows,) or not self.is_order(leaves[0]):
+            return False
+        made = self.evaluate(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})
+        return made is not None and np.array_equal(made, np.arange(rows))
 
     def is_uniform(self, atom: Atom, dim: int) -> bool:
         """Whether all slices of a value along a dim are equal."""

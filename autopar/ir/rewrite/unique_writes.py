@@ -15,7 +15,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn
 from autopar.ir.build import Equations
 from autopar.ir.known_values import KnownValues
 from autopar.ir.region import in_bodies
@@ -49,35 +49,16 @@ def _answer(eqn: JaxprEqn, known: KnownValues) -> bool | None:
         if looks is None:
             continue
         if looks.primitive.name == "scatter" and known.uniform_value(other) == 0:
-            return False if _writes_all(looks, known) and _is_numbered(looks.invars[2], known) else None
+            return False if known.writes_each(looks) and _is_numbered(looks.invars[2], known) else None
         if looks.primitive.name == "gather":
             _, writes = known.definition(looks.invars[0])
             if writes is not None and writes.primitive.name == "scatter" and _same(writes.invars[2], other, known):
-                return True if _writes_all(writes, known) and _looks_there(looks, writes, known) else None
+                return True if known.writes_each(writes) and _looks_there(looks, writes, known) else None
     return None
 
 
 def _same(one: Atom, other: Atom, known: KnownValues) -> bool:
     return known.definition(one)[0] is known.definition(other)[0]
-
-
-def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
-    """Whether a scatter writes each row once: its indices are a permutation of all rows."""
-    table, indices, updates = scatter.invars
-    numbers = scatter.params["dimension_numbers"]
-    dims = tuple(numbers.scatter_dims_to_operand_dims)
-    if len(dims) != 1 or dims != tuple(numbers.inserted_window_dims) or numbers.operand_batching_dims:
-        return False
-    rows = table.aval.shape[dims[0]]
-    if scatter.params["update_jaxpr"] is not None or updates.aval.size != table.aval.size or indices.aval.size != rows:
-        return False
-    leaves = list(
-        dict.fromkeys(atom for atom, eqn in known.expression(indices, ()) if eqn is None and isinstance(atom, Var))
-    )
-    if len(leaves) != 1 or leaves[0].aval.shape != (rows,) or not known.is_order(leaves[0]):
-        return False
-    made = known.evaluate(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})
-    return made is not None and np.array_equal(made, np.arange(rows))
 
 
 def _is_numbered(updates: Atom, known: KnownValues) -> bool:

@@ -66,8 +66,9 @@ def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int |
     if not even or reach > MAX_STEPS or not np.issubdtype(key.aval.dtype, np.integer):
         return None
     limit = np.iinfo(key.aval.dtype)
-    near = np.arange(max(-reach, limit.min), min(reach, limit.max) + 1)
-    domain = np.array([limit.min, *near, limit.max], key.aval.dtype)
+    least = 0 if _is_not_negative(key, values) else limit.min
+    near = np.arange(max(-reach, least), min(reach, limit.max) + 1)
+    domain = np.array([least, *near, limit.max], key.aval.dtype)
     made = values.evaluate(indices, {key: domain})
     if made is None or (np.diff(np.broadcast_to(made, domain.shape)) < 0).any() or np.min(made) < 0:
         return None
@@ -84,22 +85,27 @@ def _is_even(eqn: JaxprEqn, values: KnownValues) -> bool:
 def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
     """What a sum of `one_hot` counts; its key must not be negative: such rows are in no group, but sort before the first."""
     (hot,), summed = eqn.invars, eqn.params["axes"]
-    kept = [d for d in range(hot.aval.ndim) if d not in summed]
+    last = hot.aval.ndim - 1
     _, made = values.definition(hot)
     while made is not None and made.primitive.name in ("convert_element_type", "copy"):
         _, made = values.definition(made.invars[0])
-    if made is None or made.primitive.name != "eq" or len(kept) != 1 or kept[0] == 0 or hot.aval.shape[0] % count:
+    if made is None or made.primitive.name != "eq" or tuple(summed) != tuple(range(last)) or hot.aval.shape[0] % count:
         return None
     for repeated, numbers in (made.invars, made.invars[::-1]):
-        row = _repeated(repeated, kept[0], values) if values.counts(numbers) == kept[0] else None
-        key = None if row is None else values.origin(row)
-        if not isinstance(key, Var) or key not in key_of or key.aval.shape[:1] != hot.aval.shape[:1]:
+        row = _repeated(repeated, last, values) if values.counts(numbers) == last else None
+        if row is None:
             continue
-        _, maker = values.definition(key)
-        is_pick = maker is not None and maker.primitive.name in _PICKS and key is maker.outvars[-1]
-        if is_pick or np.issubdtype(key.aval.dtype, np.unsignedinteger):
+        key = values.origin(row)
+        if isinstance(key, Var) and key in key_of and key.aval.size == row.aval.size and _is_not_negative(key, values):
             return key_of[key], (0,)
     return None
+
+
+def _is_not_negative(key: Var, values: KnownValues) -> bool:
+    """Whether a key is known not to be negative: an index that something picked, or unsigned."""
+    _, maker = values.definition(key)
+    is_pick = maker is not None and maker.primitive.name in _PICKS and key is maker.outvars[-1]
+    return is_pick or np.issubdtype(key.aval.dtype, np.unsignedinteger)
 
 
 def _repeated(atom: Atom, dim: int, values: KnownValues) -> Atom | None:

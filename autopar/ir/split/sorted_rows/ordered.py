@@ -146,6 +146,8 @@ class Ordering:
                 return self._inverts(eqn, known)
             case "gather" if isinstance(known[1], Rows) and known[1].places is not None:
                 return self._takes(eqn, known[0], known[1])
+            case "scatter" if self.values.is_count(eqn.invars[2]):
+                return self._inverts_by_writing(eqn, known)
             case "scatter" | "scatter-add" if isinstance(known[1], Rows) and known[1].places is not None:
                 return self._puts(eqn, known)
             case _ if name in PRODUCTS:
@@ -188,6 +190,20 @@ class Ordering:
             return None
         results = Rows(0, places=order.order), Rows(0, places=order.places)
         return Transfer(results, (0, None), (0, 0))
+
+    def _inverts_by_writing(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
+        """`zeros.at[order].set(0, 1, 2, ...)`: the sorted position of each row."""
+        places = known[1]
+        if (
+            not isinstance(places, Rows)
+            or places.order is None
+            or places.places != places.order
+            or known[0] is not None
+        ):
+            return None
+        if not self.values.is_order(eqn.outvars[0]):
+            return None
+        return Transfer((Rows(0, places=places.order),), (0, places.dim, None), (0,))
 
     # Gathers and scatters of rows.
 
@@ -337,8 +353,10 @@ def _rows(placement: Placement, order: int | None, places: int | None = None, de
 
 
 def on_one_part(eqn: JaxprEqn, *operands: jax.Array) -> list[jax.Array]:
-    """Bind the equation on one part; a sort beside `iota` of all rows gets that of the part's rows."""
-    if eqn.primitive.name == "sort":
-        rows = operands[0].shape[0]
+    """Bind the equation on one part; where it sorts or writes `iota` of all rows, that of the part's rows stands instead."""
+    if eqn.primitive.name == "sort" or (
+        eqn.primitive.name == "scatter" and operands[2].shape[:1] != operands[1].shape[:1]
+    ):
+        rows = operands[1 if eqn.primitive.name == "scatter" else 0].shape[0]
         operands = tuple(x if len(x) == rows else lax.iota(x.dtype, rows) for x in operands)
     return bind_eqn(eqn, *operands)

@@ -85,6 +85,29 @@ def balanced(layer: Tree, x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x).at[order // 2].add(rows * weights.reshape(-1)[order][:, None]) + full
 
 
+COUNTS = {
+    "one_hot": lambda pick: jax.nn.one_hot(pick, EXPERTS, dtype=jnp.int32).sum(0),
+    "equal": lambda pick: (pick[:, None] == jnp.arange(EXPERTS)).sum(0).astype(jnp.int32),
+    "segments": lambda pick: jax.ops.segment_sum(jnp.ones_like(pick), pick, EXPERTS),
+    "added": lambda pick: jnp.zeros(EXPERTS, jnp.int32).at[pick].add(1),
+}
+"""Ways to count the rows of each expert, besides `bincount`."""
+
+
+def counted_by(name: str):
+    """Two experts for each row, whose rows are counted in one of these ways; the inverse order is written, not sorted."""
+
+    def experts(layer: Tree, x: jax.Array) -> jax.Array:
+        weights, picks = lax.top_k(jax.nn.softmax(x @ layer["router"]), 2)
+        pick = picks.reshape(-1)
+        order = jnp.argsort(pick)
+        inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+        rows = products(layer, jnp.repeat(x, 2, axis=0)[order], COUNTS[name](pick))
+        return jnp.einsum("tkd,tk->td", rows[inverse].reshape(-1, 2, WIDTH), weights)
+
+    return experts
+
+
 def by_kernels(layer: Tree, x: jax.Array) -> jax.Array:
     """JAX's kernels in the place of `ragged_dot`; a microbatch has fewer rows than fill their tiles."""
 
@@ -117,7 +140,10 @@ def case_of(experts, scanned: bool = False) -> Case:
 EVERY = [*itertools.product([written_back, taken_back, added_up, by_kernels], [False, True])]
 
 
-@pytest.mark.parametrize("experts, scanned", [*EVERY, (balanced, False), (balanced, True)])
+@pytest.mark.parametrize(
+    "experts, scanned",
+    [*EVERY, (balanced, False), (balanced, True), *[(counted_by(name), k % 2 == 1) for k, name in enumerate(COUNTS)]],
+)
 def test_in_parts(experts, scanned):
     """The program in 4 parts computes the same, and nothing in it sorts or multiplies all rows at once."""
     case = case_of(experts, scanned)
