@@ -127,15 +127,14 @@ def solve_around(
     turns: int,
     gap: float = TUNING.rough_gap,
     budget: float = np.inf,
-    fastest: float = np.inf,
 ) -> Sharded:
     """Solve with the exposure that the best program alone shows, then with that of it and the programs so found.
 
     The exposure shown by several programs is true of none: the best may look slower than it is, and others faster.
     Ends where the best leaves a small gap by its own exposure, and what is off is no exposure: collectives that the program
-    shares, which its choices pay one by one; and where memory rows leave much of the gap. A large problem is given up once its
-    bound shows that no answer beats the best, or the `fastest` step known, by as much as repays a solve. Arguments as in
-    `follow_clock`, turns, the gap to end at, and a memory budget.
+    shares, which its choices pay one by one; and where memory rows leave much of the gap. No solve is given up by its bound:
+    what is exposed of another program may differ by more. Arguments as in `follow_clock`, turns, the gap to end at, and a
+    memory budget.
     Returns the fastest, priced by its own exposure if that leaves a smaller gap."""
     shown, before, doubted = show(best.graph, best.body, best.exposed_seconds), best.exposure, False
     first, is_small, judged = best.step_seconds, _is_small(best), best
@@ -146,15 +145,11 @@ def solve_around(
         if before is None or is_true or is_stuck or instance.limit.is_over:
             break
         exposure = exposure_after(last).as_in(shown, before)
-        won = TUNING.solve_share * planning_seconds(best.problem) / instance.limit.steps
-        beat = np.inf if is_small else min(best.step_seconds, fastest) - won
-        problem, solution = instance.solve_under(exposure, beat)
-        if not solution.choices and solution.status != "pruned":
+        problem, solution = instance.solve_under(exposure)
+        if not solution.choices:
             break
         judged = best.repriced(problem, solution.bound, exposure)
         best = min(best, judged, key=lambda sharded: sharded.gap)
-        if solution.status == "pruned":
-            break
         if solution.choices in tried and not doubted:
             doubted, exposure = True, exposure.doubtful()  # it may be one of several such answers
             problem, solution = instance.solve_under(exposure)

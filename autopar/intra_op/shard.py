@@ -109,7 +109,7 @@ def shard(
         if is_large:
             best = solve_as_begun(instance, best, begin, tried)
         elif may_win:
-            best = solve_around(instance, best, last, tried, TUNING.around_turns, fastest=fastest)
+            best = solve_around(instance, best, last, tried, TUNING.around_turns)
         best = solve_in_less(instance, best, last, tried)
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem, instance.gaps_of)

@@ -157,23 +157,20 @@ def test_turns_around_the_best_end_where_its_own_exposure_leaves_no_gap(monkeypa
     assert len(asked) == solved
 
 
-@pytest.mark.parametrize("is_large", [True, False])
-def test_a_large_problem_is_not_solved_to_the_end_where_its_bound_shows_that_it_wins_nothing(monkeypatch, is_large):
-    """Around Wide ResNet's best answer at most 0.02 ms of 24.5 could be won, which another half of a second proved."""
-    tune(monkeypatch, following, untied_nodes=0 if is_large else 700)
+def test_no_solve_around_the_best_is_given_up_by_its_bound(monkeypatch):
+    """Of a mixture of experts on 64 devices, the answer that is priced above the best is 14 % faster on the clock."""
+    tune(monkeypatch, following, untied_nodes=0)
     found = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=4)
     found = dataclasses.replace(found, solution=dataclasses.replace(found.solution, bound=0.0))
     asked = []
 
-    def solve_under(exposure, beat):
+    def solve_under(exposure, beat=math.inf):
         asked.append(beat)
-        return found.problem, dataclasses.replace(found.solution, choices=(), bound=0.9 * beat, status="pruned")
+        return found.problem, dataclasses.replace(found.solution, choices=(), status="infeasible")
 
     instance = types.SimpleNamespace(class_of=found.class_of, solve_under=solve_under, limit=TimeLimit(60.0, steps=1e4))
-    for fastest in (math.inf, 0.5 * found.step_seconds):
-        assert following.solve_around(instance, found, found, [], 4, fastest=fastest).choices == found.choices
-    least, other = asked
-    assert (least < found.step_seconds and other < 0.5 * found.step_seconds) if is_large else math.isinf(least + other)
+    assert following.solve_around(instance, found, found, [], 4).choices == found.choices
+    assert asked == [math.inf]
 
 
 @pytest.mark.parametrize(
