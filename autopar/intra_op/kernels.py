@@ -86,7 +86,7 @@ def _kernel(
 
 
 def _multiplied(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Dtypes of what is multiplied: the first two arrays of real numbers; indices, lengths and statistics stand with them."""
+    """Dtypes of what is multiplied: of the first two arrays that hold no integers, which are indices, lengths and masks."""
     types = [atom.aval.dtype for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number)]
     inexact = [dtype for dtype in types if jax.dtypes.issubdtype(dtype, np.inexact)]
     names = tuple(dtype.name for dtype in (inexact or types)[:2])

@@ -106,7 +106,7 @@ def test_the_first_turn_around_that_wins_nothing_after_one_that_won_is_the_last(
     answers = [dataclasses.replace(found, compute_seconds=part * found.compute_seconds) for part in seconds]
     asked, rest = [], iter(answers[1:])
 
-    def solve_under(exposure, *beat):
+    def solve_under(exposure):
         asked.append(exposure)
         return found.problem, dataclasses.replace(found.solution, choices=(len(asked),), bound=0.0)
 
@@ -141,7 +141,7 @@ def test_turns_around_the_best_end_where_its_own_exposure_leaves_no_gap(monkeypa
     known, slower = dataclasses.replace(found, exposure=in_full, solution=dear), 1.1 * found.compute_seconds
     asked = []
 
-    def solve_under(exposure, *beat):
+    def solve_under(exposure):
         asked.append(exposure)
         least = dataclasses.replace(found.solution, choices=(len(asked),), bound=bound * found.step_seconds)
         return prices.problem(exposure), least
@@ -183,7 +183,7 @@ def test_a_gap_that_memory_leaves_is_not_closed_by_exposure(monkeypatch, given, 
     found = sharded_with(Exposure(0.1), 1e10, (2, 4), depth=4)
     asked = []
 
-    def solve_under(exposure, *beat):
+    def solve_under(exposure):
         asked.append(exposure)
         open_ = dataclasses.replace(found.solution, choices=(len(asked),), bound=found.solution.objective / 2)
         return dataclasses.replace(found.problem, rows=list(rows)), open_

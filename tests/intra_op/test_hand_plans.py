@@ -88,8 +88,7 @@ def test_tensor_parallelism_is_megatrons():
 
 def test_sequence_parallelism_leaves_sums_in_parts():
     found = large(plan_of(tensor=8, sequence=True, tokens=2048), 2048)
-    # A product with few weights may take them whole instead, on its part of the tokens.
-    assert found["reduce-scatter"] >= 3 * LAYERS
+    assert found["reduce-scatter"] >= 4 * LAYERS
     assert found["all-gather"] >= 4 * LAYERS
     assert found["all-reduce"] <= 1, "but for the embedding's"
     assert set(found) <= {"reduce-scatter", "all-gather", "all-reduce"}

@@ -67,7 +67,7 @@ def _region(region: Region) -> list[JaxprEqn]:
 
 
 def _rounded(binding: Binding, inside: Sequence[_Wide]) -> list[Var]:
-    """The 16-bit values that a region's wider results are cast from, as of parameters that layers cast; (): there are none."""
+    """The 16-bit values that a region's wider results are cast from, as of parameters that layers cast; []: there are none."""
     if binding.role == "carry" or binding.result is None:
         return []
     found = [wide.cast_from(atom) for wide, atom in zip(inside, binding.outputs, strict=True)]
