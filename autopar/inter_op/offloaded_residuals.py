@@ -73,11 +73,13 @@ def find_residuals(jaxpr: Jaxpr) -> Residuals:
     backward = [e for e, f in zip(program.eqns, feeds, strict=True) if f and any(v in later for v in e.outvars)]
     ahead = makers(forward)
     wanted = [var for var in read_by(backward) if var in ahead]
-    others = read_by((e for e in program.eqns if e not in set(forward) | set(backward)), program.outvars)
+    passes = {*forward, *backward}
+    others = read_by((e for e in program.eqns if e not in passes), program.outvars)
     free = {*program.invars, *(var for var in others if var in ahead)}
     kept = choose_residuals(forward, wanted, free, once=_far(forward, free))
     readers = readers_of(program.eqns)
-    movable = [var for var in kept.values if var in ahead and _may_move(var, ahead[var], readers[var], set(backward))]
+    behind = set(backward)
+    movable = [var for var in kept.values if var in ahead and _may_move(var, ahead[var], readers[var], behind)]
     least = TUNING.offloaded_least * max(map(device_bytes, movable), default=0)
     place = {eqn: k for k, eqn in enumerate(forward)}
     large = [var for var in movable if device_bytes(var) >= max(least, 1)]
@@ -121,10 +123,9 @@ def _reads_rows(eqn: JaxprEqn, stack: Var) -> bool:
     return kind_of(eqn) == "scan" and all(b.role == "xs" for b in region_of(eqn).bindings if b.operand is stack)
 
 
-def residuals_on_host(jaxpr: Jaxpr, count: int) -> Jaxpr:
-    """The program with the first `count` of its residuals (`find_residuals`) in host memory between the passes."""
-    found = find_residuals(jaxpr)
-    return _Writer(found, found.values[:count]).written() if count else jaxpr
+def residuals_on_host(found: Residuals, count: int) -> Jaxpr:
+    """The program with the first `count` of its residuals in host memory between the passes."""
+    return _Writer(found, found.values[:count]).written()
 
 
 class _Writer:

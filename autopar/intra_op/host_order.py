@@ -12,6 +12,7 @@ Method: a scheduler that hides latency would begin copies from the host with the
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from autopar._jax import Var, copies_to_or_from_host, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region
@@ -116,26 +117,41 @@ def arrivals(body: Body, is_program: bool) -> Mapping[int, tuple[Copy, ...]]:
     return found
 
 
+class _Made(NamedTuple):
+    """A kernel's result, and its bytes on one device."""
+
+    size: int
+    copy: Copy
+
+
 def _kernels_before(
     body: Body, num_bytes: Callable[[Copy], int], is_program: bool
 ) -> Iterator[tuple[int, tuple[Copy, ...]]]:
     """Copies from the host, and the kernels' results that each waits for."""
     arrays, given = _arrays(body), set() if is_program else set(body.inputs)
     fetched: set[Copy] = set()  # and what is computed from it
-    kernels: list[tuple[Copy, bool]] = []
+    kernels, late = list[_Made](), list[_Made]()
     for position, instruction in enumerate(body.instructions):
         is_late = not fetched.isdisjoint(instruction.reads)
         if copies_host(instruction) and on_host(instruction.reads[0][0].aval):
             is_late = True
             if instruction.reads[0] not in given:
                 least = TUNING.late_part * num_bytes(instruction.makes[0])
-                large = [entry for entry in kernels if num_bytes(entry[0]) >= least]
-                ends = large[-1:], [entry for entry in large if entry[1]][-1:]
-                yield position, tuple(dict.fromkeys(copy for end in ends for copy, _ in end))
+                ends = (next((each for each in reversed(made) if each.size >= least), None) for made in (kernels, late))
+                yield position, tuple(dict.fromkeys(end.copy for end in ends if end is not None))
         elif _is_kernel(instruction, arrays):
-            here = [copy for copy in instruction.makes if not on_host(copy[0].aval)]
-            kernels += [(max(here, key=num_bytes), is_late)] if here else []
+            here = [_Made(num_bytes(copy), copy) for copy in instruction.makes if not on_host(copy[0].aval)]
+            if here:
+                for made in (kernels, late) if is_late else (kernels,):
+                    _put_last(made, max(here, key=lambda each: each.size))
         fetched.update(instruction.makes if is_late else ())
+
+
+def _put_last(made: list[_Made], largest: _Made) -> None:
+    """Append a result, without those before that are no larger: whoever looks for a size from the end finds this one."""
+    while made and made[-1].size <= largest.size:
+        made.pop()
+    made.append(largest)
 
 
 def _arrays(body: Body) -> set[Copy]:

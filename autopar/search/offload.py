@@ -11,6 +11,7 @@ Method: rewrites of the program (`inter_op/offloaded_residuals.py`, `ir/rewrite/
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from autopar._jax import on_host
 from autopar.debug import check_after
 from autopar.errors import InfeasibleError
-from autopar.inter_op.offloaded_residuals import find_residuals, residuals_on_host
+from autopar.inter_op.offloaded_residuals import Residuals, find_residuals, residuals_on_host
 from autopar.intra_op.problem import planning_seconds
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
@@ -103,11 +104,16 @@ class _Ways:
         self.failures: list[InfeasibleError] = []
         self.tried: list[tuple[Offloaded, str]] = []
 
+    @functools.cached_property
+    def residuals(self) -> Residuals:
+        """What may be offloaded between the passes."""
+        return find_residuals(self.request.program.jaxpr)
+
     def attempt(self, what: Offloaded) -> bool:
         """Plan the step with `what` offloaded; whether it is the fastest so far."""
         request, goal = self.request, self.request.options.goal
         try:
-            program = offloaded_program(request.program, request.roles, what)
+            program = offloaded_program(request.program, request.roles, what, lambda: self.residuals)
             known = math.inf if self.best is None else self.best.step.seconds
             narrowed = None if self.best is None else self.best.shown
             found = self.plan(dataclasses.replace(request, program=program, beat=known, narrowed=narrowed))
@@ -125,7 +131,7 @@ class _Ways:
 
     def activations(self, arguments: tuple[str, ...] = ()) -> None:
         """Offload activations, about half as many bytes of them each time, until the step is no faster."""
-        device, residuals = self.request.cluster.device, find_residuals(self.request.program.jaxpr)
+        device, residuals = self.request.cluster.device, self.residuals
         share, rate = 1.0, self.request.cluster.num_devices * device.host_bytes_per_second
         while count := residuals.count_of(share):
             copying = 2 * residuals.num_bytes(count) / rate
@@ -143,7 +149,7 @@ class _Ways:
         if not hasattr(failure, "budget_bytes") or self.request.options.is_over:
             raise failure
         if method.offload == "never":
-            if not state and not find_residuals(program.jaxpr).values:
+            if not state and not self.residuals.values:
                 raise failure
             also = 'offload="auto" has activations and state wait in the memory of the hosts.'
             raise _again(failure, failure.given, f"{failure.do} Or {also}") from failure
@@ -224,12 +230,19 @@ def offloadable_state(program: Program, roles: Roles, parameters: bool) -> tuple
     return tuple(program.in_paths[k] for k, size in sizes.items() if size >= least and size)
 
 
-def offloaded_program(program: Program, roles: Roles, what: Offloaded) -> Program:
-    """The step with residuals, and these arguments and their new values, in host memory."""
+def offloaded_program(
+    program: Program, roles: Roles, what: Offloaded, residuals: Callable[[], Residuals] | None = None
+) -> Program:
+    """The step with residuals, and these arguments and their new values, in host memory.
+
+    `residuals`: finds those of the program, if they are known.
+    """
     if what == NOTHING:
         return program
     inputs = [k for k, path in enumerate(program.in_paths) if path in what.arguments]
-    jaxpr = residuals_on_host(program.jaxpr, what.activations)
+    jaxpr = program.jaxpr
+    if what.activations:
+        jaxpr = residuals_on_host(find_residuals(jaxpr) if residuals is None else residuals(), what.activations)
     if inputs:
         jaxpr = update_by_layer(jaxpr, [result for result, k in roles.aliases.items() if k in inputs])
         jaxpr = state_on_host(jaxpr, inputs, roles.aliases)

@@ -53,6 +53,12 @@ def program_of(loss):
     return trace_step(train(loss), arguments()).jaxpr
 
 
+def all_on_host(program):
+    """The program with all of its residuals in host memory."""
+    found = find_residuals(program)
+    return residuals_on_host(found, len(found.values))
+
+
 def copies(jaxpr, to_host):
     """Equations that copy to (or from) host memory; those of loops too."""
     found = [eqn for eqn in all_equations(jaxpr) if copies_to_or_from_host(eqn)]
@@ -65,7 +71,7 @@ def test_nothing_else_changes(loss, most, share):
     found = find_residuals(program_of(loss))
     count = found.count_of(share)
     assert 0 < count <= len(found.values) <= most and (count == len(found.values)) is (share == 1)
-    jaxpr = residuals_on_host(program_of(loss), count)
+    jaxpr = residuals_on_host(found, count)
     check_program(jaxpr)
     assert len(copies(jaxpr, True)) == len(copies(jaxpr, False)) == count
     got = jax.jit(lambda *args: jax.core.eval_jaxpr(jaxpr, [], *args))(*jax.tree.leaves(arguments()))
@@ -75,7 +81,7 @@ def test_nothing_else_changes(loss, most, share):
 
 def test_rows_are_copied_in_the_trips_of_both_loops():
     """No device ever has the whole stack: it is in host memory outside of the loops too."""
-    jaxpr = residuals_on_host(program_of(scanned), len(find_residuals(program_of(scanned)).values))
+    jaxpr = all_on_host(program_of(scanned))
     forward, backward = (region_of(eqn) for eqn in jaxpr.eqns if kind_of(eqn) == "scan")
     assert forward.ys and all(on_host(b.result.aval) for b in forward.ys)
     there = [b for b in backward.xs if on_host(b.operand.aval)]
@@ -92,7 +98,7 @@ def test_what_waits_longest_goes_first():
 @pytest.mark.parametrize("loss", [unrolled, recomputed])
 def test_copies_back_are_spread_over_the_backward_pass(loss):
     """Few are ahead of what is being read; sums of many layers are copied, not recomputed from the first layers'."""
-    jaxpr = residuals_on_host(program_of(loss), len(find_residuals(program_of(loss)).values))
+    jaxpr = all_on_host(program_of(loss))
     place = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
     back = {place[eqn]: eqn.outvars[0] for eqn in copies(jaxpr, False)}
     read = {at: next(k for k, eqn in enumerate(jaxpr.eqns) if var in eqn.invars) for at, var in back.items()}
@@ -102,4 +108,4 @@ def test_copies_back_are_spread_over_the_backward_pass(loss):
 
 def test_a_step_without_a_gradient_has_none():
     program = trace_step(lambda x, w: (jnp.tanh(x @ w), w), (jnp.ones((8, 8)), jnp.ones((8, 8)))).jaxpr
-    assert not find_residuals(program).values and residuals_on_host(program, 0) is program
+    assert not find_residuals(program).values

@@ -9,12 +9,13 @@ Method: a copy is used again by readers before which few others are copied, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 
-from autopar._jax import Atom, JaxprEqn, Var, in_host_memory, new_var, replace_eqn, resized
+from autopar._jax import Atom, Aval, JaxprEqn, Var, in_host_memory, new_var, replace_eqn, resized
 from autopar.grouping import grouped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, makers, reading, variables
@@ -27,7 +28,15 @@ from autopar.tuning import TUNING
 def copy_to(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:
     """A copy of `atom` to a memory space, with the source location of `near`."""
     source = None if near is None else near.source_info
-    return Equations().define(made, lambda x: jax.device_put(x, space), [atom], source)
+    return replace_eqn(_copy(atom.aval, space), invars=[atom], outvars=[made], source_info=source)
+
+
+@functools.lru_cache(maxsize=1024)
+def _copy(aval: Aval, space: jax.memory.Space) -> JaxprEqn:
+    """A copy of such a value: to trace one for each of thousands would take seconds."""
+    copied = Equations()
+    copied.call(lambda x: jax.device_put(x, space), [new_var(aval)])
+    return copied[-1]
 
 
 def read_from_host(
