@@ -135,12 +135,28 @@ class KnownValues:
             or indices.aval.size != rows
         ):
             return False
+        return self.order_in(indices, rows) is not None
+
+    def order_in(self, indices: Atom, rows: int) -> Var | None:
+        """The permutation of so many rows that indices are, as JAX writes `x[order]`; None: they are not known to be one."""
         ends = [atom for atom, eqn in self.expression(indices, ()) if eqn is None and isinstance(atom, Var)]
         leaves = list(dict.fromkeys(ends))
         if len(leaves) != 1 or leaves[0].aval.shape != (rows,) or not self.is_order(leaves[0]):
-            return False
+            return None
         made = self.evaluate(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})
-        return made is not None and np.array_equal(made, np.arange(rows))
+        return leaves[0] if made is not None and np.array_equal(made, np.arange(rows)) else None
+
+    def sorted_key(self, eqn: JaxprEqn) -> Var | None:
+        """The key whose values an equation takes in sorted order: a sort by it, or `key[argsort(key)]`; None: it takes none."""
+        (read, *others), sort = eqn.invars, eqn
+        if eqn.primitive.name == "gather" and read.aval.ndim == eqn.outvars[0].aval.ndim == 1:
+            order = self.order_in(others[0], read.aval.size)
+            _, made = self.definition(order) if order is not None else (None, None)
+            sort = made if made is not None else eqn
+        if sort.primitive.name != "sort" or len(sort.invars[0].aval.shape) != 1:
+            return None
+        key = self.origin(read)
+        return key if isinstance(key, Var) and self.origin(sort.invars[0]) is key else None
 
     def is_uniform(self, atom: Atom, dim: int) -> bool:
         """Whether all slices of a value along a dim are equal."""
@@ -177,7 +193,7 @@ class KnownValues:
             case "broadcast_in_dim":
                 return self.moved(eqn.invars[0], atom, eqn.params["broadcast_dimensions"], column)
             case "reshape" | "squeeze" | "expand_dims":
-                return self.moved(eqn.invars[0], atom, _kept_dims(eqn.invars[0].aval.shape, atom.aval.shape), column)
+                return self.moved(eqn.invars[0], atom, kept_dims(eqn.invars[0].aval.shape, atom.aval.shape), column)
         return None
 
     def is_trip(self, atom: Atom, scan: Region) -> bool:
@@ -286,7 +302,7 @@ def _counts_along(value: np.ndarray, column: Position | None) -> int | None:
     return None
 
 
-def _kept_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[int | None]:
+def kept_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[int | None]:
     """For each dim, where a reshape that only adds or drops dims of length 1 moves it; None: it is dropped, or not known."""
     kept = [d for d, size in enumerate(target) if size != 1]
     if [target[d] for d in kept] != [size for size in source if size != 1]:

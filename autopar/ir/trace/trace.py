@@ -35,6 +35,7 @@ from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.one_dtype import products_of_one_dtype
 from autopar.ir.rewrite.peeled_trips import roll_in_peeled_trips
 from autopar.ir.rewrite.scan_slices import scan_slices
+from autopar.ir.rewrite.sorted_keys import compute_sorted_numbers
 from autopar.ir.rewrite.unique_writes import resolve_unique_writes
 from autopar.ir.trace.constants import with_constants
 from autopar.ir.trace.containers import accepts, in_containers, key_text
@@ -46,6 +47,11 @@ from autopar.ir.trace.returned import is_of_objects, objects_in
 
 TRACE: tuple[Pass[Traced], ...] = (
     *FLATTEN,
+    Pass(
+        "sorted_keys",
+        "numbers of sorted samples, and counts by a search in a sorted key, are computed row by row",
+        lambda step: step.by(compute_sorted_numbers),
+    ),
     Pass(
         "moved_out",
         "what JAX hoisted out of a forward loop that takes gradients belongs to the forward pass",

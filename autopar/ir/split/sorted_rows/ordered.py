@@ -7,7 +7,7 @@ Method: a stable sort by a key permutes rows, and operations row by row commute 
         `Rows` in the order of a key; operations combine only values of one order. Indices of rows (`argsort`, and integers
         computed from it) are indices into the part's own rows if they are for the permutation 0, 1, 2, ...
         (`known_values.py`); gathers and scatters by them bring rows into the order, or back. Counts of rows for each value of
-        the key (`bincount`, a sum of `one_hot`) are computed for each part as well: they are its group sizes.
+        the key (`counted.py`) are computed for each part as well: they are its group sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.ir.rules.index_map import OPERATIONS
 from autopar.ir.rules.rule import ShardingRule
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.placement import REPLICATED, Placement, Split
-from autopar.ir.split.sorted_rows.counted import counted
+from autopar.ir.split.sorted_rows.counted import summed
 from autopar.ir.split.strategy import AxisStrategy, has_program, split_along, strategies
 
 PRODUCTS = ("ragged_dot_general", "grouped_product")
@@ -64,15 +64,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A value counts the rows that have each value of a key.
+    """A value is a sum over the rows of a key of what is computed of each.
 
     Attributes:
         key: The key.
         depth: As of `Rows`.
+        are_groups: Whether it counts the rows of groups that follow each other in the order of the key.
     """
 
     key: int
     depth: int = 0
+    are_groups: bool = True
 
     def moved(self, by: int) -> Counts:
         """The same after `by` leading dims have been added."""
@@ -110,7 +112,7 @@ class Ordering:
 
     Attributes:
         count: Number of parts.
-        key_of: Values by which rows are sorted -> numbers of keys.
+        key_of: Values by which rows are sorted, and the same in sorted order -> numbers of keys.
         blind: Whether an equation under a strategy needs no offset of its shard, cached by signature.
     """
 
@@ -124,6 +126,10 @@ class Ordering:
             key = self.values.origin(eqn.invars[0])
             if isinstance(key, Var):
                 self.key_of.setdefault(key, len(self.key_of))
+        for eqn, _ in equations_within(jaxpr) if sorts else ():
+            key = self.values.sorted_key(eqn) if eqn.primitive.name in ("sort", "gather") else None
+            if key in self.key_of:
+                self.key_of[eqn.outvars[0]] = self.key_of[key]
 
     def _is_sort(self, eqn: JaxprEqn) -> bool:
         shape: tuple[int, ...] = eqn.invars[0].aval.shape if eqn.primitive.name == "sort" else ()
@@ -141,6 +147,10 @@ class Ordering:
             return self._without_order(eqn, known)
         if any(rows.depth for rows in own):
             return self._as_others(eqn, known) if name in ("convert_element_type", "copy") else None
+        if name in ("scatter-add", "reduce_sum") and all(rows.places is None for rows in own):
+            found = self._sums_up(eqn)
+            if found is not None:
+                return found
         match name:
             case "sort":
                 return self._inverts(eqn, known)
@@ -162,13 +172,21 @@ class Ordering:
             case "sort" if self._is_sort(eqn):
                 return self._sorts(eqn)
             case "scatter-add" | "reduce_sum":
-                found = counted(eqn, self.values, self.key_of, self.count)
-                return None if found is None else Transfer((Counts(found[0]),), found[1], (None,))
+                return self._sums_up(eqn)
             case "convert_element_type" | "copy" if (
                 isinstance(known[0], Counts) and eqn.outvars[0].aval.dtype.itemsize >= 4
             ):
                 return Transfer((known[0],))
+            case _ if any(isinstance(each, Counts) and not each.depth for each in known):
+                return self._sums_up(eqn)
         return None
+
+    def _sums_up(self, eqn: JaxprEqn) -> Transfer | None:
+        """Sums over rows, as `bincount` makes, and what is computed of them by linear operations."""
+        found = summed(eqn, self.values, self.key_of, self.count) if len(eqn.outvars) == 1 else None
+        if found is None:
+            return None
+        return Transfer((Counts(found.key, are_groups=found.are_groups),), found.cuts or None, (None,))
 
     # Sorting.
 
@@ -182,13 +200,15 @@ class Ordering:
         return Transfer(results, tuple(None if number else 0 for number in counts), (0,) * len(results))
 
     def _inverts(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
-        """`argsort(order)`: the sorted position of each row."""
+        """`argsort(order)`: the sorted position of each row; or the order again, of these positions."""
         order = known[0]
-        if not self._is_sort(eqn) or not isinstance(order, Rows) or order.order is None or len(eqn.invars) != 2:
+        if not self._is_sort(eqn) or not isinstance(order, Rows) or len(eqn.invars) != 2 or not order.keys:
             return None
         if not self._is_identity(eqn.invars[0]) or not self.values.is_count(eqn.invars[1]):
             return None
         results = Rows(0, places=order.order), Rows(0, places=order.places)
+        if order.order is None:
+            results = (Rows(0, order.places, order.places),) * 2
         return Transfer(results, (0, None), (0, 0))
 
     def _inverts_by_writing(self, eqn: JaxprEqn, known: Known) -> Transfer | None:

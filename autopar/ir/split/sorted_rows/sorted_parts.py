@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, replace_eqn, resized
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, bind_eqn, make_jaxpr, new_eqn, new_var, replace_eqn, resized
 from autopar.ir.build import Equations, flat_function
 from autopar.ir.dims import apart, together
 from autopar.ir.region import Binding, Region, equations_within, is_region, region_of
@@ -169,14 +169,16 @@ class _Writer:
         eqns[first:] = [replace_eqn(e, outvars=[named.get(v, v) for v in e.outvars]) for e in eqns[first:]]
 
     def count_apart(self, eqns: Equations, eqn: JaxprEqn, transfer: Transfer) -> None:
-        """Write beside a count, or a cast of one, the count of each part."""
+        """Write beside a sum over rows, or what is computed of such sums, that of each part."""
         (var,) = eqn.outvars
         if transfer.parts is None:
-            (counted,) = eqn.invars
-            assert isinstance(counted, Var), "a literal counts nothing"
-            counts = self.counted[counted]
-            made = new_var(resized(var.aval, counts.aval.shape))
-            eqns.append(replace_eqn(eqn, invars=[counts], outvars=[made]))
+            counts = [self.counts(atom) for atom in eqn.invars]
+            depth = max(order.depth for order in transfer.results if order is not None)
+            into = [None if count is None else depth for count in counts]
+            operands = [atom if count is None else count for atom, count in zip(eqn.invars, counts, strict=True)]
+            each = jax.vmap(lambda *part: bind_eqn(eqn, *part)[0], into, depth)
+            (made,) = eqns.inline(flat_function(each, *(atom.aval for atom in operands)), operands, eqn.source_info)
+            assert isinstance(made, Var), "a count is computed"
             self.counted[var] = made
         else:
             (made,) = self.by_parts(eqns, eqn, transfer)

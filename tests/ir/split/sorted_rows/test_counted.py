@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import pytest
 
 from autopar._jax import Jaxpr
-from autopar.ir.split.sorted_rows.counted import Counted, counted
+from autopar.ir.split.sorted_rows.counted import Sums, summed
 from autopar.ir.split.sorted_rows.ordered import Ordering
 from autopar.ir.trace.trace import trace_step
 
 ROWS, GROUPS, PARTS = 8, 3, 2
 
 
-def found(jaxpr: Jaxpr) -> list[Counted]:
-    """What sums and scattered sums of a program that sorts rows count."""
+def found(jaxpr: Jaxpr) -> list[Sums]:
+    """What sums and scattered sums of a program that sorts rows add up of a key."""
     ordering = Ordering(jaxpr, PARTS)
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("scatter-add", "reduce_sum")]
-    each = [counted(eqn, ordering.values, ordering.key_of, PARTS) for eqn in sums]
+    each = [summed(eqn, ordering.values, ordering.key_of, PARTS) for eqn in sums]
     return [count for count in each if count is not None]
 
 
@@ -32,11 +32,11 @@ def one_hot(key, dtype=jnp.int32):
 
 def test_ones_that_are_scattered_by_the_key():
     """Zeros are whole, places and ones come in parts."""
-    assert counts(lambda key: jnp.bincount(key, length=GROUPS)) == [(0, (None, 0, 0))]
+    assert counts(lambda key: jnp.bincount(key, length=GROUPS)) == [Sums(0, True, (None, 0, 0))]
 
 
 def test_a_sum_of_what_equals_each_number():
-    assert counts(one_hot) == [(0, (0,))]
+    assert counts(one_hot) == [Sums(0, True, (0,))]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_what_does_not_count_the_key(of):
 
 def test_numbers_that_may_be_negative_count_no_groups():
     """Rows of no group would stand before those of the first."""
-    assert counts(one_hot, jnp.int32) == []
+    assert counts(one_hot, jnp.int32) == [Sums(0, False, (0,))]

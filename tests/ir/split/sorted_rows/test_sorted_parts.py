@@ -90,6 +90,11 @@ COUNTS = {
     "equal": lambda pick: (pick[:, None] == jnp.arange(EXPERTS)).sum(0).astype(jnp.int32),
     "segments": lambda pick: jax.ops.segment_sum(jnp.ones_like(pick), pick, EXPERTS),
     "added": lambda pick: jnp.zeros(EXPERTS, jnp.int32).at[pick].add(1),
+    "sorted": lambda pick: jnp.bincount(jnp.sort(pick), length=EXPERTS),
+    "vmapped": lambda pick: jax.vmap(lambda k: (pick == k).sum())(jnp.arange(EXPERTS)),
+    "stacked": lambda pick: jnp.stack([jnp.count_nonzero(pick == k) for k in range(EXPERTS)]),
+    "ends": lambda pick: jnp.diff(jnp.searchsorted(jnp.sort(pick), jnp.arange(EXPERTS), side="right"), prepend=0),
+    "edges": lambda pick: jnp.diff(jnp.searchsorted(pick[jnp.argsort(pick)], jnp.arange(EXPERTS + 1))),
 }
 """Ways to count the rows of each expert, besides `bincount`."""
 
@@ -106,6 +111,43 @@ def counted_by(name: str):
         return jnp.einsum("tkd,tk->td", rows[inverse].reshape(-1, 2, WIDTH), weights)
 
     return experts
+
+
+@jax.custom_vjp
+def in_order(x: jax.Array, order: jax.Array) -> jax.Array:
+    """`x[order]`, whose gradient is taken by the inverse order."""
+    return x[order]
+
+
+in_order.defvjp(lambda x, order: (x[order], order), lambda order, grad: (grad[jnp.argsort(order)], None))
+
+
+def ordered_gradients(layer: Tree, x: jax.Array) -> jax.Array:
+    """As MaxText has it: gradients of sorted rows are sorted, too, so that the inverse order is inverted again."""
+    weights, picks = lax.top_k(jax.nn.softmax(x @ layer["router"]), 2)
+    order = jnp.argsort(picks.reshape(-1))
+    rows = in_order(jnp.repeat(x, 2, axis=0), order)
+    rows = products(layer, rows, jnp.bincount(picks.reshape(-1), length=EXPERTS))
+    return jnp.einsum("tkd,tk->td", in_order(rows, jnp.argsort(order)).reshape(-1, 2, WIDTH), weights)
+
+
+def numbers_in_order(layer: Tree, x: jax.Array) -> jax.Array:
+    """The numbers of rows are put in order, and rows taken by them."""
+    weights, picks = lax.top_k(jax.nn.softmax(x @ layer["router"]), 2)
+    order = jnp.argsort(picks.reshape(-1))
+    row = jnp.repeat(jnp.arange(len(x)), 2)[order]
+    rows = products(layer, x[row], jnp.bincount(picks.reshape(-1), length=EXPERTS))
+    return jnp.zeros_like(x).at[row].add(rows * weights.reshape(-1)[order][:, None])
+
+
+def sorted_along(layer: Tree, x: jax.Array) -> jax.Array:
+    """A sort carries the numbers of rows and their weights along; a pick of no expert stands behind all others."""
+    weights, picks = lax.top_k(jax.nn.softmax(x @ layer["router"]), 2)
+    picks = jnp.where(weights > 0.3, picks, EXPERTS).reshape(-1)
+    row = jnp.repeat(jnp.arange(len(x)), 2)
+    _, row, weight = lax.sort((picks, row, weights.reshape(-1)), num_keys=1)
+    rows = products(layer, x[row], (picks[:, None] == jnp.arange(EXPERTS)).sum(0, dtype=jnp.int32))
+    return jnp.zeros_like(x).at[row].add(rows * weight[:, None])
 
 
 def by_kernels(layer: Tree, x: jax.Array) -> jax.Array:
@@ -142,7 +184,13 @@ EVERY = [*itertools.product([written_back, taken_back, added_up, by_kernels], [F
 
 @pytest.mark.parametrize(
     "experts, scanned",
-    [*EVERY, (balanced, False), (balanced, True), *[(counted_by(name), k % 2 == 1) for k, name in enumerate(COUNTS)]],
+    [
+        *EVERY,
+        *itertools.product([balanced, ordered_gradients, numbers_in_order, sorted_along], [False, True]),
+        *[(counted_by(name), k % 2 == 1) for k, name in enumerate(COUNTS)],
+        (counted_by("ends"), True),
+        (counted_by("edges"), True),
+    ],
 )
 def test_in_parts(experts, scanned):
     """The program in 4 parts computes the same, and nothing in it sorts or multiplies all rows at once."""
@@ -194,6 +242,28 @@ def other_sizes(layer, x):
     order, pick = sorted_by(x, layer)
     sizes = jnp.bincount((pick + 1) % EXPERTS, length=EXPERTS)
     return lax.ragged_dot(x[order], layer["up"], sizes)[jnp.argsort(order)]
+
+
+def counted_twice(layer, x):
+    """The rows of each expert and of the one before."""
+    order, pick = sorted_by(x, layer)
+    rows = jnp.sort(pick)
+    ends = jnp.searchsorted(rows, jnp.arange(EXPERTS), side="right")
+    sizes = ends - jnp.searchsorted(rows, jnp.arange(EXPERTS) - 1)
+    return lax.ragged_dot(x[order], layer["up"], sizes)[jnp.argsort(order)]
+
+
+def without_the_first(layer, x):
+    order, pick = sorted_by(x, layer)
+    sizes = jnp.diff(jnp.searchsorted(jnp.sort(pick), jnp.arange(1, EXPERTS + 2)))
+    return lax.ragged_dot(x[order], layer["up"], sizes)[jnp.argsort(order)]
+
+
+def not_in_order(layer, x):
+    """Whether keys stand at the places of others: rows and sorted rows of a key do not belong together."""
+    order, pick = sorted_by(x, layer)
+    moved = jnp.where(jnp.sort(pick) > 0, pick, 0)
+    return lax.ragged_dot(x[order], layer["up"], jnp.bincount(moved, length=EXPERTS))[jnp.argsort(order)]
 
 
 def folded_far_away(layer, x):
@@ -253,6 +323,9 @@ NO_ROWS = [
     summed_up,
     neighbours,
     other_sizes,
+    counted_twice,
+    without_the_first,
+    not_in_order,
     folded_far_away,
     two_orders,
     half_of_them,
