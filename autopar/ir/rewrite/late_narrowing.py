@@ -2,7 +2,8 @@
 
 In:     a flat program in which the gradient of a 16-bit parameter is computed in 32 bits and cast down inside a `scan` or a
         branch, as `jax.grad` writes it; the parameter may itself be cast there from 32 bits, and its gradient back to them.
-Out:    the same function, with the cast after the loop; a sum over the trips of a loop is carried in 32 bits until then.
+Out:    the same function, with the cast after the loop; a sum over the trips of a loop is carried in 32 bits until then. Where
+        each trip's addend is cast down and back by itself, the addends are stacked, and cast and added up after the loop.
 Method: a microbatch computes a partial sum of a gradient, and a partial sum must not be narrowed (`rules/linearity.py`). The
         cast is found behind operations that only move or add values, which then run in 32 bits. Only in backward passes:
         activations that a forward loop stacks in 16 bits stay so.
@@ -44,6 +45,18 @@ def _region(region: Region) -> list[JaxprEqn]:
     bindings: list[Binding] = []
     before, after = Equations(), Equations()
     for b in region.bindings:
+        is_sum = b.role == "carry" and is_backward(eqn) and _fits(b.var, region)
+        addend = inside[0].rounded_addend(b) if is_sum else None
+        if addend is not None:
+            (wide,) = inside
+            dtype = wide.dtype_behind(addend)
+            assert dtype is not None and b.operand is not None and b.result is not None, "a carry of rounded addends"
+            each = wide.widened(addend, dtype, {})
+            stack = region.new_stack(each)
+            bindings.append(Binding("ys", None, (None,), (each,), stack))
+            added = partial(_added_in_order, addend.aval.dtype, bool(eqn.params["reverse"]))
+            after.define(b.result, added, [b.operand, stack], eqn.source_info)
+            continue
         rounded = _rounded(b, inside)
         outputs = rounded or b.outputs
         found = [wide.dtype_behind(atom) for wide, atom in zip(inside, outputs, strict=True)]
@@ -73,6 +86,21 @@ def _rounded(binding: Binding, inside: Sequence[_Wide]) -> list[Var]:
     found = [wide.cast_from(atom) for wide, atom in zip(inside, binding.outputs, strict=True)]
     known = [var for var in found if var is not None]
     return known if len(known) == len(found) and len({var.aval.dtype for var in known}) == 1 else []
+
+
+def _fits(carry: Var, loop: Region) -> bool:
+    """Whether a stack of a carry's addends is no larger than one that the loop reads anyway."""
+    stacks = [b.operand.aval.size for b in loop.of_role("xs") if b.operand is not None]
+    return kind_of(loop.eqn) == "scan" and carry.aval.size * loop.trips <= max(stacks, default=0)
+
+
+def _added_in_order(narrow: np.dtype, reverse: bool, start: jax.Array, addends: jax.Array) -> jax.Array:
+    """The sum of rounded addends, one after the other, as the loop adds them up."""
+
+    def add(total: jax.Array, addend: jax.Array) -> tuple[jax.Array, None]:
+        return total + _through(narrow, total.dtype, addend), None
+
+    return lax.scan(add, start, addends, reverse=reverse)[0]
 
 
 def _through(narrow: np.dtype, wide: np.dtype, x: jax.Array) -> jax.Array:
@@ -109,6 +137,23 @@ class _Wide:
         (source,), (target,) = eqn.invars, eqn.outvars
         floats = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in (source, target))
         return source if floats and source.aval.dtype.itemsize == 2 < target.aval.dtype.itemsize else None
+
+    def rounded_addend(self, carry: Binding) -> Var | None:
+        """The 16-bit value that is widened and added to a carry in each trip, as of parameters that all trips cast.
+
+        None: nothing is, or no wider value was cast to it. The addition is removed.
+        """
+        eqn = self.made_by.get(carry.value) if isinstance(carry.value, Var) else None
+        if eqn is None or eqn.primitive.name not in ("add", "add_any") or carry.var not in variables(eqn.invars):
+            return None
+        others = [atom for atom in eqn.invars if atom is not carry.var]
+        addend = self.cast_from(others[0]) if len(others) == 1 else None
+        if addend is None or self.dtype_behind(addend) is None:
+            return None
+        if self.num_readers[carry.var] > 1 or self.num_readers[eqn.outvars[0]] > 1:
+            return None
+        self.eqns.remove(eqn)
+        return addend
 
     def passes_on(self, eqn: JaxprEqn) -> bool:
         """Whether an equation only moves or adds its operands, in one dtype, and at most one equation reads its result."""

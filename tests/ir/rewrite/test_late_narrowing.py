@@ -96,25 +96,49 @@ def test_gradients_that_cancel(name):
             assert np.abs(ours - truth).max() <= scale * 2**-8 + 1.5 * np.abs(theirs - truth).max(), program
 
 
-def test_parameters_that_layers_cast():
-    """A layer rounds its 32-bit parameters to 16 bits, so their gradients are rounded, too: once, not for each microbatch."""
+@pytest.mark.parametrize("are_shared", [False, True])
+def test_parameters_that_layers_cast(are_shared):
+    """A layer rounds its 32-bit parameters to 16 bits, so their gradients are rounded, too: once, not for each microbatch.
+
+    Of shared parameters, each layer's part of the gradient is rounded by itself before it is added.
+    """
 
     def layer(h, scale):
         normed = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
         return h + jnp.tanh(normed * scale.astype(HALF).astype(jnp.float32)), None
 
+    def out(p, x):
+        if are_shared:
+            return jax.lax.scan(lambda h, _: jax.checkpoint(layer)(h, p), x, None, 3)[0]
+        return jax.lax.scan(jax.checkpoint(layer), x, p)[0]
+
     def step(p, batch):
-        out = lambda p: jax.lax.scan(jax.checkpoint(layer), batch["x"], p)[0]  # noqa: E731
-        value, gradient = jax.value_and_grad(lambda p: jnp.sum(out(p) * batch["y"].astype(jnp.float32)))(p)
+        value, gradient = jax.value_and_grad(lambda p: jnp.sum(out(p, batch["x"]) * batch["y"].astype(jnp.float32)))(p)
         return p - gradient, {"loss": value}
 
-    p, batch = jnp.ones((3, 8)), samples()
+    p, batch = jnp.ones(8 if are_shared else (3, 8)), samples()
     traced = trace_step(step, (p, batch))
     flat = narrow_late(traced.jaxpr)
     check_program(flat)
     program = accumulate(flat, split_microbatches(flat, 2, find_roles(traced, (1,)).batch))
     ours, theirs = eval_jaxpr(program, (), *jax.tree.leaves((p, batch)))[0], jax.jit(step)(p, batch)[0]
     np.testing.assert_allclose(p - ours, p - theirs, rtol=2**-7, atol=1e-4)
+
+
+def test_large_addends_are_not_stacked():
+    """A weight's gradient may be larger than the samples of a trip; the stack would not fit in memory."""
+
+    def loss(p, x):
+        def cell(h, x):
+            return jnp.tanh(jnp.dot(h + x, p.astype(HALF), preferred_element_type=jnp.float32)).astype(HALF), None
+
+        return jnp.sum(jax.lax.scan(cell, x[0], x)[0].astype(jnp.float32) ** 2)
+
+    def step(p, x):
+        return p - jax.grad(loss)(p, x)
+
+    traced = trace_step(step, (jnp.ones((8, 8)), jnp.ones((3, 2, 8), HALF)))
+    assert narrow_late(traced.jaxpr) is traced.jaxpr
 
 
 def test_what_is_stacked_going_forward_stays_narrow():
