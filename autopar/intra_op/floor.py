@@ -50,7 +50,7 @@ def memory_floor(
         donated: Per input, whether its memory may be reused.
         elsewhere: Values that take no memory here.
     """
-    return _Floors(graph, costs, class_of, elsewhere).program(graph.jaxpr, donated)
+    return _Floors(graph, costs, class_of, elsewhere | set(_written_over(graph.jaxpr))).program(graph.jaxpr, donated)
 
 
 class _Floors:
@@ -146,6 +146,16 @@ class _Floors:
         if shape not in self.most:
             self.most[shape] = _most_shards(shape, self.graph.mesh.axis_sizes)
         return device_bytes(var) / self.most[shape]
+
+
+def _written_over(jaxpr: Jaxpr) -> Iterator[Var]:
+    """What trips of loops may write over what the trip before has left (`sums.py`)."""
+    for eqn in jaxpr.eqns:
+        if is_region(eqn):
+            region = region_of(eqn)
+            yield from (b.value for b in region.carries if isinstance(b.value, Var))
+            for body in region.bodies:
+                yield from _written_over(body)
 
 
 def _rows(graph: Graph) -> Iterator[Var]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar._jax import Var, on_host
-from autopar.intra_op.liveness import Liveness, rows_of_stacks, shared_inputs, sized_versions, workspace_of
+from autopar.intra_op.liveness import Liveness, new_sums, rows_of_stacks, shared_inputs, sized_versions, workspace_of
 from autopar.intra_op.sharded import Body, Copy, Region, local_bytes
 from autopar.intra_op.versions import Versions
 from autopar.mesh import LogicalMesh
@@ -88,14 +88,15 @@ def _add_ranges(
     results: dict[Copy, Range] | None = None,
     rows: AbstractSet[Copy] = frozenset(),
     made: Versions | None = None,
+    in_place: AbstractSet[Copy] = frozenset(),
 ) -> int:
     """Add the live ranges of a body's arrays and of all inside it; returns the moment after it.
 
-    Inputs among those `elsewhere` have memory already. Of a program, those of results go to `results`. `made`: the versions
-    of the body's copies, if they are known.
+    Inputs among those `elsewhere` have memory already, as have copies `in_place`, which overwrite some. Of a program, those of
+    results go to `results`. `made`: the versions of the body's copies, if they are known.
     """
     how = mesh, stored, frozenset[Copy](), elsewhere
-    made, size, _ = sized_versions(body, *how, given=results is not None, rows=rows, made=made)
+    made, size, _ = sized_versions(body, *how, in_place=in_place, given=results is not None, rows=rows, made=made)
     count, own = len(body.instructions), body.results if results is not None else {}
     first: list[int] = []  # moments of the instructions: of a loop, more than one
     for position, instruction in enumerate(body.instructions):
@@ -107,7 +108,8 @@ def _add_ranges(
         if isinstance(instruction, Region):
             for inner in instruction.bodies:
                 shared, sliced = shared_inputs(instruction, inner), rows_of_stacks(instruction, inner)
-                begin = _add_ranges(found, begin, inner, mesh, stored, shared, rows=sliced)
+                sums = new_sums(instruction)
+                begin = _add_ranges(found, begin, inner, mesh, stored, shared, rows=sliced, in_place=sums)
     first.append(begin)
     for num_bytes, copy, start, end in zip(size, made.copies, made.starts, made.ends, strict=True):
         if num_bytes:

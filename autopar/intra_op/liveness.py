@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from autopar._jax import Var, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, local_bytes, share_bytes
+from autopar.intra_op.sums import sums_in_place
 from autopar.intra_op.unsent import unsent_copies
 from autopar.intra_op.versions import Versions, find_versions
 from autopar.intra_op.workspace import workspace_at
@@ -301,6 +302,11 @@ def rows_of_stacks(region: Region, body: Body) -> frozenset[Copy]:
     return frozenset(copy for copy in set(body.inputs) - shared_inputs(region, body) if not on_host(copy[0].aval))
 
 
+def new_sums(region: Region) -> frozenset[Copy]:
+    """What a loop's body writes over what the trip before has left."""
+    return frozenset(each.new for each in sums_in_place(region))
+
+
 def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var, int], waiting: Waiting) -> Liveness:
     """What an instruction needs beyond its operands and results: packing, workspace, or the peak of its bodies."""
     num_bytes = workspace_of(instruction, mesh)
@@ -312,7 +318,7 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: Mapping[Var
     for body in instruction.bodies:
         shared = shared_inputs(instruction, body)
         within = dataclasses.replace(waiting, elsewhere=frozenset())
-        rows = rows_of_stacks(instruction, body)
-        inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within, rows=rows)
+        rows, sums = rows_of_stacks(instruction, body), new_sums(instruction)
+        inner = _peaks(body, mesh, stored, frozenset(), 1, [], shared, within, sums, rows=rows)
         most = max(most, *inner, key=lambda peak: peak.peak_bytes)
     return most

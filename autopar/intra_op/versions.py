@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from autopar.cost.steps import AllGather
 from autopar.intra_op.held import read_from_memory
 from autopar.intra_op.host_order import arrivals, copies_any_host, copies_host, fetched_first
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region
+from autopar.intra_op.sums import sums_in_place
 from autopar.intra_op.traffic import is_fused
 from autopar.ir.region import kind_of
 from autopar.ir.work import num_bytes as whole_bytes
@@ -88,7 +89,7 @@ def find_versions(
     begins (`turned`).
     A scatter that its reader adds to a value is done in place only if the reader takes it in the sharding it was made in.
     Inputs among `rows` are rows of stacks, which elementwise work reads there: they take memory only between what reads them
-    as arrays.
+    as arrays. What a trip gathers of them, the trip before has gathered already, and is there twice (`gathered_ahead`).
     `stored` None: all copies take memory except results of barriers, which are their operands.
     """
     walk = _Walk(body, stored, given, rows)
@@ -107,6 +108,8 @@ def find_versions(
         behind = walk.behind(instruction)
         walk.reads(instruction, position, behind)
         walk.makes(instruction, position, behind)
+    for copy in gathered_ahead(body, rows) if rows else ():
+        walk.found.add(copy, 0, len(body.instructions))
     walk.finish()
     return walk.found
 
@@ -183,6 +186,9 @@ class _Walk:
 
     def reused_by(self, instruction: Instruction) -> set[int]:
         """The versions whose memory the results of an instruction take if nothing reads them later: inputs first."""
+        if isinstance(instruction, Region):
+            begun = [self.current[each.begun] for each in sums_in_place(instruction)]
+            return {k for k in begun if self.found.takes_memory(k) and self.found.ends[k] < len(self.body.instructions)}
         if not isinstance(instruction, Compute) or not instruction.rule.reused:
             return set()
         read = [(instruction.eqn.invars[k], instruction.strategy.operands[k]) for k in instruction.rule.reused]
@@ -237,6 +243,19 @@ class _Walk:
                 widths.append(width if copy[0].aval.dtype.itemsize > 1 else 1)
             if start < 0 or copy in self.moved or copy in results:  # these are in their own type
                 widths[k] = 1
+
+
+def gathered_ahead(body: Body, rows: AbstractSet[Copy]) -> Iterator[Copy]:
+    """What is gathered of rows of stacks, as they are or in another dtype or layout: compilers for GPUs gather it while the
+    trip before computes, and copy it at the end of that (`collective_pipeliner.cc`)."""
+    ready = set(rows)
+    for instruction in body.instructions:
+        if isinstance(instruction, Compute):
+            if instruction.reads and is_fused(instruction) and ready.issuperset(instruction.reads):
+                ready.update(instruction.makes)
+        for move in instruction.moves if isinstance(instruction, Move | Fused) else ():
+            if isinstance(move.step, AllGather) and move.earlier is None and ready.issuperset(move.reads):
+                yield from move.makes
 
 
 def _as_arrays(instruction: Instruction) -> Iterable[Copy]:

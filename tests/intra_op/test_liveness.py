@@ -114,6 +114,52 @@ def test_a_stack_that_is_gathered_along_an_inner_dim_is_transposed_before_a_loop
     assert measure_liveness(body, mesh, stored).peak_bytes == given + 3 * SQUARE + SQUARE + 2 * SQUARE + more
 
 
+@pytest.mark.parametrize(
+    "trip, num_squares",
+    [
+        (lambda total, row: (total + row @ row, None), 2),  # a row and its product, which is added in place
+        (
+            lambda total, row: (total + row @ total, None),
+            3,
+        ),  # a product reads it, too: the result is an array of its own
+        (lambda total, row: (total + row @ row, total), 6),  # so do those who read the stack of totals, three squares
+    ],
+)
+def test_what_a_loop_adds_up_is_there_once(trip, num_squares):
+    def step(x, rows):
+        return jax.lax.scan(trip, x @ x, rows)
+
+    peak = measure_liveness(*lowered(step, (N, N), (3, N, N)))
+    given, begun = 4 * SQUARE, SQUARE
+    assert peak.peak_bytes == given + begun + num_squares * SQUARE
+
+
+def test_what_loops_gather_of_rows_is_there_for_two_trips():
+    def step(x, rows):
+        return jax.lax.scan(lambda x, row: (x @ row, None), x, rows)[0]
+
+    body, _, stored = lowered(step, (N, N), (3, N, N))
+    (loop,), (inner,) = body.instructions, body.instructions[0].bodies
+    mesh, (row, whole) = LogicalMesh((2,)), inner.inputs[1]
+    split, stack = (Sharding((*[()] * dims, ("x",), ())) for dims in (0, 1))
+    gather = Move(row, split, whole, AllGather(("x",), 0))
+
+    def peak_bytes(*begins):
+        moved = dataclasses.replace(
+            inner, inputs=(inner.inputs[0], (row, split)), instructions=(*begins, *inner.instructions)
+        )
+        around = dataclasses.replace(loop, operands=(loop.operands[0], stack), bodies=(moved,))
+        given = (body.inputs[0], (body.inputs[1][0], stack))
+        return measure_liveness(
+            dataclasses.replace(body, inputs=given, instructions=(around,)), mesh, stored
+        ).peak_bytes
+
+    given, result, product = SQUARE + 3 * SQUARE // 2, SQUARE, SQUARE
+    assert peak_bytes(gather) == given + result + product + 2 * SQUARE
+    earlier = dataclasses.replace(gather, earlier=inner.inputs[0])  # waits for what the trip before has left
+    assert peak_bytes(earlier) == given + result + product + SQUARE
+
+
 def test_what_waits_is_there_for_each_microbatch_in_flight():
     def step(x, w):
         h = x @ w
