@@ -215,6 +215,7 @@ def _is_priced_as(sharded: Sharded, unaided: Sharded | None) -> bool:
 def untie_best(request: Request, searched: Searched) -> Sharded:
     """Untie the best plan; for small programs, also those that are nearly as fast. What takes long is done if it repays."""
     best, options, budget, device = searched.best, request.options, request.budget_bytes, request.cluster.device
+    small = len(best.graph.nodes) <= TUNING.untied_each
 
     def settled(sharded: Sharded) -> Sharded:
         # On fewer axes `shard` has refined it already.
@@ -240,18 +241,16 @@ def untie_best(request: Request, searched: Searched) -> Sharded:
         if not at_once and not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             is_quick = sharded is best and takes <= TUNING.proved_seconds
             return settled(sharded) if is_quick else sharded
-        alone = untie(
-            sharded,
-            device,
-            request.roles.donated,
-            lambda sharded: sharded.fits(budget),
-            options.solver,
-            TimeLimit(options.solver_seconds, options.repaying_steps, options.ends),
-        )
+        limit = TimeLimit(options.solver_seconds, options.repaying_steps, options.ends)
+        how = device, request.roles.donated, lambda sharded: sharded.fits(budget), options.solver, limit
+        alone = untie(sharded, *how)
+        # By what is exposed in other programs, too: by what is in its own, others may look dear that are faster.
+        compared = sharded.as_compared(device) if small else sharded
+        if compared is not sharded:
+            alone = min(alone, untie(compared, *how), key=_rank)
         return settled(alone)
 
     near = (1 + TUNING.untied_near) * best.step_seconds
-    small = len(best.graph.nodes) <= TUNING.untied_each
     others = [s for s in searched.results if s is not best and len(s.mesh.shape) < 3 and s.step_seconds <= near]
     found = [] if searched.untied is None else [searched.untied]
     # Three axes last: their answers still need a bound, unless they are beaten by then.

@@ -87,8 +87,12 @@ def test_tensor_parallelism_is_megatrons():
 
 
 def test_sequence_parallelism_leaves_sums_in_parts():
-    found = large(plan_of(tensor=8, sequence=True, tokens=2048), 2048)
-    assert found["reduce-scatter"] >= 4 * LAYERS
+    plan = plan_of(tensor=8, sequence=True, tokens=2048)
+    found = large(plan, 2048)
+    # A product with few weights takes them whole, on its part of the tokens. Without ties that is found by what is exposed in
+    # all programs seen, and not by what is exposed in the best of them: 5.55 ms.
+    assert found["reduce-scatter"] >= 3 * LAYERS
+    assert plan.cost.step_seconds < 5.5e-3
     assert found["all-gather"] >= 4 * LAYERS
     assert found["all-reduce"] <= 1, "but for the embedding's"
     assert set(found) <= {"reduce-scatter", "all-gather", "all-reduce"}
