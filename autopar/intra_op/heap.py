@@ -13,14 +13,13 @@ Method: arguments have memory of their own, and so have, from the start, results
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar._jax import Var, on_host
+from autopar._jax import Var
 from autopar.intra_op.liveness import Liveness, new_sums, rows_of_stacks, shared_inputs, sized_versions, workspace_of
 from autopar.intra_op.sharded import Body, Copy, Region, local_bytes
 from autopar.intra_op.versions import Versions
@@ -60,22 +59,6 @@ def gap_bytes(
     made = None if liveness is None else liveness.versions
     _add_ranges(found, 0, body, mesh, stored, frozenset(body.inputs), results, made=made)
     return lost_bytes(found, [results[copy] for copy in results if copy not in in_place])
-
-
-def overwriting(body: Body, donated: Sequence[bool]) -> frozenset[Copy]:
-    """Results of a program that overwrite its donated inputs: each the memory of one that is of its type and sharded alike."""
-    free = Counter(_type_of(copy) for copy, is_free in zip(body.inputs, donated, strict=False) if is_free)
-    found: list[Copy] = []
-    for copy in body.results:
-        if free[_type_of(copy)]:
-            free[_type_of(copy)] -= 1
-            found.append(copy)
-    return frozenset(found)
-
-
-def _type_of(copy: Copy) -> Hashable:
-    aval = copy[0].aval
-    return aval.shape, aval.dtype, on_host(aval), copy[1]
 
 
 def _add_ranges(

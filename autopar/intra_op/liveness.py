@@ -3,22 +3,25 @@
 In:     `Body`, the mesh, which values are held, which inputs are donated.
 Out:    `Liveness`: the peak, its moment, and the copies alive then.
 Method: the live range of a copy extends from the instruction that makes it to its last reader. Inputs live throughout;
-        donated ones until their last reader. A loop's body adds its own peak; its stacks live from before the loop. Values
-        that are not held (`held.py`) take no memory, but extend the live ranges of what they are computed from. Gradients stay
-        until their sums over devices are certainly made (`unsent.py`). In a stage of a pipeline, some values are elsewhere,
-        and some exist once per microbatch in flight (`Waiting`). Values in host memory are counted likewise, also under
-        another name after a barrier (`host_peak_bytes`). A bound over all shardings and orders is in `floor.py`.
+        donated ones until their last reader, or until the result is made that overwrites them: in between XLA has little else
+        there, since it takes slices of an argument where they are read. A loop's body adds its own peak; its stacks live from
+        before the loop. Values that are not held (`held.py`) take no memory, but extend the live ranges of what they are
+        computed from. Gradients stay until their sums over devices are certainly made (`unsent.py`). In a stage of a pipeline,
+        some values are elsewhere, and some exist once per microbatch in flight (`Waiting`). Values in host memory are counted
+        likewise, also under another name after a barrier (`host_peak_bytes`). A bound over all shardings and orders is in
+        `floor.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autopar._jax import Var, on_host
+from autopar.grouping import grouped
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, local_bytes, share_bytes
 from autopar.intra_op.sums import sums_in_place
 from autopar.intra_op.unsent import unsent_copies
@@ -132,7 +135,11 @@ def fullest_moments(
     curve: list[int] = []
     pinned = _pinned(body, donated)
     given = waiting == ONE_PROGRAM  # the tasks of a stage do not pass on transposed inputs
-    peaks = _peaks(body, mesh, stored, pinned, count, curve, waiting=waiting, in_place=in_place, over=over, given=given)
+    made = _versions(body, mesh, stored, pinned, given)
+    made_at = dict(zip(made.copies, made.starts, strict=True))
+    for result, k in overwriting(body, donated).items():
+        made.ends[k] = max(made.ends[k], made_at[result] - 1)
+    peaks = _peaks(body, mesh, stored, pinned, count, curve, frozenset(), waiting, in_place, over, given, made=made)
     return tuple(dataclasses.replace(peak, argument_bytes=arguments, curve=curve) for peak in peaks)
 
 
@@ -171,6 +178,25 @@ def _pinned(body: Body, donated: Sequence[bool]) -> set[Copy]:
     return {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
 
 
+def overwriting(body: Body, donated: Sequence[bool]) -> dict[Copy, int]:
+    """Results of a program that overwrite its donated inputs, with the number of the input: of their type and sharded alike."""
+    free = grouped(
+        (_type_of(copy), k) for k, (copy, is_free) in enumerate(zip(body.inputs, donated, strict=False)) if is_free
+    )
+    waiting = {kind: iter(numbers) for kind, numbers in free.items()}
+    found: dict[Copy, int] = {}
+    for copy in body.results:
+        number = next(waiting.get(_type_of(copy), iter(())), None)
+        if number is not None:
+            found[copy] = number
+    return found
+
+
+def _type_of(copy: Copy) -> Hashable:
+    aval = copy[0].aval
+    return aval.shape, aval.dtype, on_host(aval), copy[1]
+
+
 def _peaks(
     body: Body,
     mesh: LogicalMesh,
@@ -184,13 +210,14 @@ def _peaks(
     over: float = 0.0,
     given: bool = False,
     rows: AbstractSet[Copy] = frozenset(),
+    made: Versions | None = None,
 ) -> list[Liveness]:
     """Up to `count` local peaks of a body, the highest first.
 
     Bytes alive at each instruction are appended to `curve`. All peaks but the highest have more than `over` bytes. Other
     arguments as in `sized_versions`.
     """
-    made, size, times = sized_versions(body, mesh, stored, pinned, free, waiting, in_place, given, rows)
+    made, size, times = sized_versions(body, mesh, stored, pinned, free, waiting, in_place, given, rows, made)
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
     peaks: list[Liveness] = []
@@ -237,8 +264,7 @@ def sized_versions(
     `rows`: of stacks that a loop reads. `made`: the versions, if they are known.
     """
     if made is None:
-        made = find_versions(body, pinned, stored, given, rows)
-        made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
+        made = _versions(body, mesh, stored, pinned, given, rows)
     times = _times(made, body, waiting)
     size = [0] * len(made.copies)
     known: dict[Any, int] = {}  # of equal types that are sharded alike
@@ -251,6 +277,19 @@ def sized_versions(
                 num_bytes = known[same] = local_bytes(*copy, mesh)
             size[k] = times[k] * num_bytes
     return made, size, times
+
+
+def _versions(
+    body: Body,
+    mesh: LogicalMesh,
+    stored: Mapping[Var, int],
+    pinned: AbstractSet[Copy],
+    given: bool,
+    rows: AbstractSet[Copy] = frozenset(),
+) -> Versions:
+    made = find_versions(body, pinned, stored, given, rows)
+    made.extend(unsent_copies(body, lambda copy: local_bytes(*copy, mesh)))
+    return made
 
 
 def _times(made: Versions, body: Body, waiting: Waiting) -> list[int]:

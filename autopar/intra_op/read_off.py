@@ -17,11 +17,11 @@ from autopar.cost import collective_seconds
 from autopar.intra_op.costs import OperationSeconds, build_problem
 from autopar.intra_op.exposure import Exposure, OwnExposure, show
 from autopar.intra_op.graph import Graph, Node
-from autopar.intra_op.heap import gap_bytes, overwriting
+from autopar.intra_op.heap import gap_bytes
 from autopar.intra_op.held import held_values
 from autopar.intra_op.kernels import is_contraction
 from autopar.intra_op.lanes import run_lanes
-from autopar.intra_op.liveness import Liveness, measure_liveness
+from autopar.intra_op.liveness import Liveness, measure_liveness, overwriting
 from autopar.intra_op.problem import PROVED, Problem, Solution
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.sharded import Body, Collective, collectives_of
@@ -187,7 +187,7 @@ def gaps_in(graph: Graph, body: Body, donated: Sequence[bool], liveness: Livenes
     """Bytes that a program of a graph loses to gaps between arrays; cached in the graph. `liveness` is reused if given."""
     return graph.cached(
         ("gaps", body, tuple(donated)),
-        lambda: gap_bytes(body, graph.mesh, held_values(graph), overwriting(body, donated), liveness),
+        lambda: gap_bytes(body, graph.mesh, held_values(graph), overwriting(body, donated).keys(), liveness),
     )
 
 

@@ -35,7 +35,7 @@ class Versions:
             it lives to the end.
         made_of: The versions that its readers read: itself, or, if it takes no memory, those it is computed from.
         widths: Factor on the bytes of its type.
-        turned: Instruction, a loop -> the largest copy that is transposed for it.
+        turned: Instruction, a loop or one that makes a result -> the largest copy that is transposed there.
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -85,8 +85,8 @@ def find_versions(
 
     With `given`, inputs are in the layout given: one that is read transposed exists twice from then on; and what the first
     trip of the first loop fetches from host memory is there early, since compilers peel that trip off.
-    Stacks that are gathered along an inner dim before a loop reads their rows are transposed, one after another, before it
-    begins (`turned`).
+    What is gathered along an inner dim is transposed where a layout is given: results; and stacks, one after another, before a
+    loop begins that reads their rows (`turned`).
     A scatter that its reader adds to a value is done in place only if the reader takes it in the sharding it was made in.
     Inputs among `rows` are rows of stacks, which elementwise work reads there: they take memory only between what reads them
     as arrays. What a trip gathers of them, the trip before has gathered already, and is there twice (`gathered_ahead`).
@@ -178,6 +178,8 @@ class _Walk:
         for move in instruction.moves if isinstance(instruction, Move | Fused) else ():
             if isinstance(move.step, AllGather) and math.prod(move.var.aval.shape[: move.step.dim]) > 1:
                 self.gathered.update(move.makes)
+                if self.given and isinstance(instruction, Move) and not self.results.keys().isdisjoint(move.makes):
+                    self.found.turned[position] = move.makes[0]
         if self.gathered and isinstance(instruction, Region) and kind_of(instruction.eqn) == "scan":
             given, rows = zip(instruction.eqn.invars, instruction.operands, strict=True), instruction.bodies[0].inputs
             inside = [copy for copy, (row, _) in zip(given, rows, strict=True) if row.aval.ndim < copy[0].aval.ndim]

@@ -19,9 +19,9 @@ import numpy as np
 
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.heap import gap_bytes, overwriting
+from autopar.intra_op.heap import gap_bytes
 from autopar.intra_op.held import held_values
-from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.liveness import measure_liveness, overwriting
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.memory_constrained import solve_constrained
@@ -154,7 +154,9 @@ class Study:
         """The most bytes that are alive at once, and those lost to gaps."""
         body = self._lowered(choices)
         liveness = measure_liveness(body, self.mesh, self.held, self.donated)
-        return liveness.peak_bytes, gap_bytes(body, self.mesh, self.held, overwriting(body, self.donated), liveness)
+        return liveness.peak_bytes, gap_bytes(
+            body, self.mesh, self.held, overwriting(body, self.donated).keys(), liveness
+        )
 
     def _lowered(self, choices: Sequence[int]) -> Body:
         return lower(self.graph, [choices[c] for c in self.class_of], self.sharded.body.bucket)

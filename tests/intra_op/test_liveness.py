@@ -39,8 +39,33 @@ def test_a_value_lives_from_its_maker_to_its_last_reader():
 
 
 def test_a_donated_argument_lives_to_its_last_reader():
+    body, mesh, stored = lowered(lambda x, w: products(x, w).sum(0), (N, N), (N, N))
+    row = N * 4
+    found = list(measure_liveness(body, mesh, stored, [True, False]).curve)
+    assert found == [3 * SQUARE, 3 * SQUARE, 3 * SQUARE, 2 * SQUARE + row]
+
+
+def test_nothing_else_is_where_a_result_overwrites_an_argument_later():
     body, mesh, stored = lowered(products, (N, N), (N, N))
-    assert list(measure_liveness(body, mesh, stored, [True, False]).curve) == [3 * SQUARE, 3 * SQUARE, 3 * SQUARE]
+    assert list(measure_liveness(body, mesh, stored, [True, False]).curve) == [3 * SQUARE, 4 * SQUARE, 3 * SQUARE]
+
+
+@pytest.mark.parametrize("dim, more", [(0, 0), (1, SQUARE)])
+def test_results_that_are_gathered_along_an_inner_dim_are_transposed(dim, more):
+    body, _, stored = lowered(lambda x, w: x @ w, (N, N), (N, N))
+    mesh, whole = LogicalMesh((2,)), body.outputs[0][1]
+    (product,) = body.instructions
+    split = Sharding((*[()] * dim, ("x",), *[()] * (1 - dim)))
+    made = body.outputs[0][0]
+    strategy = dataclasses.replace(product.strategy, results=(split,))
+    moved = dataclasses.replace(
+        body,
+        instructions=(
+            dataclasses.replace(product, strategy=strategy),
+            Move(made, split, whole, AllGather(("x",), dim)),
+        ),
+    )
+    assert measure_liveness(moved, mesh, stored).peak_bytes == 2 * SQUARE + SQUARE // 2 + SQUARE + more
 
 
 def test_what_is_made_again_takes_no_memory_but_what_it_is_made_of_does():
