@@ -54,6 +54,7 @@ MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
 METHODS: dict[str, Callable[..., Any]] = {
     "auto": lambda parts, **options: autopar.Auto(**options),
     "dp0": lambda parts, **options: autopar.DataParallel(zero=0, **options),
+    "dp1": lambda parts, **options: autopar.DataParallel(zero=1, **options),
     "dp3": lambda parts, **options: autopar.DataParallel(zero=3, **options),
     "3d": lambda parts, **options: autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=parts, **options),
     "2 stages": lambda parts, **options: autopar.PipelineParallel(num_stages=2, num_microbatches=parts, **options),

@@ -91,7 +91,8 @@ def _as_one(eqns: Sequence[JaxprEqn], outside: Mapping[Var, None], forms: dict[H
 
     made = [var for eqn in eqns for var in eqn.outvars]
     same = tuple([(equation_signature(e), tuple(map(name, e.invars)), tuple(map(name, e.outvars))) for e in eqns])
-    given, results = [var for var in number if var not in set(made)], [var for var in made if var in outside]
+    own = set(made)
+    given, results = [var for var in number if var not in own], [var for var in made if var in outside]
     form = same, tuple([number[var] for var in results])
     steps = Steps(forms.setdefault(form, form), tuple(eqns), tuple(given), tuple(results))
     return new_eqn(update_p, given, results, {"steps": steps}, source_info=eqns[-1].source_info)
