@@ -59,11 +59,12 @@ class KnownValues:
         return atom, self.maker.get(atom) if isinstance(atom, Var) else None
 
     def origin(self, atom: Atom) -> Atom:
-        """The integers that this value is, before reshapes and changes of dtype."""
+        """The integers that this value is, before reshapes and changes to dtypes that hold all of them, in their order."""
         atom, eqn = self.definition(atom)
         while eqn is not None and eqn.primitive.name in RESHAPES:
             before = eqn.invars[0].aval
-            if before.size != atom.aval.size or not np.issubdtype(before.dtype, np.integer):
+            is_kept = np.issubdtype(before.dtype, np.integer) and np.can_cast(before.dtype, atom.aval.dtype)
+            if before.size != atom.aval.size or not is_kept:
                 break
             atom, eqn = self.definition(eqn.invars[0])
         return atom
@@ -94,7 +95,7 @@ class KnownValues:
         if len(known) < len(operands):
             return None
         if eqn.primitive.name not in OPERATIONS:
-            return known[0]
+            return known[0].astype(atom.aval.dtype)
         with np.errstate(all="ignore"):
             return np.asarray(OPERATIONS[eqn.primitive.name](eqn.params, *known)).astype(atom.aval.dtype)
 

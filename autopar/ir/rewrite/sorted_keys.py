@@ -79,9 +79,7 @@ def _quotient(order: jax.Array, times: int, dtype: jnp.dtype) -> jax.Array:
 
 def _times_each(atom: Atom, known: KnownValues) -> int | None:
     """How many times each of 0, 1, 2, ... stands in a vector, one after the other; None: it is no such vector."""
-    atom, eqn = known.definition(atom)
-    while eqn is not None and eqn.primitive.name in ("reshape", "convert_element_type", "copy"):
-        atom, eqn = known.definition(eqn.invars[0])
+    atom, eqn = known.definition(known.origin(atom))
     if eqn is None or eqn.primitive.name != "broadcast_in_dim" or atom.aval.ndim != 2 or known.counts(atom) != 0:
         return 1 if atom.aval.ndim == 1 and known.is_count(atom) else None
     return int(atom.aval.shape[1])
