@@ -143,10 +143,7 @@ def test_a_stack_that_is_gathered_along_an_inner_dim_is_transposed_before_a_loop
     "trip, num_squares",
     [
         (lambda total, row: (total + row @ row, None), 2),  # a row and its product, which is added in place
-        (
-            lambda total, row: (total + row @ total, None),
-            3,
-        ),  # a product reads it, too: the result is an array of its own
+        (lambda total, row: (total + row @ total, None), 3),  # a product reads it, too: the sum is an array of its own
         (lambda total, row: (total + row @ row, total), 6),  # so do those who read the stack of totals, three squares
     ],
 )

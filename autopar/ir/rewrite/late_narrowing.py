@@ -46,7 +46,7 @@ def _region(region: Region) -> list[JaxprEqn]:
     before, after = Equations(), Equations()
     for b in region.bindings:
         is_sum = b.role == "carry" and is_backward(eqn) and _fits(b.var, region)
-        addend = inside[0].rounded_addend(b) if is_sum else None
+        addend = inside[0].take_rounded_addend(b) if is_sum else None
         if addend is not None:
             (wide,) = inside
             dtype = wide.dtype_behind(addend)
@@ -138,7 +138,7 @@ class _Wide:
         floats = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in (source, target))
         return source if floats and source.aval.dtype.itemsize == 2 < target.aval.dtype.itemsize else None
 
-    def rounded_addend(self, carry: Binding) -> Var | None:
+    def take_rounded_addend(self, carry: Binding) -> Var | None:
         """The 16-bit value that is widened and added to a carry in each trip, as of parameters that all trips cast.
 
         None: nothing is, or no wider value was cast to it. The addition is removed.
